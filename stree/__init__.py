@@ -1,0 +1,1 @@
+"""Speculative tree decoding for state-space and hybrid language models."""

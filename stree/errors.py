@@ -1,0 +1,61 @@
+"""What can go wrong for a user, and the exit code that each kind ends a command with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class StreeError(ValueError):
+    """A reason to stop that the user can act on: says what was got, what was wanted, what to do."""
+
+    exit_code = 2
+
+
+class UsageError(StreeError):
+    """Wrong arguments or configuration."""
+
+
+class BadData(StreeError):
+    """Conversations or benchmark files that cannot be used."""
+
+    exit_code = 65
+
+
+class CheckpointRefused(StreeError):
+    """A checkpoint or tokenizer that is damaged, foreign or does not fit its partner."""
+
+    exit_code = 66
+
+
+class InvariantBroken(StreeError):
+    """Losslessness broken, NaN met, or no progress: the results would be wrong."""
+
+    exit_code = 70
+
+
+class OutOfMemory(StreeError):
+    """Something did not fit; the message names it and the setting that shrinks it."""
+
+    exit_code = 71
+
+
+class CannotWrite(StreeError):
+    """The disk or folder refuses a write."""
+
+    exit_code = 73
+
+
+class Preempted(StreeError):
+    """Stopped from outside with everything saved: run the same command to go on."""
+
+    exit_code = 75
+
+
+def exit_with_reason(main: Callable[[], object]) -> None:
+    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code."""
+    try:
+        main()
+    except StreeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,1 @@
+"""Decoder models: one readable file a model, key renaming in `convert`."""
