@@ -1,0 +1,330 @@
+"""Writing so that a kill or a full disk leaves the old file or the new one, never half of one.
+
+Everything is written beside its destination (same folder, hence same filesystem) under a name
+that starts with `.tmp-`, synced, and renamed. A published directory carries MANIFEST.json with
+size and sha256 of every file: renames do not notice flipped bits, the manifest does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from stree.errors import CannotWrite, CheckpointRefused
+
+MANIFEST_NAME = "MANIFEST.json"
+MANIFEST_VERSION = 1
+
+_LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>.*)")
+_FOREIGN_LEFTOVER_AGE_S = 24 * 3600.0
+_REFUSED_WRITE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
+    errno.EFBIG, errno.EISDIR, errno.ENAMETOOLONG,
+}  # fmt: skip
+_in_use: set[Path] = set()
+
+
+def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """Replace the file `path` by `data` (text as UTF-8), creating parent folders.
+
+    A reader, or whoever comes after a SIGKILL, finds the old content or the new, whole.
+    Raises CannotWrite on a full disk or an unwritable folder; the old content is then intact.
+    """
+    path = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    with _reporting_refusals(path, needed_bytes=len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_path(path.parent)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, temporary)
+            os.replace(temporary, path)
+            _fsync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+            _in_use.discard(temporary)
+
+
+@contextmanager
+def publish_directory(
+    path: str | os.PathLike[str],
+    manifest_extra: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+    needed_bytes: int = 0,
+) -> Iterator[Path]:
+    """Yield an empty folder to fill; when the block ends well it becomes `path`, whole and at once.
+
+    The folder gets MANIFEST.json: `{"version", "files": {name: {"sha256", "size_bytes"}}}` and
+    the keys of `manifest_extra`. An exception in the block leaves no trace. An existing `path` is
+    replaced only with `overwrite` (the two are exchanged atomically where the filesystem can;
+    elsewhere a kill between two renames leaves the old one for `sweep_leftovers` to put back).
+    `needed_bytes`, when known, is checked against the free space before anything is written.
+    Raises CannotWrite when `path` exists, or on a full disk or an unwritable folder.
+    """
+    path = Path(path)
+    if _lexists(path) and not overwrite:
+        raise CannotWrite(f"{path} exists already: choose another name or allow overwriting")
+    with _reporting_refusals(path, needed_bytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _require_space(path.parent, needed_bytes)
+        temporary = _temporary_path(path.parent)
+        try:
+            temporary.mkdir()
+            yield temporary
+            _write_manifest(temporary, manifest_extra or {})
+            _put_in_place(temporary, path, overwrite)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            _in_use.discard(temporary)
+
+
+def verify_manifest(directory: str | os.PathLike[str]) -> dict:
+    """Return the parsed MANIFEST.json after checking every file of `directory` against it.
+
+    Raises CheckpointRefused naming the file that is missing, unlisted, of the wrong size or of
+    the wrong sha256. Hidden files (.gitattributes, .cache/) are nobody's and are not looked at.
+    """
+    directory = Path(directory)
+    manifest = _read_manifest(directory)
+    again = "copy or export the checkpoint again"
+    present = _relative_files(directory)
+    for name, expected in manifest["files"].items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointRefused(f"{file} is missing, {MANIFEST_NAME} lists it: {again}")
+        size = file.stat().st_size
+        if size != expected["size_bytes"]:
+            raise CheckpointRefused(
+                f"{file} has {size} bytes, {MANIFEST_NAME} says {expected['size_bytes']}: {again}"
+            )
+    unlisted = sorted(set(present) - set(manifest["files"]))
+    if unlisted:
+        raise CheckpointRefused(
+            f"{directory / unlisted[0]} is not listed in {MANIFEST_NAME}: move it elsewhere, "
+            f"or delete {MANIFEST_NAME} if you changed the checkpoint on purpose"
+        )
+    for name, expected in manifest["files"].items():
+        digest = sha256_of_file(directory / name)
+        if digest != expected["sha256"]:
+            raise CheckpointRefused(
+                f"{directory / name} has sha256 {digest[:12]}…, {MANIFEST_NAME} says "
+                f"{expected['sha256'][:12]}…: its bytes changed since it was written; {again}, "
+                f"or delete {MANIFEST_NAME} if you changed it on purpose"
+            )
+    return manifest
+
+
+def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove the `.tmp-*` entries of `parent` whose writer is dead; return what was removed.
+
+    A writer on this host counts as dead when its process is gone; an entry of another host, or
+    of unknown origin, when untouched for a day. A directory that an interrupted overwrite had
+    moved aside, and whose place is still empty, is put back first.
+    """
+    parent = Path(parent)
+    swept = []
+    for entry in sorted(parent.glob(".tmp-*")):
+        if entry in _in_use or not _is_abandoned(entry):
+            continue
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match and match["old"]:
+            for replaced in entry.iterdir():
+                if not _lexists(parent / replaced.name):
+                    replaced.rename(parent / replaced.name)
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+        swept.append(entry)
+    return swept
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
+    files = {}
+    for name in _relative_files(directory):
+        file = directory / name
+        files[name] = {"sha256": sha256_of_file(file), "size_bytes": file.stat().st_size}
+        _fsync(file)
+    manifest = {"version": MANIFEST_VERSION, "files": files, **extra}
+    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+    _fsync(directory / MANIFEST_NAME)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        _fsync(Path(folder))
+
+
+def _read_manifest(directory: Path) -> dict:
+    path = directory / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_text())
+        files = manifest["files"]
+        well_formed = manifest["version"] == MANIFEST_VERSION and all(
+            isinstance(entry["sha256"], str) and isinstance(entry["size_bytes"], int)
+            for entry in files.values()
+        )
+    except FileNotFoundError:
+        raise CheckpointRefused(f"{path} is missing: {directory} was not published whole") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointRefused(
+            f"{path} cannot be read ({error}): export the checkpoint again"
+        ) from error
+    if not well_formed:
+        raise CheckpointRefused(
+            f"{path} has version {manifest['version']} or malformed entries, wanted version "
+            f"{MANIFEST_VERSION}: export the checkpoint again"
+        )
+    return manifest
+
+
+def _relative_files(directory: Path) -> list[str]:
+    """Names of all files below `directory` but the manifest, without hidden ones, sorted."""
+    names = []
+    for folder, subfolders, files in os.walk(directory):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        relative = Path(folder).relative_to(directory)
+        names += [(relative / name).as_posix() for name in files if not name.startswith(".")]
+    return sorted(set(names) - {MANIFEST_NAME})
+
+
+def _put_in_place(temporary: Path, path: Path, overwrite: bool) -> None:
+    if not _lexists(path):
+        os.rename(temporary, path)
+        _fsync(path.parent)
+        return
+    if not overwrite:
+        raise CannotWrite(f"{path} was created by another process meanwhile: choose another name")
+    if _exchange(temporary, path):
+        _fsync(path.parent)
+        return
+    aside = _temporary_path(path.parent, kind="old-")
+    try:
+        aside.mkdir()
+        os.rename(path, aside / path.name)
+        os.rename(temporary, path)
+        _fsync(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        _in_use.discard(aside)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directory entries in one step (Linux renameat2); False where that is unknown."""
+    if not sys.platform.startswith("linux"):
+        return False
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    arguments = (at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange)
+    if renameat2(*arguments) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def _temporary_path(parent: Path, kind: str = "") -> Path:
+    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
+    path = parent / f".tmp-{kind}{os.getpid()}-{secrets.token_hex(4)}-{host}"
+    _in_use.add(path)
+    return path
+
+
+def _is_abandoned(entry: Path) -> bool:
+    match = _LEFTOVER.fullmatch(entry.name)
+    this_host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
+    if match and match["host"] == this_host:
+        pid = int(match["pid"])
+        # Our own number on an entry that is not ours: a restarted container reuses numbers.
+        if pid == os.getpid() or not _is_running(pid):
+            return True
+    try:
+        age_s = time.time() - entry.lstat().st_mtime
+    except FileNotFoundError:
+        return False
+    return age_s > _FOREIGN_LEFTOVER_AGE_S
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _require_space(directory: Path, needed_bytes: int) -> None:
+    usage = shutil.disk_usage(directory)
+    # Some network filesystems report no size at all; the write itself decides there.
+    if usage.total and needed_bytes > usage.free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+
+
+@contextmanager
+def _reporting_refusals(path: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn the disk's refusals into CannotWrite with what was needed and what is free."""
+    try:
+        yield
+    except CannotWrite:
+        raise
+    except Exception as error:
+        code = _errno_of(error)
+        if code not in _REFUSED_WRITE:
+            raise
+        raise CannotWrite(_explain(path, code, needed_bytes)) from error
+
+
+def _errno_of(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors and tokenizers are written in Rust and tell the number in their text only.
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def _explain(path: Path, code: int | None, needed_bytes: int) -> str:
+    reason = os.strerror(code or 0)
+    existing = next(folder for folder in path.absolute().parents if folder.is_dir())
+    free_bytes = shutil.disk_usage(existing).free
+    needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space or choose another disk"
+    else:
+        remedy = "choose a folder that you may write to"
+    return f"cannot write {path}: {reason} ({needed}{free_bytes} bytes free): {remedy}"
+
+
+def _lexists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

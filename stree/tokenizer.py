@@ -1,0 +1,112 @@
+"""Loading a tokenizer from a checkpoint folder, and telling whether two are the same one.
+
+Equal vocabulary sizes prove nothing: a drafter whose ids mean other words drafts nonsense
+silently. Target and drafter are therefore compared by a fingerprint of what gives ids meaning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from stree.errors import CheckpointRefused
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+    """Return the `transformers` tokenizer stored in `directory`; no network, no remote code.
+
+    Raises CheckpointRefused when the folder or its tokenizer files are absent or unreadable.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointRefused(
+            f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}): "
+            "copy the tokenizer files of the model that it was trained with"
+        )
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        # AutoTokenizer would ask config.json for a class; tokenizer.json says everything itself.
+        if (directory / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # The libraries raise everything from KeyError to bare Exception on a damaged file.
+        raise CheckpointRefused(
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}): "
+            "copy its files again"
+        ) from error
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Hex sha256 of what gives a token id its meaning and a conversation its form.
+
+    Covers the sorted (id, token) pairs, the special tokens, the normaliser and the chat template.
+    """
+    content = {
+        "vocabulary": sorted((index, token) for token, index in tokenizer.get_vocab().items()),
+        "special": {name: _text(value) for name, value in tokenizer.special_tokens_map.items()},
+        "normalizer": _normalizer(tokenizer),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def require_same_tokenizer(
+    target_directory: str | os.PathLike[str], drafter_directory: str | os.PathLike[str]
+) -> str:
+    """Return the common fingerprint of two checkpoint folders' tokenizers.
+
+    Raises CheckpointRefused, naming the first difference, when they are not the same tokenizer.
+    """
+    target, drafter = load_tokenizer(target_directory), load_tokenizer(drafter_directory)
+    common = fingerprint(target)
+    if fingerprint(drafter) != common:
+        raise CheckpointRefused(
+            f"the drafter {drafter_directory} does not use the tokenizer of the target "
+            f"{target_directory}: {_first_difference(target, drafter)}; "
+            "use a drafter that was distilled from this target"
+        )
+    return common
+
+
+def _first_difference(target: Any, drafter: Any) -> str:
+    theirs = {index: token for token, index in drafter.get_vocab().items()}
+    ours = {index: token for token, index in target.get_vocab().items()}
+    if len(ours) != len(theirs):
+        return f"vocabulary of {len(theirs)} tokens, wanted {len(ours)}"
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            return f"id {index} is {theirs.get(index)!r}, wanted {ours.get(index)!r}"
+    if _normalizer(target) != _normalizer(drafter):
+        return "the normalisers differ"
+    if target.special_tokens_map != drafter.special_tokens_map:
+        return (
+            f"special tokens {drafter.special_tokens_map}, wanted {target.special_tokens_map}"
+        )
+    return "the chat templates differ"
+
+
+def _normalizer(tokenizer: Any) -> Any:
+    """The normaliser's parameters as data; None for tokenizers without (or not in) Rust."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return json.loads(backend.to_str())["normalizer"] if backend is not None else None
+
+
+def _text(value: Any) -> Any:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
