@@ -1,0 +1,257 @@
+"""Every op in plain PyTorch: the CPU path, and the oracle of the kernels beside it.
+
+Shapes: B batch, T tokens, N tree nodes, H heads, P head dim, S state, G groups, C channels,
+W conv width, K slots of an accepted path, L cache slots, D attention head dim.
+
+x, B and C come in groups (their own number each): head h reads group h // (H // G).
+Sums run in fp32, or in fp64 when the inputs are. The derivation is in README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for anything narrower, else the dtype itself."""
+    return torch.promote_types(torch.float32, dtype)
+
+
+def _per_head(grouped: Tensor, num_heads: int) -> Tensor:
+    """(..., G, X) → (..., H, X) in the accumulation dtype."""
+    repeats = num_heads // grouped.shape[-2]
+    grouped = grouped.to(accumulation_dtype(grouped.dtype))
+    return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=-2)
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's recurrence over a sequence, in chunks (SSD: Dao and Gu 2024, section 6).
+
+    h_t = exp(dt_t·A)·h_{t−1} + dt_t·x_t ⊗ B_t,  y_t = h_t·C_t + D·x_t
+
+    Args: x (B, T, Gx, P), dt (B, T, H) after softplus, A (H,) negative, B (B, T, Gb, S),
+    C (B, T, Gc, S), D (H,), initial_state (B, H, P, S), segment_ids (B, T) non-decreasing: a
+    token sees only tokens of its own segment, and an initial state only reaches the first one.
+    Returns y (B, T, H, P) in x's dtype and the state after the last token, (B, H, P, S).
+    """
+    batch, length, num_heads = dt.shape
+    padding = -length % chunk_size
+    out_dtype = x.dtype
+    x, B, C = (_per_head(part, num_heads) for part in (x, B, C))
+    dt = dt.to(x.dtype)
+    skip = x * D.to(x.dtype)[:, None] if D is not None else None
+    if segment_ids is None:
+        segment_ids = torch.zeros(batch, length, dtype=torch.long, device=x.device)
+    if padding:  # dt = 0 neither decays nor adds, so padding leaves the state alone
+        x, B, C = (F.pad(part, (0, 0, 0, 0, 0, padding)) for part in (x, B, C))
+        dt = F.pad(dt, (0, 0, 0, padding))
+        segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, padding)], dim=1)
+    num_chunks = x.shape[1] // chunk_size
+
+    def chunks(part: Tensor) -> Tensor:
+        return part.unflatten(1, (num_chunks, chunk_size))
+
+    x, dt, B, C, segments = (chunks(part) for part in (x * dt[..., None], dt, B, C, segment_ids))
+    log_decay = (dt * A.to(dt.dtype)).cumsum(2)  # (B, chunks, Q, H), from the chunk's start
+
+    # 1. Within a chunk: y_i += Σ_{j ≤ i} exp(c_i − c_j) (C_i·B_j) x_j
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
+    same_segment = segments[:, :, :, None] == segments[:, :, None, :]
+    difference = log_decay.transpose(2, 3)[..., :, None] - log_decay.transpose(2, 3)[..., None, :]
+    visible = (causal & same_segment)[:, :, None]
+    weights = difference.masked_fill(~visible, -torch.inf).exp()  # (B, chunks, H, Q, Q)
+    scores = torch.einsum("bcihs,bcjhs->bchij", C, B)
+    y = torch.einsum("bchij,bcjhp->bcihp", scores * weights, x)
+
+    # 2. What each chunk leaves behind at its end
+    last = segments[:, :, -1:]
+    to_end = (log_decay[:, :, -1:] - log_decay).exp() * (segments == last)[..., None]
+    left = torch.einsum("bcjh,bcjhp,bcjhs->bchps", to_end, x, B)
+
+    # 3. States at chunk starts: the recurrence over chunks
+    state = x.new_zeros(left[:, 0].shape) if initial_state is None else initial_state.to(x.dtype)
+    carried_segment = segments[:, 0, 0]
+    starts, carried = [], []
+    for chunk in range(num_chunks):
+        starts.append(state)
+        carried.append(carried_segment)
+        survives = (last[:, chunk, 0] == carried_segment)[:, None]
+        decay = log_decay[:, chunk, -1].exp() * survives
+        state = decay[..., None, None] * state + left[:, chunk]
+        carried_segment = last[:, chunk, 0]
+
+    # 4. What they give to the tokens of their segment
+    reaches = segments == torch.stack(carried, dim=1)[..., None]
+    from_start = log_decay.exp() * reaches[..., None]
+    start_states = torch.stack(starts, dim=1)
+    y = y + torch.einsum("bcihs,bchps->bcihp", C, start_states) * from_start[..., None]
+    y = y.flatten(1, 2)[:, :length]
+    if skip is not None:
+        y = y + skip
+    return y.to(out_dtype), state
+
+
+def tree_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    ancestors: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """Outputs of all nodes of a token tree from one state (STree, Eq. 5-6).
+
+    Args: x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S), C (B, N, Gc, S), D (H,),
+    ancestors (N, N) bool with [i, j] true when j is i or an ancestor of i, state (B, H, P, S).
+    Returns y (B, N, H, P) in x's dtype. The state is not written: see `replay`.
+    """
+    num_heads = dt.shape[-1]
+    out_dtype = x.dtype
+    x, B, C = (_per_head(part, num_heads) for part in (x, B, C))
+    dt = dt.to(x.dtype)
+    log_decay = torch.einsum("ij,bjh->bhi", ancestors.to(x.dtype), dt * A.to(x.dtype))
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    # Off the ancestor mask the difference can be positive and overflow: mask before the exponent
+    weights = difference.masked_fill(~ancestors, -torch.inf).exp()
+    scores = torch.einsum("bihs,bjhs->bhij", C, B) * weights * dt.transpose(1, 2)[:, :, None, :]
+    y = torch.einsum("bhij,bjhp->bihp", scores, x)
+    from_state = torch.einsum("bihs,bhps->bihp", C, state.to(x.dtype))
+    y = y + from_state * log_decay.transpose(1, 2).exp()[..., None]
+    if D is not None:
+        y = y + x * D.to(x.dtype)[:, None]
+    return y.to(out_dtype)
+
+
+def replay(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Tensor, path_length: Tensor
+) -> Tensor:
+    """The state after the accepted path of a tree, from the inputs that the tree's call kept.
+
+    h ← exp(Σ_k a_k)·h + Σ_k exp(Σ_{m>k} a_m)·dt_k·x_k ⊗ B_k  (activation replay: Wu et al. 2024)
+
+    Args: state (B, H, P, S), x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S),
+    path (B, K) node indices of which the first path_length (B,) count.
+    Returns the new state in state's dtype; a path length of 0 returns the state as it was.
+    """
+    num_heads = dt.shape[-1]
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    counts = torch.arange(path.shape[1], device=path.device) < path_length[:, None]
+    # where(), not a product: an uncounted slot may hold anything, NaN included
+    x, B = (
+        torch.where(counts[..., None, None], _per_head(part[rows, path], num_heads), 0.0)
+        for part in (x, B)
+    )
+    dt = torch.where(counts[..., None], dt[rows, path].to(x.dtype), 0.0)
+    log_decay = dt * A.to(x.dtype)
+    total = log_decay.sum(1)
+    after = total[:, None] - log_decay.cumsum(1)
+    added = torch.einsum("bkh,bkhp,bkhs->bhps", after.exp() * dt, x, B)
+    return (total.exp()[..., None, None] * state.to(x.dtype) + added).to(state.dtype)
+
+
+def tree_conv(
+    inputs: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor
+) -> Tensor:
+    """Causal depthwise convolution along each node's ancestors, before the activation.
+
+    Args: inputs (B, N, C), tail (B, W − 1, C) the last committed inputs, weight (C, W),
+    bias (C,), windows (N, W) indices into [tail, inputs], oldest first (`TokenTree.windows`).
+    Returns (B, N, C) in inputs' dtype.
+    """
+    dtype = accumulation_dtype(inputs.dtype)
+    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[:, windows].to(dtype)
+    y = torch.einsum("bnwc,cw->bnc", seen, weight.to(dtype))
+    return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
+
+
+def conv_replay(tail: Tensor, inputs: Tensor, path: Tensor, path_length: Tensor) -> Tensor:
+    """The last W − 1 conv inputs after the accepted path.
+
+    Args: tail (B, W − 1, C), inputs (B, N, C), path (B, K), path_length (B,).
+    Returns the new tail, (B, W − 1, C) in tail's dtype.
+    """
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    seen = torch.cat([tail, inputs[rows, path].to(tail.dtype)], dim=1)
+    newest = path_length[:, None] + torch.arange(tail.shape[1], device=path.device)
+    return seen[rows, newest]
+
+
+def segment_conv(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """Causal depthwise convolution over packed sequences: a token sees its own segment only.
+
+    Args: inputs (B, T, C), weight (C, W), bias (C,), segment_ids (B, T) or None.
+    Returns (B, T, C) in inputs' dtype, before the activation.
+    """
+    width = weight.shape[1]
+    weight = weight.to(inputs.dtype)
+    y = inputs * weight[:, -1]
+    for back in range(1, min(width, inputs.shape[1])):
+        shifted = inputs[:, :-back]
+        if segment_ids is not None:
+            same = segment_ids[:, back:] == segment_ids[:, :-back]
+            shifted = shifted * same[..., None]
+        y = y + F.pad(shifted * weight[:, -1 - back], (0, 0, back, 0))
+    return y if bias is None else y + bias.to(inputs.dtype)
+
+
+def tree_attention(
+    q: Tensor, keys: Tensor, values: Tensor, length: Tensor, ancestors: Tensor
+) -> Tensor:
+    """Attention of tree nodes to the committed keys and to their ancestors.
+
+    Args: q (B, N, H, D), keys and values (B, Hkv, L, D) whose slots [0, length) are committed and
+    [length, length + N) are the tree's nodes, length (B,), ancestors (N, N) bool.
+    Slots past them may hold anything. Returns (B, N, H, D) in q's dtype.
+    """
+    batch, num_nodes, num_heads, head_dim = q.shape
+    num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
+    dtype = accumulation_dtype(q.dtype)
+    visible = _visible_slots(length, ancestors, num_slots)  # (B, N, L)
+    grouped = q.view(batch, num_nodes, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    scores = grouped @ keys[:, :, None].transpose(-1, -2)
+    scores = scores.to(dtype) * head_dim**-0.5
+    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    used = visible.any(1)[:, None, :, None]
+    clean = torch.where(used, values, 0.0).to(values.dtype)  # 0 · NaN would be NaN
+    out = weights.to(values.dtype) @ clean[:, :, None]
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, num_nodes, num_heads, head_dim)
+
+
+def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
+    """(B, N, L): committed slots are seen by all nodes, the tree's by their descendants."""
+    num_nodes = ancestors.shape[0]
+    table = torch.zeros(num_nodes, num_nodes + 2, dtype=torch.bool, device=ancestors.device)
+    table[:, 0] = True
+    table[:, 1:-1] = ancestors
+    slots = torch.arange(num_slots, device=ancestors.device)
+    column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
+    return table[:, column].transpose(0, 1)
+
+
+def move_accepted(cache: Tensor, length: Tensor, path: Tensor) -> None:
+    """Make the keys (or values) of an accepted path contiguous, in place.
+
+    Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices. Slots
+    length … length + K − 1 are written; those past the path's true length stay uncommitted.
+    """
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    source = length[:, None] + path
+    target = length[:, None] + torch.arange(path.shape[1], device=path.device)
+    cache[rows, :, target] = cache[rows, :, source]

@@ -1,0 +1,152 @@
+"""Token trees: which draft hangs under which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from stree.errors import UsageError
+
+MAX_NODES = 128
+_SHIPPED = Path(__file__).resolve().parent.parent / "configs" / "trees"
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A static token tree; node 0 is the root, the last token that is already certain.
+
+    Args: parents, one index a node, −1 for the root, each before its children. Raises
+    `UsageError` for any other order, for more than 128 nodes, or for an empty tree.
+    """
+
+    parents: tuple[int, ...]
+    name: str = "tree"
+
+    def __post_init__(self) -> None:
+        parents = tuple(self.parents)
+        object.__setattr__(self, "parents", parents)
+        if not 1 <= len(parents) <= MAX_NODES:
+            raise UsageError(
+                f"tree {self.name!r} has {len(parents)} nodes, wanted 1 to {MAX_NODES}"
+            )
+        if any(isinstance(parent, bool) or not isinstance(parent, int) for parent in parents):
+            raise UsageError(f"tree {self.name!r}: parents must be whole numbers, got {parents}")
+        if parents[0] != -1:
+            raise UsageError(f"tree {self.name!r}: node 0 is the root, so its parent must be -1")
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise UsageError(
+                    f"tree {self.name!r}: node {node} has parent {parent}; a parent comes before "
+                    f"its children, so wanted 0 to {node - 1}. Renumber the nodes by depth"
+                )
+
+    @classmethod
+    def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
+        """The root followed by one sequence of drafts."""
+        return cls(tuple(range(-1, num_drafts)), name or f"chain-{num_drafts}")
+
+    @classmethod
+    def paper(cls) -> TokenTree:
+        """STree's static tree: 13 nodes, 4 levels of 3 (its Fig. 4a)."""
+        return cls((-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7), "paper")
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> TokenTree:
+        """A tree by shipped name ("paper", "chain-4", …) or from a YAML file.
+
+        The file holds `name` and `parents`. Raises `UsageError` when it does not.
+        """
+        name = str(name_or_path)
+        if name.startswith("chain-") and name[6:].isdigit():
+            return cls.chain(int(name[6:]))
+        path = Path(name)
+        if not path.suffix:
+            path = _SHIPPED / f"{name}.yaml"
+        if not path.is_file():
+            shipped = sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
+            raise UsageError(f"no tree {name!r}: give a YAML file, chain-N, or one of {shipped}")
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UsageError(f"tree {path} is no YAML: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("parents"), list):
+            raise UsageError(f"tree {path} must hold `parents: [-1, 0, …]`")
+        unknown = sorted(set(content) - {"name", "parents", "description"})
+        if unknown:
+            raise UsageError(f"tree {path} has unknown keys {unknown}")
+        return cls(tuple(content["parents"]), str(content.get("name", path.stem)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices by depth, the root's level first."""
+        return tuple(
+            tuple(node for node, depth in enumerate(self.depths) if depth == level)
+            for level in range(self.max_depth + 1)
+        )
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """(N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
+        mask = torch.zeros(self.num_nodes, self.num_nodes, dtype=torch.bool)
+        for node in range(self.num_nodes):
+            mask[node, self.path_to(node)] = True
+        return mask
+
+    def windows(self, width: int) -> Tensor:
+        """(N, width) on the CPU: what a causal convolution of that width sees at each node.
+
+        Indices point into [the width − 1 last committed inputs, the nodes' inputs], oldest first.
+        """
+        rows = []
+        for node in range(self.num_nodes):
+            path = list(range(width - 1)) + [width - 1 + each for each in self.path_to(node)]
+            rows.append(path[-width:])
+        return torch.tensor(rows)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.parents)}"
+
+
+def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
+    """A tree whose nodes at depth d all have branching[d] children."""
+    parents, level = [-1], [0]
+    for width in branching:
+        start = len(parents)
+        parents += [node for node in level for _ in range(width)]
+        level = list(range(start, len(parents)))
+    return TokenTree(tuple(parents), name)
