@@ -96,9 +96,7 @@ def _first_difference(target: Any, drafter: Any) -> str:
     if _normalizer(target) != _normalizer(drafter):
         return "the normalisers differ"
     if target.special_tokens_map != drafter.special_tokens_map:
-        return (
-            f"special tokens {drafter.special_tokens_map}, wanted {target.special_tokens_map}"
-        )
+        return f"special tokens {drafter.special_tokens_map}, wanted {target.special_tokens_map}"
     return "the chat templates differ"
 
 
