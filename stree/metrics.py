@@ -1,0 +1,283 @@
+"""What an evaluation measures, each figure defined once.
+
+Everything is computed from per-prompt counts, so that a figure can be pooled over any set of
+prompts and bootstrapped over them. Dims: R resamples, Q prompts.
+
+The counts follow one convention: the prompt's prefill yields the first token, which no
+verification call produced, so it is not counted; a call's bonus (or correction) token is;
+whatever the stop rule cuts off is not. Autoregressive decoding therefore has an acceptance
+length of exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree.errors import InvariantBroken
+
+Interval = tuple[float, float]
+
+STEP_PARTS = ("draft", "verify", "accept", "commit", "host")
+NUM_RESAMPLES = 2000
+# Clocks of the parts and of the whole loop are read apart: parts may exceed the whole by this much.
+CLOCK_TOLERANCE = 0.02
+
+
+class Timing(Protocol):
+    """Tokens and seconds of one prompt: all that a speed needs."""
+
+    @property
+    def num_new_tokens(self) -> int: ...
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def decode_s(self) -> float: ...
+
+
+class PromptCounts(Timing, Protocol):
+    """What decoding one prompt (all its turns) took."""
+
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def accepted_per_call(self) -> Sequence[int]: ...
+    @property
+    def tree_max_depth(self) -> int: ...
+    @property
+    def time_ms(self) -> Mapping[str, float]: ...
+
+
+def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
+    """τ: new tokens per verification call, pooled. None when there was no call."""
+    return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.num_calls for p in prompts))
+
+
+def acceptance_length_prompt_mean(prompts: Sequence[PromptCounts]) -> float | None:
+    """τ of each prompt, averaged: every prompt weighs the same however long its answer."""
+    lengths = [p.num_new_tokens / p.num_calls for p in prompts if p.num_calls]
+    return _ratio(sum(lengths), len(lengths))
+
+
+def acceptance_histogram(prompts: Sequence[PromptCounts]) -> dict[int, int]:
+    """{draft tokens accepted in a call: number of such calls}; the bonus token is not a draft."""
+    return dict(sorted(Counter(a for p in prompts for a in p.accepted_per_call).items()))
+
+
+def depth_accept_rates(prompts: Sequence[PromptCounts]) -> dict[int, float]:
+    """For each depth d: calls that accepted ≥ d drafts over those that accepted ≥ d − 1
+    and whose tree had a node of depth d. Depths that no call reached are left out."""
+    reached: Counter[int] = Counter()
+    passed: Counter[int] = Counter()
+    for prompt in prompts:
+        for accepted in prompt.accepted_per_call:
+            for depth in range(1, min(accepted + 1, prompt.tree_max_depth) + 1):
+                reached[depth] += 1
+                passed[depth] += accepted >= depth
+    return {depth: passed[depth] / reached[depth] for depth in sorted(reached)}
+
+
+def nodes_per_call(prompts: Sequence[PromptCounts]) -> float | None:
+    """Mean tree nodes verified in a call, the root included."""
+    return _ratio(sum(p.num_nodes for p in prompts), sum(p.num_calls for p in prompts))
+
+
+def tokens_per_second(prompts: Sequence[Timing]) -> float | None:
+    """New tokens per second of decoding; prefill is outside, on both sides of the fraction."""
+    return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.decode_s for p in prompts))
+
+
+def tokens_per_second_e2e(prompts: Sequence[Timing]) -> float | None:
+    """The same new tokens per second of prefill and decoding together."""
+    seconds = sum(p.prefill_s + p.decode_s for p in prompts)
+    return _ratio(sum(p.num_new_tokens for p in prompts), seconds)
+
+
+def speedup(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> float | None:
+    """tokens_per_second over that of the autoregressive run of the same prompts."""
+    _require_pairs(prompts, baseline)
+    mine, theirs = tokens_per_second(prompts), tokens_per_second(baseline)
+    return None if mine is None or not theirs else mine / theirs
+
+
+def speedup_per_tau(prompts: Sequence[PromptCounts], baseline: Sequence[Timing]) -> float | None:
+    """How much of the acceptance the machinery turns into speed (STree paper, Table 5)."""
+    faster, length = speedup(prompts, baseline), acceptance_length(prompts)
+    return None if faster is None or not length else faster / length
+
+
+def time_ms(prompts: Sequence[PromptCounts]) -> dict[str, float]:
+    """Milliseconds per call of each part of a step. `host` is what the other parts leave of the
+    decode time, so the parts add up to the step by construction.
+
+    Raises:
+        InvariantBroken: the measured parts exceed the decode time: something was timed twice.
+    """
+    num_calls = sum(p.num_calls for p in prompts)
+    if num_calls == 0:
+        return {}
+    step = 1e3 * sum(p.decode_s for p in prompts) / num_calls
+    parts = {
+        name: sum(p.time_ms.get(name, 0.0) for p in prompts) / num_calls
+        for name in STEP_PARTS
+        if name != "host"
+    }
+    host = step - sum(parts.values())
+    if host < -CLOCK_TOLERANCE * step:
+        raise InvariantBroken(
+            f"the parts of a step take {sum(parts.values()):.3f} ms of its {step:.3f} ms: "
+            "a part of the decoding loop is timed twice"
+        )
+    return {**parts, "host": max(host, 0.0)}
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Position of the first token that differs, or None when the sequences are equal. When one
+    is a prefix of the other they differ at the shorter one's end."""
+    for position, (mine, theirs) in enumerate(zip(tokens, reference, strict=False)):
+        if mine != theirs:
+            return position
+    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
+
+
+def bootstrap_interval(
+    statistic: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    num_prompts: int,
+    seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+) -> Interval | None:
+    """95 % percentile bootstrap over prompts.
+
+    Args:
+        statistic: maps prompt indices (R, Q) to the figure of every resample (R,). Reading two
+            methods at the same indices is what pairs them.
+        num_prompts: Q. With fewer than two prompts nothing can be said: None.
+    """
+    if num_prompts < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    draws_RQ = rng.integers(num_prompts, size=(num_resamples, num_prompts))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values_R = statistic(draws_RQ)
+    values_R = values_R[np.isfinite(values_R)]
+    if values_R.size == 0:
+        return None
+    low, high = np.percentile(values_R, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def acceptance_length_interval(prompts: Sequence[PromptCounts], seed: int = 0) -> Interval | None:
+    """Interval of pooled τ."""
+    tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
+    return bootstrap_interval(
+        lambda i_RQ: tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1), len(prompts), seed
+    )
+
+
+def acceptance_gain_interval(
+    prompts: Sequence[PromptCounts], other: Sequence[PromptCounts], seed: int = 0
+) -> Interval | None:
+    """Interval of τ(prompts) − τ(other), paired: element q of both is the same prompt."""
+    _require_pairs(prompts, other)
+    tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
+    others_Q, their_calls_Q = _column(other, "num_new_tokens"), _column(other, "num_calls")
+    return bootstrap_interval(
+        lambda i_RQ: (
+            tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1)
+            - others_Q[i_RQ].sum(1) / their_calls_Q[i_RQ].sum(1)
+        ),
+        len(prompts),
+        seed,
+    )
+
+
+def tokens_per_second_interval(prompts: Sequence[Timing], seed: int = 0) -> Interval | None:
+    """Interval of tokens_per_second."""
+    tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
+    return bootstrap_interval(
+        lambda i_RQ: tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1), len(prompts), seed
+    )
+
+
+def speedup_interval(
+    prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int = 0
+) -> Interval | None:
+    """Interval of the ratio of two speeds, paired: element q of both is the same prompt."""
+    _require_pairs(prompts, baseline)
+    tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
+    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
+    return bootstrap_interval(
+        lambda i_RQ: (
+            (tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
+            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
+        ),
+        len(prompts),
+        seed,
+    )
+
+
+def speedup_per_tau_interval(
+    prompts: Sequence[PromptCounts], baseline: Sequence[Timing], seed: int = 0
+) -> Interval | None:
+    """Interval of speedup_per_tau, paired as in `speedup_interval`."""
+    _require_pairs(prompts, baseline)
+    calls_Q, seconds_Q = _column(prompts, "num_calls"), _column(prompts, "decode_s")
+    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
+    # speedup / τ = (tokens / s) / baseline / (tokens / calls): the method's own tokens cancel.
+    return bootstrap_interval(
+        lambda i_RQ: (
+            (calls_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
+            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
+        ),
+        len(prompts),
+        seed,
+    )
+
+
+def summarise(
+    prompts: Sequence[PromptCounts], baseline: Sequence[Timing] | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Every figure under its published name, and `confidence_intervals` of those that have one.
+    Without a baseline the relative ones are None."""
+    intervals: dict[str, Interval | None] = {
+        "acceptance_length": acceptance_length_interval(prompts, seed),
+        "tokens_per_second": tokens_per_second_interval(prompts, seed),
+    }
+    if baseline is not None:
+        intervals["speedup"] = speedup_interval(prompts, baseline, seed)
+        intervals["speedup_per_tau"] = speedup_per_tau_interval(prompts, baseline, seed)
+    return {
+        "acceptance_length": acceptance_length(prompts),
+        "acceptance_length_prompt_mean": acceptance_length_prompt_mean(prompts),
+        "acceptance_histogram": acceptance_histogram(prompts),
+        "depth_accept_rates": depth_accept_rates(prompts),
+        "nodes_per_call": nodes_per_call(prompts),
+        "tokens_per_second": tokens_per_second(prompts),
+        "tokens_per_second_e2e": tokens_per_second_e2e(prompts),
+        "speedup": None if baseline is None else speedup(prompts, baseline),
+        "speedup_per_tau": None if baseline is None else speedup_per_tau(prompts, baseline),
+        "time_ms": time_ms(prompts),
+        "confidence_intervals": intervals,
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _column(prompts: Sequence[Any], name: str) -> NDArray[np.float64]:
+    return np.array([getattr(p, name) for p in prompts], dtype=np.float64)
+
+
+def _require_pairs(prompts: Sequence[Timing], baseline: Sequence[Timing]) -> None:
+    if len(prompts) != len(baseline):
+        raise ValueError(
+            f"got {len(prompts)} prompts and {len(baseline)} of the baseline; a paired "
+            "comparison wants the same prompts in the same order"
+        )

@@ -1,0 +1,162 @@
+"""Every figure against a value worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from stree import metrics
+from stree.errors import InvariantBroken
+
+
+@dataclass
+class Counts:
+    num_new_tokens: int
+    num_calls: int
+    accepted_per_call: list[int]
+    num_nodes: int = 0
+    tree_max_depth: int = 4
+    prefill_s: float = 0.0
+    decode_s: float = 1.0
+    time_ms: dict[str, float] = field(default_factory=dict)
+
+
+# Chain of four drafts. The first prompt: 3 calls keep 2, 0 and 4 drafts and a bonus each = 9 new
+# tokens. The second: one call keeps 4 drafts but stops at EOS, so that its bonus is cut: 4.
+LONG = Counts(9, 3, [2, 0, 4], num_nodes=15, decode_s=0.3, prefill_s=0.1)
+SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
+
+
+def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
+    assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
+    assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
+
+
+def test_autoregressive_decoding_has_acceptance_length_one():
+    assert metrics.acceptance_length([Counts(7, 7, [0] * 7, tree_max_depth=0)]) == 1
+
+
+def test_a_prompt_without_calls_changes_nothing_and_nothing_measured_is_none():
+    empty = Counts(0, 0, [], decode_s=0.0)
+    assert metrics.acceptance_length([LONG, empty]) == 3
+    assert metrics.acceptance_length_prompt_mean([LONG, empty]) == 3
+    assert metrics.acceptance_length([empty]) is None
+    assert metrics.tokens_per_second([empty]) is None
+    assert metrics.time_ms([empty]) == {}
+
+
+def test_histogram_counts_drafts_without_the_bonus():
+    assert metrics.acceptance_histogram([LONG, SHORT]) == {0: 1, 2: 1, 4: 2}
+
+
+def test_depth_rates_condition_on_having_reached_the_depth_before():
+    # Calls keep 2, 0, 4, 4. Depth 1: 3 of 4. Depth 2: 3 of the 3 that got there. Depth 3: 2 of 3.
+    rates = metrics.depth_accept_rates([LONG, SHORT])
+    assert rates == {1: 3 / 4, 2: 1.0, 3: 2 / 3, 4: 1.0}
+
+
+def test_depth_rates_leave_out_calls_whose_tree_ends_above():
+    shallow = Counts(4, 2, [1, 1], tree_max_depth=1)
+    deep = Counts(4, 2, [1, 1], tree_max_depth=2)
+    assert metrics.depth_accept_rates([shallow, deep]) == {1: 1.0, 2: 0.0}
+
+
+def test_nodes_per_call_and_speeds():
+    assert metrics.nodes_per_call([LONG, SHORT]) == 5
+    assert metrics.tokens_per_second([LONG, SHORT]) == pytest.approx(13 / 0.4)
+    assert metrics.tokens_per_second_e2e([LONG, SHORT]) == pytest.approx(13 / 0.6)
+
+
+def test_speedup_is_relative_to_the_same_prompts():
+    baseline = [Counts(9, 9, [0] * 9, decode_s=0.9), Counts(4, 4, [0] * 4, decode_s=0.4)]
+    assert metrics.speedup([LONG, SHORT], baseline) == pytest.approx(3.25)
+    assert metrics.speedup_per_tau([LONG, SHORT], baseline) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="same prompts"):
+        metrics.speedup([LONG], baseline)
+
+
+def test_parts_of_a_step_add_up_to_it():
+    # 4 calls in 400 ms: a step is 100 ms; draft 10, verify 60, accept 5, commit 5 leave 20.
+    counts = Counts(
+        8, 4, [1] * 4, decode_s=0.4,
+        time_ms={"draft": 40, "verify": 240, "accept": 20, "commit": 20, "host": 1},
+    )  # fmt: skip
+    parts = metrics.time_ms([counts])
+    assert parts == pytest.approx({"draft": 10, "verify": 60, "accept": 5, "commit": 5, "host": 20})
+    assert sum(parts.values()) == pytest.approx(100)
+
+
+def test_parts_longer_than_the_step_are_refused():
+    with pytest.raises(InvariantBroken, match="timed twice"):
+        metrics.time_ms([Counts(1, 1, [0], decode_s=0.1, time_ms={"verify": 120.0})])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "position"),
+    [
+        ([1, 2], [1, 2], None),
+        ([1, 2], [1, 3], 1),
+        ([1], [1, 2], 1),
+        ([1, 2], [1], 1),
+        ([], [], None),
+    ],
+)
+def test_first_difference(mine, theirs, position):
+    assert metrics.first_difference(mine, theirs) == position
+
+
+def test_interval_of_identical_prompts_has_no_width_and_of_one_prompt_is_unknown():
+    assert metrics.acceptance_length_interval([LONG] * 5) == (3.0, 3.0)
+    assert metrics.acceptance_length_interval([LONG]) is None
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    """Prompts whose calls keep 0 or 1 draft with probability ½: τ = 1.5. Of 300 experiments of
+    60 prompts the 95 % interval should miss about 15; 5 to 35 is beyond 2.5 standard deviations
+    either way, yet fails for an interval half or twice as wide."""
+    rng = np.random.default_rng(1)
+    missed = 0
+    for seed in range(300):
+        kept = rng.integers(0, 2, size=60)
+        prompts = [Counts(1 + int(k), 1, [int(k)]) for k in kept]
+        low, high = metrics.acceptance_length_interval(prompts, seed=seed)
+        missed += not low <= 1.5 <= high
+    assert 5 <= missed <= 35
+
+
+def test_pairing_cancels_what_prompts_share():
+    """Prompts differ tenfold in speed but the method is always 1.5 times as fast as the baseline:
+    unpaired, the interval would be wide; paired it is a point."""
+    baseline = [Counts(100, 100, [0] * 100, decode_s=0.1 * (1 + q)) for q in range(10)]
+    faster = [Counts(100, 50, [1] * 50, decode_s=b.decode_s / 1.5) for b in baseline]
+    assert metrics.speedup_interval(faster, baseline) == pytest.approx((1.5, 1.5))
+    assert metrics.speedup_per_tau_interval(faster, baseline) == pytest.approx((0.75, 0.75))
+    low, high = metrics.tokens_per_second_interval(faster)
+    assert high > 1.2 * low
+
+
+def test_acceptance_gain_is_paired():
+    # τ of the prompts spreads from 1 to 3, the tree always keeps 0.5 token more.
+    chain = [Counts(10 * n, 10, []) for n in (1, 2, 3)]
+    tree = [Counts(10 * n + 5, 10, []) for n in (1, 2, 3)]
+    assert metrics.acceptance_gain_interval(tree, chain) == pytest.approx((0.5, 0.5))
+
+
+def test_intervals_are_seeded():
+    prompts = [Counts(5 + q, 5, [0] * 5) for q in range(6)]
+    assert metrics.acceptance_length_interval(prompts, seed=3) == (
+        metrics.acceptance_length_interval(prompts, seed=3)
+    )
+
+
+def test_summary_has_the_published_names():
+    summary = metrics.summarise([LONG, SHORT], [LONG, SHORT])
+    assert set(summary) == {
+        "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
+        "depth_accept_rates", "nodes_per_call", "tokens_per_second", "tokens_per_second_e2e",
+        "speedup", "speedup_per_tau", "time_ms", "confidence_intervals",
+    }  # fmt: skip
+    assert summary["speedup"] == 1
+    assert metrics.summarise([LONG])["speedup"] is None
