@@ -31,7 +31,7 @@ _LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>.
 _FOREIGN_LEFTOVER_AGE_S = 24 * 3600.0
 _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
-    errno.EFBIG, errno.EISDIR, errno.ENAMETOOLONG,
+    errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
 }  # fmt: skip
 _in_use: set[Path] = set()
 
@@ -166,10 +166,14 @@ def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
     for name in _relative_files(directory):
         file = directory / name
         files[name] = {"sha256": sha256_of_file(file), "size_bytes": file.stat().st_size}
-        _fsync(file)
     manifest = {"version": MANIFEST_VERSION, "files": files, **extra}
-    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-    _fsync(directory / MANIFEST_NAME)
+    manifest_path = directory / MANIFEST_NAME
+    manifest_path.write_text(json.dumps(manifest, indent=2) + "\n")
+    # safetensors creates files that only their owner reads; a checkpoint is as public as the rest.
+    readable = manifest_path.stat().st_mode
+    for file in [manifest_path, *(directory / name for name in files)]:
+        file.chmod(readable | file.stat().st_mode)
+        _fsync(file)
     for folder, _, _ in os.walk(directory, topdown=False):
         _fsync(Path(folder))
 
