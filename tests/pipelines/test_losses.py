@@ -1,0 +1,264 @@
+"""The chunked losses against dense twins, and what they may cost.
+
+Tolerances: fp32 sums over V terms in another order differ by about 1e-6 relative; 1e-5 is the
+bound that the pipeline promises. Memory is counted, not timed: a dispatch mode adds up the storage
+of every tensor that is alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stree.errors import UsageError
+from stree_pipelines.losses import chunked_cross_entropy, chunked_distillation_loss
+
+
+def dense_distillation_loss(
+    student_hidden, student_head, teacher_hidden, teacher_head, mask, labels, ce_weight, temperature
+):
+    """Formula of the docstring, all logits at once."""
+    student_logits = (student_hidden[mask] @ student_head.T).float()
+    teacher_logits = (teacher_hidden[mask] @ teacher_head.T).float()
+    log_q = torch.log_softmax(student_logits / temperature, -1)
+    log_p = torch.log_softmax(teacher_logits / temperature, -1)
+    p = log_p.exp()
+    kl = torch.where(p > 0, p * (log_p - log_q), torch.zeros(())).sum(-1).mean()
+    cross_entropy = torch.nn.functional.cross_entropy(student_logits, labels[mask])
+    acceptance = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    return kl * temperature**2 + ce_weight * cross_entropy, kl, cross_entropy, acceptance
+
+
+def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size, scale=1.0):
+        return torch.randn(*size, generator=generator) * scale
+
+    return {
+        "student_hidden": randn(*shape, student_width).requires_grad_(),
+        "student_head": randn(vocab, student_width, scale=0.5).requires_grad_(),
+        "teacher_hidden": randn(*shape, teacher_width),
+        "teacher_head": randn(vocab, teacher_width, scale=0.5),
+        "mask": torch.rand(shape, generator=generator) < 0.6,
+    }, torch.randint(vocab, shape, generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000, None])
+def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_tokens):
+    case, labels = make_case()
+    terms = chunked_distillation_loss(
+        **case, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    leaves = case["student_hidden"], case["student_head"]
+    # A factor behind the loss (gradient accumulation) has to reach the gradients.
+    got = torch.autograd.grad(terms.loss * 3.0, leaves)
+    loss, kl, cross_entropy, acceptance = dense_distillation_loss(
+        *case.values(), labels, ce_weight, temperature
+    )
+    want = torch.autograd.grad(loss * 3.0, leaves)
+    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.kl, kl, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.simulated_acceptance, acceptance, rtol=1e-5, atol=1e-6)
+    if ce_weight:
+        torch.testing.assert_close(terms.cross_entropy, cross_entropy, rtol=1e-5, atol=1e-6)
+    for got_grad, want_grad in zip(got, want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, None])
+def test_cross_entropy_equals_the_dense_one(chunk_tokens):
+    case, labels = make_case()
+    hidden, head, mask = case["student_hidden"], case["student_head"], case["mask"]
+    terms = chunked_cross_entropy(hidden, head, labels, mask, chunk_tokens)
+    logits = hidden[mask] @ head.T
+    loss = torch.nn.functional.cross_entropy(logits, labels[mask])
+    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
+    label_probability = logits.softmax(-1).gather(1, labels[mask][:, None]).mean()
+    torch.testing.assert_close(terms.simulated_acceptance, label_probability)
+    for got, want in zip(
+        torch.autograd.grad(terms.loss, (hidden, head)),
+        torch.autograd.grad(loss, (hidden, head)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_head_and_hidden_add_their_gradients():
+    """A tied embedding gets gradients from the head and from the input through hidden."""
+    case, labels = make_case()
+    embedding = case["student_head"]
+    hidden = embedding[labels]
+    rest = {k: v for k, v in case.items() if not k.startswith("student")}
+    terms = chunked_distillation_loss(hidden, embedding, **rest, chunk_tokens=4)
+    (got,) = torch.autograd.grad(terms.loss, embedding)
+    loss = dense_distillation_loss(embedding[labels], embedding, *rest.values(), labels, 0.0, 1.0)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(loss[0], embedding)[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_equal_models_have_zero_loss_and_full_acceptance():
+    case, _ = make_case(student_width=20)
+    terms = chunked_distillation_loss(
+        case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
+        case["teacher_head"], case["mask"],
+    )  # fmt: skip
+    assert terms.loss.abs() < 1e-6
+    assert (terms.simulated_acceptance - 1).abs() < 1e-5
+
+
+def test_nothing_to_count_gives_zero_and_not_nan():
+    case, labels = make_case()
+    case["mask"] = torch.zeros_like(case["mask"])
+    terms = chunked_distillation_loss(**case, ce_labels=labels, ce_weight=0.5)
+    terms.loss.backward()
+    for value in (terms.loss, terms.kl, terms.cross_entropy, terms.simulated_acceptance):
+        assert value == 0
+    assert not case["student_hidden"].grad.any()
+    assert not case["student_head"].grad.any()
+
+
+def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
+    case, labels = make_case()
+    clean = chunked_distillation_loss(**case).loss
+    mask = case["mask"]
+    case["student_hidden"] = (
+        case["student_hidden"].detach().masked_fill(~mask[..., None], torch.nan)
+    )
+    case["teacher_hidden"] = case["teacher_hidden"].masked_fill(~mask[..., None], torch.nan)
+    labels = labels.masked_fill(~mask, -100)
+    assert chunked_distillation_loss(**case, ce_labels=labels).loss == clean
+
+
+def test_minus_infinity_on_both_sides_is_masked():
+    """Padded ids: weights so negative that the logit overflows to −inf in teacher and student."""
+    case, _ = make_case(student_width=20)
+    for side in ("student", "teacher"):
+        hidden, head = (case[f"{side}_{part}"].detach().clone() for part in ("hidden", "head"))
+        hidden[..., 0] = 10.0
+        head[-5:] = 0.0
+        head[-5:, 0] = -1e38
+        case[f"{side}_hidden"], case[f"{side}_head"] = hidden, head
+    assert (case["teacher_hidden"] @ case["teacher_head"].T)[..., -1].isneginf().all()
+    case["student_hidden"].requires_grad_()
+    terms = chunked_distillation_loss(**case)
+    kept = dict(case, **{k: case[k][:-5] for k in ("student_head", "teacher_head")})
+    torch.testing.assert_close(terms.loss, chunked_distillation_loss(**kept).loss)
+    terms.loss.backward()
+    assert case["student_hidden"].grad.isfinite().all()
+
+
+def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
+    case, _ = make_case(student_width=20)
+    hidden, head = (case[f"student_{part}"].detach().clone() for part in ("hidden", "head"))
+    hidden[..., 0], head[-5:, 0] = 10.0, -1e38
+    case.update(student_hidden=hidden, student_head=head)
+    assert chunked_distillation_loss(**case).loss == torch.inf
+
+
+def test_bf16_autocast_keeps_the_softmax_in_fp32():
+    case, labels = make_case(vocab=301)
+    want = dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = chunked_distillation_loss(**case)
+    assert terms.loss.dtype == torch.float32
+    torch.testing.assert_close(terms.loss, want, rtol=2e-2, atol=0)
+    grads = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    assert [g.dtype for g in grads] == [torch.float32, torch.float32]
+
+
+def test_validation_makes_no_gradients():
+    case, _ = make_case()
+    with torch.no_grad():
+        terms = chunked_distillation_loss(**case)
+    assert not terms.loss.requires_grad
+
+
+def test_normalizer_replaces_the_number_of_rows():
+    case, _ = make_case()
+    half = chunked_distillation_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
+    torch.testing.assert_close(half * 2, chunked_distillation_loss(**case).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"ce_weight": 1.0}, "ce_labels"),
+        ({"teacher_head": torch.zeros(96, 20)}, "vocabulary"),
+        ({"mask": torch.ones(3, 20, dtype=torch.bool)}, "mask"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    case, _ = make_case()
+    with pytest.raises(UsageError, match=message):
+        chunked_distillation_loss(**{**case, **change})
+
+
+class StorageCounter(TorchDispatchMode):
+    """Bytes of all storages that operations under this mode have made and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage(), given)
+        return out
+
+    def _count(self, storage, given):
+        key = storage._cdata
+        if key in given or key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key):
+        self.live_bytes -= self.sizes.pop(key)
+
+
+def peak_bytes(step) -> int:
+    gc.collect()
+    with StorageCounter() as counter:
+        step()
+    return counter.peak_bytes
+
+
+def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
+    num_tokens, vocab = 512, 128_256
+    case, _ = make_case((1, num_tokens), vocab, student_width=16, teacher_width=24)
+    case["mask"] = torch.ones_like(case["mask"])
+    two_logits = 2 * num_tokens * vocab * 4
+    assert peak_bytes(lambda: chunked_distillation_loss(**case).loss.backward()) < two_logits / 5
+
+
+def test_the_memory_counter_sees_dense_logits():
+    """The instrument itself: the dense loss on a small case needs more than its two logits."""
+    case, labels = make_case((1, 256), 2048)
+    case["mask"] = torch.ones_like(case["mask"])
+    two_logits = 2 * 256 * 2048 * 4
+
+    def dense():
+        dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0].backward()
+
+    assert peak_bytes(dense) > two_logits
