@@ -1,0 +1,84 @@
+"""A drafter cut out of its target: embedding, head, norms and a few layers, same width.
+
+Initialising from the target's own layers starts distillation from something that already shares
+its embedding space (the paper's drafter has two Mamba-2 layers of its target's size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stree.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+
+
+def default_drafter_layers(target_config: HybridConfig) -> list[int]:
+    """The first and the last Mamba-2 layer of the target: a pure Mamba-2 drafter of two layers.
+
+    The first layer knows what embeddings look like, the last what the head reads.
+    Raises UsageError when the target has no two Mamba-2 layers.
+    """
+    mamba_layers = [
+        layer for layer in range(target_config.num_layers) if not target_config.is_attention(layer)
+    ]
+    if len(mamba_layers) < 2:
+        raise UsageError(
+            f"the target has {len(mamba_layers)} Mamba-2 layers, a sliced drafter takes 2 by "
+            "default: name the layers to copy, or describe a drafter with random weights"
+        )
+    return [mamba_layers[0], mamba_layers[-1]]
+
+
+def drafter_config_from(
+    target_config: HybridConfig, layers: Sequence[int] | None = None
+) -> HybridConfig:
+    """The config of a drafter made of `layers` of the target, in the order given.
+
+    Args:
+        layers: indices into the target's layers, attention or Mamba-2; None for
+            `default_drafter_layers`.
+
+    Raises:
+        UsageError: no layers, an index that the target does not have, or one named twice.
+    """
+    chosen = default_drafter_layers(target_config) if layers is None else list(layers)
+    if not chosen:
+        raise UsageError("no layers to copy into the drafter: name at least one")
+    for layer in chosen:
+        if not 0 <= layer < target_config.num_layers:
+            raise UsageError(
+                f"layer {layer} is not in the target, which has layers 0 to "
+                f"{target_config.num_layers - 1}"
+            )
+    if len(set(chosen)) != len(chosen):
+        raise UsageError(f"layers {chosen} name one twice: each can be copied once")
+    return target_config.replace(
+        num_layers=len(chosen),
+        attn_layers=tuple(new for new, old in enumerate(chosen) if target_config.is_attention(old)),
+    )
+
+
+def slice_drafter(target: HybridModel, layers: Sequence[int] | None = None) -> HybridModel:
+    """A drafter whose every weight is a copy of the target's (fp32, on the target's device).
+
+    Args and errors as `drafter_config_from`.
+    """
+    config = drafter_config_from(target.config, layers)
+    chosen = default_drafter_layers(target.config) if layers is None else list(layers)
+    drafter = HybridModel(config).to(target.device)
+    source = target.state_dict()
+    with torch.no_grad():
+        for name, weight in drafter.state_dict().items():
+            weight.copy_(source[_target_name(name, chosen)])
+    return drafter
+
+
+def _target_name(drafter_name: str, layers: Sequence[int]) -> str:
+    prefix = "model.layers."
+    if not drafter_name.startswith(prefix):
+        return drafter_name
+    index, rest = drafter_name[len(prefix) :].split(".", 1)
+    return f"{prefix}{layers[int(index)]}.{rest}"
