@@ -1,0 +1,60 @@
+"""The chunk scan of training and prefill: mamba-ssm's Triton kernel where it is, else ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stree_kernels import naive
+
+
+@functools.cache
+def mamba_ssm_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """mamba-ssm's `mamba_chunk_scan_combined`, or None when the package is not installed."""
+    try:
+        module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    except ImportError:
+        return None
+    return module.mamba_chunk_scan_combined
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`naive.chunk_scan`, through mamba-ssm's kernel on CUDA in 16 or 32 bits when it is there.
+
+    Both return y (B, T, H, P) in x's dtype and the last state, (B, H, P, S).
+    """
+    kernel = mamba_ssm_kernel() if x.is_cuda and x.dtype != torch.float64 else None
+    if kernel is None:
+        with torch.autocast(x.device.type, enabled=False):
+            return naive.chunk_scan(
+                x, dt, A, B, C, D,
+                chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
+            )  # fmt: skip
+    num_heads = dt.shape[-1]
+    if B.shape[2] != C.shape[2]:  # the kernel wants one number of groups for both
+        groups = max(B.shape[2], C.shape[2])
+        B, C = (part.repeat_interleave(groups // part.shape[2], dim=2) for part in (B, C))
+    if x.shape[2] != num_heads:
+        x = x.repeat_interleave(num_heads // x.shape[2], dim=2)
+    return kernel(
+        x, dt.float(), A.float(), B.to(x.dtype), C.to(x.dtype), chunk_size,
+        D=None if D is None else D.float(),
+        initial_states=initial_state,
+        seq_idx=None if segment_ids is None else segment_ids.int(),
+        return_final_states=True,
+    )  # fmt: skip
