@@ -1,0 +1,128 @@
+"""Samples of any length into rows of T tokens: best-fit decreasing inside a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW = 2048  # samples sorted together: large enough to fill rows, small enough to mix sources
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Samples end to end: sample i is `tokens[offsets[i]:offsets[i + 1]]`, `mask` likewise.
+
+    tokens: int32 (all tokens,); mask: bool (all tokens,), True for the assistant's tokens;
+    offsets: int64 (samples + 1,).
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which samples stand in which row: row r holds `samples[starts[r]:starts[r + 1]]`, in order,
+    each cut to `sequence_length` tokens."""
+
+    sequence_length: int
+    samples: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    num_truncated: int  # samples longer than a row
+    num_dropped_tokens: int  # what the cuts cost
+    num_unused: int  # samples left out: no assistant token stands within the row length
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+def pack(
+    table: TokenTable, sequence_length: int, order: Sequence[int] | NDArray[np.int64],
+    window: int = WINDOW,
+) -> Packing:
+    """Pack the samples, taken in `order`, into rows of `sequence_length` (T) tokens.
+
+    Deterministic. Inside each window of samples the longest goes first, into the row with the least
+    room that still takes it; rows stay open for later windows. A sample over T tokens is cut to its
+    first T (counted), because a tail without its beginning is not what the model meets when it
+    drafts. A sample with no assistant token (beyond its first token, which nothing predicts) within
+    T is left out (counted).
+    """
+    if sequence_length < 2:
+        raise ValueError(f"sequence_length must be at least 2, got {sequence_length}")
+    T = sequence_length
+    full_lengths = table.lengths
+    lengths = np.minimum(full_lengths, T)
+    useful = np.array(
+        [table.mask[a + 1 : a + n].any() for a, n in zip(table.offsets, lengths, strict=False)],
+        dtype=bool,
+    )
+    rows: list[list[int]] = []
+    room_rows: list[list[int]] = [[] for _ in range(T + 1)]  # room in tokens -> rows that have it
+    rooms = 0  # bit s is set when some row has exactly s tokens of room
+    order = np.asarray(order, dtype=np.int64)
+    order = order[useful[order]]
+    for begin in range(0, len(order), window):
+        part = order[begin : begin + window]
+        for sample in part[np.argsort(-lengths[part], kind="stable")].tolist():
+            length = int(lengths[sample])
+            fitting = rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                row = room_rows[room].pop()
+                if not room_rows[room]:
+                    rooms ^= 1 << room
+            else:
+                row, room = len(rows), T
+                rows.append([])
+            rows[row].append(sample)
+            left = room - length
+            if left:
+                room_rows[left].append(row)
+                rooms |= 1 << left
+    used = full_lengths[order]
+    return Packing(
+        sequence_length=T,
+        samples=np.array([sample for row in rows for sample in row], dtype=np.int64),
+        starts=np.cumsum([0, *map(len, rows)], dtype=np.int64),
+        num_truncated=int((used > T).sum()),
+        num_dropped_tokens=int((used - lengths[order]).sum()),
+        num_unused=int((~useful).sum()),
+    )
+
+
+def make_batch(
+    table: TokenTable, packing: Packing, rows: Sequence[int] | NDArray[np.int64], pad_id: int
+) -> dict[str, NDArray]:
+    """The rows as arrays (B, T): `tokens` int64, `segment_ids` int64, `loss_mask` bool.
+
+    Segment ids count up from 0 along a row, one a sample; padding has the id after the last.
+    `loss_mask[b, t]`: predicting token t counts, i.e. it is the assistant's; False on a segment's
+    first token (nothing predicts it) and on padding.
+    """
+    shape = (len(rows), packing.sequence_length)
+    tokens = np.full(shape, pad_id, dtype=np.int64)
+    segment_ids = np.zeros(shape, dtype=np.int64)
+    loss_mask = np.zeros(shape, dtype=bool)
+    for b, row in enumerate(rows):
+        at = segment = 0
+        for sample in packing.samples[packing.starts[row] : packing.starts[row + 1]]:
+            start = table.offsets[sample]
+            length = min(int(table.offsets[sample + 1] - start), packing.sequence_length)
+            tokens[b, at : at + length] = table.tokens[start : start + length]
+            segment_ids[b, at : at + length] = segment
+            loss_mask[b, at + 1 : at + length] = table.mask[start + 1 : start + length]
+            at, segment = at + length, segment + 1
+        segment_ids[b, at:] = segment
+    return {"tokens": tokens, "segment_ids": segment_ids, "loss_mask": loss_mask}
