@@ -1,1 +1,16 @@
 """Speculative tree decoding for state-space and hybrid language models."""
+
+from stree.engine import Decoder, GenerationConfig, GenerationOutput, generate
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree.tree import TokenTree
+
+__all__ = [
+    "Decoder",
+    "GenerationConfig",
+    "GenerationOutput",
+    "HybridConfig",
+    "HybridModel",
+    "TokenTree",
+    "generate",
+]

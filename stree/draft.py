@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, sample_siblings, sampling_law
-from stree.tree import TokenTree
+from stree.tree import TokenTree, index_tensor
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,9 @@ def known_part(tree: TokenTree, depth: int) -> tuple[TokenTree, tuple[int, ...]]
 
 
 def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    return (
-        tensor
-        if rows == list(range(tensor.shape[0]))
-        else torch.stack([tensor[row] for row in rows])
-    )
+    if rows == list(range(tensor.shape[0])):
+        return tensor
+    return tensor.index_select(0, index_tensor(tuple(rows), tensor.device))
 
 
 def _stack(laws: list[Tensor | None]) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stree.errors import UsageError
+from stree.tree import index_tensor
 
 
 class Chooser(Protocol):
@@ -81,14 +82,9 @@ def sample_siblings(laws: Tensor, counts: list[int], choose: Chooser) -> Tensor:
     drawn = torch.zeros(len(counts), max(counts), dtype=torch.long, device=laws.device)
     taken = torch.zeros_like(laws, dtype=torch.bool)
     for sibling in range(max(counts)):
-        rows = [row for row, count in enumerate(counts) if count > sibling]
-        everyone = len(rows) == len(counts)
-        law = without(laws, taken) if everyone else without(laws[rows], taken[rows])
-        tokens = choose(law)
-        if everyone:
-            drawn[:, sibling] = tokens
-            taken.scatter_(-1, tokens[:, None], True)
-        else:
-            drawn[rows, sibling] = tokens
-            taken[rows] = taken[rows].scatter(-1, tokens[:, None], True)
+        wanting = tuple(row for row, count in enumerate(counts) if count > sibling)
+        rows = index_tensor(wanting, laws.device)
+        tokens = choose(without(laws[rows], taken[rows]))
+        drawn[rows, sibling] = tokens
+        taken[rows, tokens] = True
     return drawn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -150,3 +150,9 @@ def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
         parents += [node for node in level for _ in range(width)]
         level = list(range(start, len(parents)))
     return TokenTree(tuple(parents), name)
+
+
+@cache
+def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
+    return torch.tensor(values, dtype=torch.long, device=device)

@@ -344,6 +344,13 @@ class HybridModel(nn.Module):
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def first_non_finite(self) -> str | None:
+        """The name of the first parameter with a NaN or an infinity, or None."""
+        for name, parameter in self.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                return name
+        return None
+
     # Training
 
     def forward(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:

@@ -1,0 +1,378 @@
+"""The decoding loop: draft a tree, verify it in one target call, accept a path, commit it.
+
+Autoregressive decoding is the tree with a root alone, vanilla speculative decoding a chain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule, law_rows
+from stree.errors import InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree.sampling import Chooser, RandomChooser
+from stree.tree import TokenTree
+from stree.verify import verify_greedy, verify_multi_step
+
+PHASES = ("draft", "verify", "accept", "commit", "host")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How to generate, under the names of `transformers`' GenerationConfig.
+
+    temperature 0 is greedy. eos_token_id None means the model's own. Generation stops at EOS
+    (also inside an accepted block), at the first token that completes one of stop_strings, or
+    after max_new_tokens; ignore_eos is for speed runs. Raises `UsageError` for values out of
+    range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
+        if not self.temperature >= 0:
+            raise UsageError(f"temperature is {self.temperature}, wanted 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
+        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        object.__setattr__(self, "stop_strings", tuple(strings))
+
+    @property
+    def rule(self) -> SamplingRule:
+        return SamplingRule(self.temperature, self.top_k, self.top_p)
+
+    def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
+        if self.ignore_eos:
+            return frozenset()
+        if self.eos_token_id is None:
+            return frozenset(model_ids)
+        given = self.eos_token_id
+        return frozenset((given,) if isinstance(given, int) else given)
+
+
+@dataclass
+class DecodingStats:
+    """Counts and times of one generation; counts follow the kept tokens.
+
+    num_new_tokens leaves out the prefill's token and whatever a stop dropped;
+    accepted_per_call counts kept draft tokens; time_ms are totals over the calls.
+    """
+
+    num_new_tokens: int = 0
+    num_calls: int = 0
+    num_nodes: int = 0
+    accepted_per_call: list[int] = field(default_factory=list)
+    tree_max_depth: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    time_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """New tokens a target call (τ)."""
+        return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
+
+
+@dataclass
+class GenerationOutput:
+    """New tokens (the EOS included when it came), why they end, and how they were made."""
+
+    tokens: list[int]
+    finish_reason: str  # "eos", "stop_string" or "length"
+    stats: DecodingStats
+
+
+class Target(Protocol):
+    """What the loop needs of a target; `HybridModel` is one, a table of logits another."""
+
+    config: HybridConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, max_length: int, max_nodes: int) -> Any: ...
+
+    def prefill(self, tokens: Tensor, cache: Any) -> Tensor: ...
+
+    def tree_forward(self, tokens: Tensor, tree: TokenTree, cache: Any) -> Tensor: ...
+
+
+class Decoder:
+    """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
+
+    Args: drafter, a model or anything that fills trees (`Drafter`); without one, decoding is
+    autoregressive. tree, the token tree (default with a drafter: the paper's). max_length, the
+    longest sequence, prompt included. tokenizer, needed for stop strings only.
+    Raises `UsageError` when target and drafter have different vocabularies.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: HybridModel | Drafter | None = None,
+        tree: TokenTree | None = None,
+        *,
+        max_length: int = 2048,
+        tokenizer: Any = None,
+    ) -> None:
+        if tree is None:
+            tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
+        if drafter is None and tree.num_nodes > 1:
+            raise UsageError(f"{tree} needs a drafter to fill it")
+        if isinstance(drafter, HybridModel):
+            wanted, got = target.config.vocab_size, drafter.config.vocab_size
+            if wanted != got:
+                raise UsageError(
+                    f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
+                    "draft with a model distilled from this target"
+                )
+            drafter = ModelDrafter(drafter, max_length, tree.num_nodes)
+        self.target, self.drafter, self.tree = target, drafter, tree
+        self.max_length, self.tokenizer = max_length, tokenizer
+        self.cache = target.new_cache(max_length, tree.num_nodes)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        generation: GenerationConfig = GenerationConfig(),
+        *,
+        streamer: Any = None,
+        choose: Chooser | None = None,
+    ) -> GenerationOutput:
+        """Generate after a prompt.
+
+        Args: prompt_ids, at least one token; streamer, an object with `put(tokens)` and `end()`
+        such as `transformers.TextStreamer`; choose, the source of randomness (default: seeded
+        by generation.seed).
+        Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits.
+        """
+        stats = DecodingStats(tree_max_depth=self.tree.max_depth)
+        tokens: list[int] = []
+        reason = "length"
+        if streamer is not None:
+            streamer.put(torch.tensor(list(prompt_ids)))
+        for kept, reason in self._blocks(list(prompt_ids), generation, choose, stats):
+            tokens += kept
+            if streamer is not None:
+                streamer.put(torch.tensor(kept))
+        if streamer is not None:
+            streamer.end()
+        return GenerationOutput(tokens, reason, stats)
+
+    @torch.no_grad()
+    def _blocks(
+        self,
+        sequence: list[int],
+        generation: GenerationConfig,
+        choose: Chooser | None,
+        stats: DecodingStats,
+    ) -> Iterator[tuple[list[int], str]]:
+        """Kept tokens call by call, with the reason to stop (empty while there is none)."""
+        self._require_room(sequence, generation)
+        rule, device = generation.rule, self.target.device
+        choose = choose or RandomChooser(generation.seed, device)
+        stop = StopRule(generation, self.target.config.eos_token_ids, self.tokenizer)
+        clock = PhaseClock(device)
+
+        self.cache.reset()
+        logits = self.target.prefill(torch.tensor([sequence], device=device), self.cache)
+        if self.drafter is not None:
+            self.drafter.reset()
+            self.drafter.catch_up(sequence)
+        token = self._first_token(logits, rule, choose)
+        kept, reason = stop.keep([token])
+        sequence.append(token)
+        stats.prefill_s = clock.start_decoding()
+        yield kept, reason
+
+        while not reason:
+            draft = self._draft(sequence, rule, choose)
+            clock.mark("draft")
+            logits = self.target.tree_forward(draft.tokens[None], self.tree, self.cache)[0]
+            clock.mark("verify")
+            path, block = self._accept(logits, draft, rule, choose, stats)
+            clock.mark("accept")
+            self.cache.commit(path)
+            clock.mark("commit")
+            kept, reason = stop.keep(block)
+            sequence += kept
+            stats.num_calls += 1
+            stats.num_nodes += self.tree.num_nodes
+            stats.num_new_tokens += len(kept)
+            stats.accepted_per_call.append(min(len(kept), len(block) - 1))
+            clock.mark("host")
+            if reason:
+                stats.decode_s, stats.time_ms = clock.stop()
+            yield kept, reason
+
+    def _draft(self, sequence: list[int], rule: SamplingRule, choose: Chooser) -> Draft:
+        if self.drafter is None:
+            root = torch.tensor(sequence[-1:], device=self.target.device)
+            return Draft(root, None, torch.ones((), dtype=torch.bool, device=root.device))
+        return self.drafter.draft(sequence, self.tree, rule, choose)
+
+    def _accept(
+        self, logits: Tensor, draft: Draft, rule: SamplingRule, choose: Chooser, stats: Any
+    ) -> tuple[list[int], list[int]]:
+        """The accepted path and the block of tokens it yields; waits for the device."""
+        highest, best = logits.max(-1)
+        # One copy for all that the host decides on; token ids are exact in fp64
+        packed = torch.stack([draft.tokens.double(), best.double(), highest.double()])
+        tokens, best_ids, highest_values = packed.tolist()
+        tokens = [int(token) for token in tokens]
+        if not all(map(_is_finite, highest_values)):
+            raise self._not_finite("target", stats.num_calls)
+        if not bool(draft.finite):
+            raise self._not_finite("drafter", stats.num_calls)
+        if rule.greedy:
+            path, bonus = verify_greedy([int(each) for each in best_ids], tokens, self.tree)
+        elif draft.laws is None:
+            path, bonus = [0], int(choose(rule.law(logits[0])))
+        else:
+            path, bonus = verify_multi_step(
+                rule.law(logits), draft.laws, law_rows(self.tree), tokens, self.tree, choose
+            )
+        return path, [tokens[node] for node in path[1:]] + [bonus]
+
+    def _first_token(self, logits: Tensor, rule: SamplingRule, choose: Chooser) -> int:
+        if not bool(logits.amax().isfinite()):
+            raise self._not_finite("target", 0)
+        return int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
+
+    def _not_finite(self, who: str, step: int) -> InvariantBroken:
+        model = self.target if who == "target" else getattr(self.drafter, "model", None)
+        layer = model.first_non_finite() if isinstance(model, HybridModel) else None
+        where = f"; its weights are not finite in {layer}" if layer else ""
+        return InvariantBroken(
+            f"the {who}'s logits are not finite at decoding step {step}{where}; "
+            "check the checkpoint, or run it in float32"
+        )
+
+    def _require_room(self, sequence: list[int], generation: GenerationConfig) -> None:
+        needed = len(sequence) + generation.max_new_tokens + self.tree.max_depth + 1
+        if not sequence:
+            raise UsageError("the prompt is empty; give at least one token")
+        if needed > self.max_length:
+            raise UsageError(
+                f"a prompt of {len(sequence)} tokens, max_new_tokens = "
+                f"{generation.max_new_tokens} and a tree of depth {self.tree.max_depth} need a "
+                f"max_length of {needed}, the decoder was built with {self.max_length}"
+            )
+        vocabulary = self.target.config.vocab_size
+        if not 0 <= min(sequence) <= max(sequence) < vocabulary:
+            raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")
+        widest = max(map(len, self.tree.children))
+        if widest > vocabulary:
+            raise UsageError(f"{self.tree} has {widest} siblings for {vocabulary} tokens")
+
+
+def generate(
+    target: Target,
+    prompt_ids: Sequence[int],
+    generation: GenerationConfig = GenerationConfig(),
+    *,
+    drafter: HybridModel | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+) -> GenerationOutput:
+    """Generate once; a `Decoder` does the same for many prompts without new buffers."""
+    depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
+    max_length = len(prompt_ids) + generation.max_new_tokens + depth + 1
+    decoder = Decoder(target, drafter, tree, max_length=max_length, tokenizer=tokenizer)
+    return decoder.generate(prompt_ids, generation, streamer=streamer)
+
+
+class StopRule:
+    """Decides, token by token, how much of a block is kept and why generation ends."""
+
+    def __init__(
+        self, generation: GenerationConfig, model_eos_ids: Sequence[int], tokenizer: Any
+    ) -> None:
+        if generation.stop_strings and tokenizer is None:
+            raise UsageError("stop_strings need the tokenizer; pass tokenizer= to the decoder")
+        self.eos_ids = generation.eos_ids(model_eos_ids)
+        self.stop_strings = generation.stop_strings
+        self.left = generation.max_new_tokens
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+
+    def keep(self, block: list[int]) -> tuple[list[int], str]:
+        """The kept head of a block of new tokens and the reason to stop, or ""."""
+        for index, token in enumerate(block):
+            self.tokens.append(token)
+            self.left -= 1
+            if token in self.eos_ids:
+                return block[: index + 1], "eos"
+            if self.stop_strings and self._completes_stop_string():
+                return block[: index + 1], "stop_string"
+            if self.left == 0:
+                return block[: index + 1], "length"
+        return block, ""
+
+    def _completes_stop_string(self) -> bool:
+        # A token is at least one byte: this tail covers any stop string that just ended
+        longest = max(len(each.encode()) for each in self.stop_strings)
+        text = self.tokenizer.decode(self.tokens[-longest - 4 :])
+        return any(each in text for each in self.stop_strings)
+
+
+class PhaseClock:
+    """Times the phases of decoding: wall clock on the CPU, events on a GPU (never waits)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.started = time.perf_counter()
+        self.marks: list[tuple[str, Any]] = []
+
+    def start_decoding(self) -> float:
+        """Begin the first call; returns the seconds since construction (prefill)."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        prefill_s, self.started = now - self.started, now
+        self.mark("start")
+        return prefill_s
+
+    def mark(self, phase: str) -> None:
+        """The phase ends here; the next begins."""
+        if self.on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((phase, event))
+        else:
+            self.marks.append((phase, time.perf_counter()))
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """Seconds of decoding, and ms by phase; `host` takes what no other accounts for."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        decode_s = time.perf_counter() - self.started
+        times = dict.fromkeys(PHASES, 0.0)
+        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
+            elapsed = before.elapsed_time(after) if self.on_cuda else (after - before) * 1e3
+            times[phase] += elapsed
+        times["host"] += max(0.0, decode_s * 1e3 - sum(times.values()))
+        return decode_s, times
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0

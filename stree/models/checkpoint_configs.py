@@ -1,0 +1,462 @@
+"""A checkpoint folder's config.json (and mamba_config.json) to HybridConfig, and back.
+
+Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
+Mamba2, state-spaces/mamba2. Whatever a config asks for and the model cannot do is refused with
+its name; nothing that changes the function is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.models.config import HybridConfig
+
+MAMBA_IN_LLAMA = "MambaInLlama"
+LLAMA = "transformers Llama"
+MAMBA2 = "transformers Mamba2"
+STATE_SPACES = "state-spaces/mamba2"
+LAYOUTS = (MAMBA_IN_LLAMA, LLAMA, MAMBA2, STATE_SPACES)
+
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+# Keyword arguments of the mixers that only matter when weights are initialised or spread.
+_WITHOUT_EFFECT = {
+    "layer", "A_init_range", "D_init", "conv_init", "dt_min", "dt_max", "dt_init_floor",
+    "dt_init", "dt_rank", "dt_scale", "use_fast_path", "use_mem_eff_path", "layer_idx",
+    "device", "dtype", "expand",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The layout of a folder, the model in it, and how many rows its vocabulary is padded to."""
+
+    layout: str
+    model: HybridConfig
+    padded_vocab_size: int
+
+
+def read_checkpoint_config(directory: Path) -> CheckpointConfig:
+    """Read the config files of `directory`.
+
+    Raises CheckpointRefused when they are absent, unreadable, foreign, incomplete, or ask for
+    something that the model does not do.
+    """
+    if not directory.is_dir():
+        raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+    values = _Values.load(directory / "config.json")
+    if (directory / "mamba_config.json").exists():
+        layout = MAMBA_IN_LLAMA
+    elif "model_type" in values:
+        layout = {"llama": LLAMA, "mamba2": MAMBA2}.get(values["model_type"], "")
+    else:
+        layout = STATE_SPACES if "ssm_cfg" in values and "d_model" in values else ""
+    if not layout:
+        raise CheckpointRefused(
+            f"{values.path} describes a {values.get('model_type', 'nameless')!r} model, wanted "
+            f"one of: {', '.join(LAYOUTS)}"
+        )
+    values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
+    try:
+        if layout == MAMBA_IN_LLAMA:
+            mamba_values = _Values.load(directory / "mamba_config.json")
+            model = _mamba_in_llama(values, mamba_values)
+        else:
+            model = {LLAMA: _llama, MAMBA2: _mamba2, STATE_SPACES: _state_spaces}[layout](values)
+    except UsageError as error:
+        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
+    padded = model.vocab_size
+    if layout == STATE_SPACES:
+        multiple = values.integer("pad_vocab_size_multiple", 8)
+        padded = math.ceil(padded / multiple) * multiple
+    return CheckpointConfig(layout, _with_generation_eos(directory, model), padded)
+
+
+def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
+    """The JSON files, by name, from which `read_checkpoint_config` gets `config` back.
+
+    Llama's config.json alone for a pure attention model, else with mamba_config.json beside it.
+    What MambaInLlama's layout cannot say (its head_dim is d_state, its groups follow from d_xb)
+    is written as further keys of `ssm_cfg`, only where needed.
+    """
+    has_mamba = len(config.attn_layers) < config.num_layers
+    llama: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        # Llama's config must name some heads even if no layer has them.
+        "num_attention_heads": config.num_heads or config.num_ssm_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_ssm_heads,
+        "head_dim": config.head_dim or config.ssm_head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": dtype,
+    }
+    if not has_mamba:
+        return {"config.json": _to_json({"architectures": ["LlamaForCausalLM"], **llama})}
+    mamba = {
+        "d_model": config.d_model,
+        "ssm_cfg": _ssm_cfg(config),
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "d_inner": config.d_inner,
+        "d_xb": config.num_x_groups * config.ssm_head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "n_layer": config.num_layers,
+        "attn_layers": list(config.attn_layers),
+    }
+    return {"config.json": _to_json(llama), "mamba_config.json": _to_json(mamba)}
+
+
+# One reader per layout
+
+
+def _llama(values: _Values) -> HybridConfig:
+    values.require("hidden_act", "silu", default="silu")
+    values.require("attention_bias", False, default=False)
+    values.require("mlp_bias", False, default=False)
+    num_heads = values.integer("num_attention_heads")
+    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    rope_theta, rope_scaling = _rope(values)
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=d_model,
+        num_layers=num_layers,
+        attn_layers=tuple(range(num_layers)),
+        intermediate_size=values.integer("intermediate_size"),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", num_heads),
+        head_dim=values.integer("head_dim", d_model // max(num_heads, 1)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=values.integer("max_position_embeddings", 2048),
+        **_special_tokens(values),
+    )
+
+
+def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
+    """mamba_config.json says what the decoder is; config.json the rest, and null entries."""
+    mamba.refuse_unknown(
+        "d_model", "ssm_cfg", "rms_norm_eps", "vocab_size", "d_inner", "d_xb",
+        "intermediate_size", "hidden_act", "n_layer", "attn_layers", "resid_dropout",
+    )  # fmt: skip
+    mamba.require("hidden_act", "silu", default="silu")
+    for ours, theirs in (
+        ("d_model", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("intermediate_size", "intermediate_size"),
+        ("vocab_size", "vocab_size"),
+    ):
+        if mamba.get(ours) is not None:
+            values = values.with_value(theirs, mamba.integer(ours))
+    llama = _llama(values)
+    eps = mamba.number("rms_norm_eps", llama.rms_norm_eps)
+    if eps != llama.rms_norm_eps:
+        raise CheckpointRefused(
+            f"{mamba.path} says rms_norm_eps {eps}, {values.path} {llama.rms_norm_eps}: "
+            "all norms of a model share one; correct the wrong file"
+        )
+    ssm = mamba.section("ssm_cfg")
+    num_ssm_heads, d_state = ssm.integer("ngroups"), ssm.integer("d_state")
+    ssm_head_dim = ssm.integer("headdim", d_state)
+    d_inner, d_xb = mamba.integer("d_inner"), mamba.integer("d_xb")
+    if d_inner != num_ssm_heads * ssm_head_dim:
+        raise CheckpointRefused(
+            f"{mamba.path} has d_inner {d_inner}, wanted ngroups · d_state = "
+            f"{num_ssm_heads} · {ssm_head_dim}: use an undamaged checkpoint"
+        )
+    if d_xb % ssm_head_dim:
+        raise CheckpointRefused(
+            f"{mamba.path} has d_xb {d_xb}, wanted a multiple of the head dim {ssm_head_dim}: "
+            "use an undamaged checkpoint"
+        )
+    attn_layers = mamba.get("attn_layers")
+    if not isinstance(attn_layers, list) or not all(isinstance(i, int) for i in attn_layers):
+        raise CheckpointRefused(
+            f"{mamba.path} has attn_layers {attn_layers!r}, wanted a list of layer indices"
+        )
+    changes: dict[str, Any] = {}
+    if not attn_layers:
+        changes = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
+    return llama.replace(
+        attn_layers=tuple(attn_layers),
+        num_ssm_heads=num_ssm_heads,
+        ssm_head_dim=ssm_head_dim,
+        d_state=d_state,
+        num_x_groups=d_xb // ssm_head_dim,
+        num_b_groups=ssm.integer("num_b_groups", d_xb // ssm_head_dim),
+        num_c_groups=ssm.integer("num_c_groups", num_ssm_heads),
+        gated_norm_groups=ssm.integer("gated_norm_groups", num_ssm_heads),
+        gated_norm_eps=ssm.number("gated_norm_eps", 1e-5),
+        repeat_before_conv=bool(ssm.get("repeat_kv_before_conv", False)),
+        **_mixer(ssm, "num_b_groups", "num_c_groups", "gated_norm_groups", "gated_norm_eps",
+                 "repeat_kv_before_conv"),
+        **changes,
+    )  # fmt: skip
+
+
+def _mamba2(values: _Values) -> HybridConfig:
+    values.require("hidden_act", "silu", default="silu")
+    values.require("use_bias", False, default=False)
+    num_heads, groups = values.integer("num_heads"), values.integer("n_groups")
+    eps = values.number("layer_norm_epsilon", 1e-5)
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=values.integer("hidden_size"),
+        num_layers=values.integer("num_hidden_layers"),
+        rms_norm_eps=eps,
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        num_ssm_heads=num_heads,
+        ssm_head_dim=values.integer("head_dim"),
+        d_state=values.integer("state_size"),
+        num_x_groups=num_heads,
+        num_b_groups=groups,
+        num_c_groups=groups,
+        d_conv=values.integer("conv_kernel", 4),
+        conv_bias=bool(values.get("use_conv_bias", True)),
+        gated_norm_groups=groups,
+        gated_norm_eps=eps,
+        chunk_size=values.integer("chunk_size", 256),
+        dt_limit=values.limits("time_step_limit"),
+        **_special_tokens(values),
+    )
+
+
+def _state_spaces(values: _Values) -> HybridConfig:
+    values.require("rms_norm", True, default=True)
+    values.refuse_if_set("attn_layer_idx", "its attention layers are not supported")
+    values.refuse_if_set("d_intermediate", "its MLPs are not supported")
+    ssm = values.section("ssm_cfg")
+    ssm.require("layer", "Mamba2", default="Mamba1")
+    d_model, d_state = values.integer("d_model"), ssm.integer("d_state", 128)
+    d_inner = ssm.integer("expand", 2) * d_model
+    ssm.require("d_ssm", d_inner, default=d_inner)
+    head_dim, groups = ssm.integer("headdim", 64), ssm.integer("ngroups", 1)
+    if d_inner % head_dim:
+        raise CheckpointRefused(
+            f"{values.path}: expand · d_model = {d_inner} is no multiple of headdim {head_dim}: "
+            "use an undamaged checkpoint"
+        )
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=d_model,
+        num_layers=values.integer("n_layer"),
+        rms_norm_eps=1e-5,
+        tie_embeddings=bool(values.get("tie_embeddings", True)),
+        num_ssm_heads=d_inner // head_dim,
+        ssm_head_dim=head_dim,
+        d_state=d_state,
+        num_x_groups=d_inner // head_dim,
+        num_b_groups=groups,
+        num_c_groups=groups,
+        gated_norm_groups=groups,
+        gated_norm_eps=1e-5,
+        **_mixer(ssm, "d_ssm"),
+        **_special_tokens(values),
+    )
+
+
+# Parts
+
+
+def _mixer(ssm: _Values, *also_known: str) -> dict[str, Any]:
+    """The keyword arguments that all mixers of mamba-ssm's kind share; others are refused."""
+    for name, only in (
+        ("bias", False),
+        ("rmsnorm", True),
+        ("norm_before_gate", False),
+        ("D_has_hdim", False),
+        ("activation", "silu"),
+    ):
+        ssm.require(name, only, default=only)
+    ssm.refuse_unknown(
+        "ngroups", "d_state", "headdim", "d_conv", "conv_bias", "chunk_size", "dt_limit", "bias",
+        "rmsnorm", "norm_before_gate", "D_has_hdim", "activation", *_WITHOUT_EFFECT, *also_known,
+    )  # fmt: skip
+    return {
+        "d_conv": ssm.integer("d_conv", 4),
+        "conv_bias": bool(ssm.get("conv_bias", True)),
+        "chunk_size": ssm.integer("chunk_size", HybridConfig.chunk_size),
+        "dt_limit": ssm.limits("dt_limit"),
+    }
+
+
+def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
+    """The mixer's keyword arguments: `ngroups` and `d_state`, and what differs from the usual."""
+    lowest, highest = config.dt_limit
+    # JSON has no infinity; transformers' spelling is read by every JSON parser.
+    upper: Any = {"__float__": "Infinity"} if math.isinf(highest) else highest
+    usual: dict[str, tuple[Any, Any]] = {
+        "headdim": (config.ssm_head_dim, config.d_state),
+        "num_b_groups": (config.num_b_groups, config.num_x_groups),
+        "num_c_groups": (config.num_c_groups, config.num_ssm_heads),
+        "gated_norm_groups": (config.gated_norm_groups, config.num_ssm_heads),
+        "gated_norm_eps": (config.gated_norm_eps, 1e-5),
+        "repeat_kv_before_conv": (config.repeat_before_conv, False),
+        "conv_bias": (config.conv_bias, True),
+        "d_conv": (config.d_conv, 4),
+        "dt_limit": ([lowest, upper], [0.0, {"__float__": "Infinity"}]),
+    }
+    different = {name: value for name, (value, default) in usual.items() if value != default}
+    return {
+        "expand": config.d_inner / config.d_model,
+        "ngroups": config.num_ssm_heads,
+        "d_state": config.d_state,
+        "chunk_size": config.chunk_size,
+        **different,
+    }
+
+
+def _rope(values: _Values) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling from transformers 4's two keys or transformers 5's `rope_parameters`."""
+    theta = values.number("rope_theta", 10000.0)
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointRefused(f"{values.path} has rope settings {scaling!r}, wanted a table")
+    rope = _Values(scaling, values.path)
+    theta = rope.number("rope_theta", theta)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope.require("partial_rotary_factor", 1.0, default=1.0)
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointRefused(
+            f"{values.path} asks for rope type {kind!r}; supported are 'default' and 'llama3'"
+        )
+    rope.refuse_unknown("rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS)
+    return theta, {"rope_type": "llama3", **{name: rope.number(name) for name in _ROPE_NUMBERS}}
+
+
+def _special_tokens(values: _Values) -> dict[str, Any]:
+    return {
+        "eos_token_ids": _as_ids(values.get("eos_token_id")),
+        "bos_token_id": values.get("bos_token_id"),
+        "pad_token_id": values.get("pad_token_id"),
+    }
+
+
+def _with_generation_eos(directory: Path, model: HybridConfig) -> HybridConfig:
+    """Llama 3's chat models list their end-of-turn ids in generation_config.json only."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return model
+    eos = _as_ids(_Values.load(path).get("eos_token_id"))
+    return model.replace(eos_token_ids=eos) if eos else model
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    return list(ids) if len(ids) > 1 else (ids[0] if ids else None)
+
+
+def _to_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+class _Values(Mapping[str, Any]):
+    """A JSON object that knows its file, so that every refusal can name it. Null is absent."""
+
+    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
+        self._content = {name: value for name, value in content.items() if value is not None}
+        self.path = path
+
+    @classmethod
+    def load(cls, path: Path) -> _Values:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointRefused(
+                f"no {path.name} in {path.parent}: give the path of a checkpoint folder"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointRefused(f"{path} cannot be read ({error}): copy it again") from error
+        if not isinstance(content, dict):
+            raise CheckpointRefused(f"{path} holds no JSON object: copy it again")
+        return cls(content, path)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __iter__(self):
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def with_value(self, name: str, value: Any) -> _Values:
+        return _Values({**self._content, name: value}, self.path)
+
+    def section(self, name: str) -> _Values:
+        if not isinstance(self.get(name), dict):
+            raise CheckpointRefused(f"{self.path} has no table {name!r}: copy it again")
+        return _Values(self[name], self.path)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value!r}, wanted a whole number: copy it again"
+            )
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if isinstance(value, dict) and set(value) == {"__float__"}:
+            value = float(value["__float__"])
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value!r}, wanted a number: copy it again"
+            )
+        return float(value)
+
+    def limits(self, name: str) -> tuple[float, float]:
+        value = self.get(name, [0.0, math.inf])
+        if not isinstance(value, list) or len(value) != 2:
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted two numbers")
+        low, high = (_Values({name: bound}, self.path).number(name) for bound in value)
+        return low, high
+
+    def require(self, name: str, wanted: Any, default: Any) -> None:
+        value = self.get(name, default)
+        if value != wanted:
+            raise CheckpointRefused(
+                f"{self.path} asks for {name} = {value!r}; only {wanted!r} is supported"
+            )
+
+    def refuse_if_set(self, name: str, remedy: str) -> None:
+        if self.get(name):
+            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r}: {remedy}")
+
+    def refuse_unknown(self, *known: str) -> None:
+        """A key that is unknown but switched off (null, false, 0) asks for nothing."""
+        for name in sorted(set(self) - set(known)):
+            self.refuse_if_set(name, f"unknown here; known: {', '.join(sorted(known))}")
