@@ -23,12 +23,8 @@ MAMBA2 = "transformers Mamba2"
 STATE_SPACES = "state-spaces/mamba2"
 LAYOUTS = (MAMBA_IN_LLAMA, LLAMA, MAMBA2, STATE_SPACES)
 
-_ROPE_NUMBERS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
+_ROPE_LENGTH = "original_max_position_embeddings"
 # Keyword arguments of the mixers that only matter when weights are initialised or spread.
 _WITHOUT_EFFECT = {
     "layer", "A_init_range", "D_init", "conv_init", "dt_min", "dt_max", "dt_init_floor",
@@ -134,28 +130,32 @@ def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
 
 
 def _llama(values: _Values) -> HybridConfig:
+    fields = _llama_fields(values)
+    return HybridConfig(**fields, attn_layers=tuple(range(fields["num_layers"])))
+
+
+def _llama_fields(values: _Values) -> dict[str, Any]:
     values.require("hidden_act", "silu", default="silu")
     values.require("attention_bias", False, default=False)
     values.require("mlp_bias", False, default=False)
     num_heads = values.integer("num_attention_heads")
-    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    d_model = values.integer("hidden_size")
     rope_theta, rope_scaling = _rope(values)
-    return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        attn_layers=tuple(range(num_layers)),
-        intermediate_size=values.integer("intermediate_size"),
-        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", num_heads),
-        head_dim=values.integer("head_dim", d_model // max(num_heads, 1)),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        max_position_embeddings=values.integer("max_position_embeddings", 2048),
+    return {
+        "vocab_size": values.integer("vocab_size"),
+        "d_model": d_model,
+        "num_layers": values.integer("num_hidden_layers"),
+        "intermediate_size": values.integer("intermediate_size"),
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
+        "num_heads": num_heads,
+        "num_kv_heads": values.integer("num_key_value_heads", num_heads),
+        "head_dim": values.integer("head_dim", d_model // max(num_heads, 1)),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "max_position_embeddings": values.integer("max_position_embeddings", 2048),
         **_special_tokens(values),
-    )
+    }
 
 
 def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
@@ -173,11 +173,11 @@ def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
     ):
         if mamba.get(ours) is not None:
             values = values.with_value(theirs, mamba.integer(ours))
-    llama = _llama(values)
-    eps = mamba.number("rms_norm_eps", llama.rms_norm_eps)
-    if eps != llama.rms_norm_eps:
+    fields = _llama_fields(values)
+    eps = mamba.number("rms_norm_eps", fields["rms_norm_eps"])
+    if eps != values.number("rms_norm_eps", eps):
         raise CheckpointRefused(
-            f"{mamba.path} says rms_norm_eps {eps}, {values.path} {llama.rms_norm_eps}: "
+            f"{mamba.path} says rms_norm_eps {eps}, {values.path} {fields['rms_norm_eps']}: "
             "all norms of a model share one; correct the wrong file"
         )
     ssm = mamba.section("ssm_cfg")
@@ -199,10 +199,15 @@ def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
         raise CheckpointRefused(
             f"{mamba.path} has attn_layers {attn_layers!r}, wanted a list of layer indices"
         )
-    changes: dict[str, Any] = {}
     if not attn_layers:
-        changes = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
-    return llama.replace(
+        fields |= {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
+    fields |= {"rms_norm_eps": eps}
+    own_keys = (
+        "num_b_groups", "num_c_groups", "gated_norm_groups", "gated_norm_eps",
+        "repeat_kv_before_conv",
+    )  # fmt: skip
+    return HybridConfig(
+        **fields,
         attn_layers=tuple(attn_layers),
         num_ssm_heads=num_ssm_heads,
         ssm_head_dim=ssm_head_dim,
@@ -213,10 +218,8 @@ def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
         gated_norm_groups=ssm.integer("gated_norm_groups", num_ssm_heads),
         gated_norm_eps=ssm.number("gated_norm_eps", 1e-5),
         repeat_before_conv=bool(ssm.get("repeat_kv_before_conv", False)),
-        **_mixer(ssm, "num_b_groups", "num_c_groups", "gated_norm_groups", "gated_norm_eps",
-                 "repeat_kv_before_conv"),
-        **changes,
-    )  # fmt: skip
+        **_mixer(ssm, *own_keys),
+    )
 
 
 def _mamba2(values: _Values) -> HybridConfig:

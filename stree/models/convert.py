@@ -136,7 +136,7 @@ def save_model(
 
 
 def _stored_name(name: str, layout: str) -> str:
-    """What `layout` calls the parameter that the model (and MambaInLlama, and Llama) calls `name`."""
+    """What `layout` calls the model's parameter `name` (MambaInLlama and Llama: just that)."""
     if layout not in (MAMBA2, STATE_SPACES) or name == _HEAD:
         return name
     if name == _EMBEDDING:
