@@ -350,8 +350,11 @@ def _rope(values: _Values) -> tuple[float, dict[str, Any] | None]:
         raise CheckpointRefused(
             f"{values.path} asks for rope type {kind!r}; supported are 'default' and 'llama3'"
         )
-    rope.refuse_unknown("rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS)
-    return theta, {"rope_type": "llama3", **{name: rope.number(name) for name in _ROPE_NUMBERS}}
+    rope.refuse_unknown(
+        "rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS, _ROPE_LENGTH
+    )
+    numbers = {name: rope.number(name) for name in _ROPE_NUMBERS}
+    return theta, {"rope_type": "llama3", **numbers, _ROPE_LENGTH: rope.integer(_ROPE_LENGTH)}
 
 
 def _special_tokens(values: _Values) -> dict[str, Any]:
