@@ -111,7 +111,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, template: str | None = None):
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UsageError(
-                f"{type(tokenizer).__name__} is not backed by `tokenizers`; convert it to a fast one"
+                f"{type(tokenizer).__name__} is not backed by `tokenizers`; convert it first"
             )
         self.template = resolve_template(tokenizer, template)
         self.has_marks = bool(GENERATION_MARK.search(self.template))
@@ -133,9 +133,9 @@ class ChatEncoder:
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[EncodedChat]:
         """Ids and mask of each conversation. Faster for many at once: the pieces of all are encoded
-        in parallel. Raises `BadData` naming the conversation that the template refuses."""
+        in parallel. Raises `BadData` when the template refuses a conversation."""
         pieces, owners = [], []
-        for number, turns in enumerate(conversations):
+        for turns in conversations:
             found = self.pieces(turns)
             pieces.extend(found)
             owners.append(len(found))
@@ -215,8 +215,8 @@ class ChatEncoder:
             if not (through.startswith(before) and text.startswith(through)):
                 raise UsageError(
                     f"the chat template renders turn {number} differently when more turns follow, "
-                    "so its tokens cannot be told apart; use a template with {% generation %} marks "
-                    f"or one of {', '.join(TEMPLATES)}"
+                    "so its tokens cannot be told apart; use a template with {% generation %} "
+                    f"marks or one of {', '.join(TEMPLATES)}"
                 )
             spans.append((len(before), self._end_of_turn(through)))
         return text, spans
@@ -270,7 +270,7 @@ _encoders: WeakKeyDictionary[Any, dict[tuple, ChatEncoder]] = WeakKeyDictionary(
 
 
 def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
-    """The encoder of a tokenizer and template, made once (copying a large vocabulary takes time)."""
+    """The encoder of a tokenizer and template, made once: copying a vocabulary takes time."""
     key = (template, str(tokenizer.chat_template), len(tokenizer))
     known = _encoders.setdefault(tokenizer, {})
     if key not in known:
@@ -278,9 +278,7 @@ def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
     return known[key]
 
 
-def encode_prompt(
-    tokenizer: Any, turns: Sequence[Turn], template: str | None = None
-) -> list[int]:
+def encode_prompt(tokenizer: Any, turns: Sequence[Turn], template: str | None = None) -> list[int]:
     """Ids of a prompt: `turns` of (role, text) and the opening of the assistant's answer. They are
     exactly the first ids of the same conversation in training."""
     return chat_encoder(tokenizer, template).encode_prompt(turns)

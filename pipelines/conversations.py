@@ -107,7 +107,11 @@ def read_conversations(
 
 
 def _accepted(
-    rows: Iterator[tuple[str, Any]], report: ReadReport, strict: bool, limit: int | None, max_chars: int
+    rows: Iterator[tuple[str, Any]],
+    report: ReadReport,
+    strict: bool,
+    limit: int | None,
+    max_chars: int,
 ) -> Iterator[Conversation]:
     for place, row in rows:
         if limit is not None and report.accepted >= limit:
@@ -171,7 +175,7 @@ def _parse_turn(turn: Any, number: int) -> Turn:
         raise BadRow(EMPTY_TEXT, f"turn {number} ({role}) says nothing")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
         raise BadRow(INVALID_UTF8, f"turn {number} holds half a surrogate pair") from error
     return ROLES[role], text
 

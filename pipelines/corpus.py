@@ -168,7 +168,9 @@ def docstring_entries(root: Path) -> Iterator[Entry]:
 
 def _documented(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
-    module: str, name: str, kind: str,
+    module: str,
+    name: str,
+    kind: str,
 ) -> Iterator[Entry]:
     text = _clean(ast.get_docstring(node) or "")
     if len(text) >= MIN_ANSWER_CHARS:
@@ -296,7 +298,7 @@ def prompts_of(entries: list[Entry]) -> list[dict]:
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """`text` in parts of at most `max_chars`, cut at a blank line, else at a line, else anywhere."""
+    """`text` in parts of at most `max_chars`, cut at a blank line, a line, or anywhere."""
     parts = []
     while len(text) > max_chars:
         at = text.rfind("\n\n", 1, max_chars)
@@ -336,7 +338,9 @@ def _hash(*parts: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the embedded corpus from Python's own docs.")
+    parser = argparse.ArgumentParser(
+        description="Build the embedded corpus from Python's own docs."
+    )
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
     options = parser.parse_args()
     made = build_corpus(options.out)

@@ -91,9 +91,13 @@ def texts_of(source: str, limit: int | None = None) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on conversations.")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer on conversations."
+    )
     parser.add_argument("out", help="folder to write")
-    parser.add_argument("--data", required=True, nargs="+", help="JSONL(.gz), Parquet, datasets name")
+    parser.add_argument(
+        "--data", required=True, nargs="+", help="JSONL(.gz), Parquet, datasets name"
+    )
     parser.add_argument("--vocab-size", type=int, default=4096, help=f"a multiple of {MULTIPLE}")
     parser.add_argument("--template", default="stree-chat", help="chat template that it ships with")
     parser.add_argument("--limit", type=int, help="conversations of each source, default all")
