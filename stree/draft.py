@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stree.graphs import Capture
+from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel
-from stree.sampling import Chooser, sample_siblings, sampling_law
+from stree.sampling import Chooser, RandomChooser, sample_siblings, sampling_law
 from stree.tree import TokenTree, index_tensor
 
 
@@ -76,12 +78,13 @@ class ModelDrafter:
 
     A recurrent drafter copies its state along every branch and only ever commits tokens that
     are certain, so it never has to go back. One with attention layers calls itself on the part
-    of the tree that is known so far.
+    of the tree that is known so far. On CUDA a recurrent drafter's whole draft is one graph.
     """
 
     def __init__(self, model: HybridModel, max_length: int, max_nodes: int) -> None:
         self.model = model
         self.cache = model.new_cache(max_length, max_nodes)
+        self.captured: dict[Any, CapturedDraft] = {}
 
     def reset(self) -> None:
         self.cache.reset()
@@ -95,6 +98,11 @@ class ModelDrafter:
     def draft(
         self, sequence: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
     ) -> Draft:
+        if self.model.is_recurrent and isinstance(choose, RandomChooser) and choose.on_cuda:
+            key = (tree, rule, choose)
+            if key not in self.captured:
+                self.captured[key] = CapturedDraft(self, tree, rule, choose)
+            return self.captured[key](sequence[self.cache.num_committed :])
         if self.model.is_recurrent:
             root_logits = self._advance(sequence[self.cache.num_committed :])
             return grow_recurrent(
@@ -134,6 +142,49 @@ class ModelDrafter:
         return torch.tensor([tokens], device=self.model.device)
 
 
+class CapturedDraft:
+    """Catching up with the accepted tokens and growing a tree, as one CUDA graph."""
+
+    def __init__(
+        self, drafter: ModelDrafter, tree: TokenTree, rule: SamplingRule, choose: RandomChooser
+    ) -> None:
+        self.drafter, self.tree, self.rule = drafter, tree, rule
+        model = drafter.model
+        self.chain = TokenTree.chain(tree.max_depth)
+        self.tokens = torch.zeros(1, self.chain.num_nodes, dtype=torch.long, device=model.device)
+        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+        scratch = model.new_cache(self.chain.num_nodes, drafter.cache.max_nodes)
+        for cache in (scratch, drafter.cache):
+            cache.path[:, : self.chain.num_nodes] = torch.arange(self.chain.num_nodes)
+        scratch_choose = RandomChooser(0, model.device)
+        self.capture = Capture(
+            lambda: self._run(drafter.cache, choose),
+            lambda: self._run(scratch, scratch_choose),
+            (choose.generator,),
+        )
+
+    def __call__(self, tokens: list[int]) -> Draft:
+        """Draft after 1 to max_depth + 1 certain tokens, the root last."""
+        cache = self.drafter.cache
+        cache.reserve(len(tokens))
+        padded = tokens + [0] * (self.chain.num_nodes - len(tokens))
+        self.tokens.copy_(torch.tensor([padded]))
+        self.count.fill_(len(tokens))
+        cache.num_committed += len(tokens)
+        return self.capture.replay()
+
+    def _run(self, cache: HybridCache, choose: Chooser) -> Draft:
+        model = self.drafter.model
+        logits = model.tree_forward(self.tokens, self.chain, cache)[0]
+        cache.path_length.copy_(self.count)
+        model.settle(cache)
+        last = self.count - 1
+        return grow_recurrent(
+            model, logits.index_select(0, last), model.step_states(cache),
+            self.tokens[0].index_select(0, last), self.tree, self.rule, choose,
+        )  # fmt: skip
+
+
 def grow_recurrent(
     model: HybridModel,
     root_logits: Tensor,
@@ -150,7 +201,7 @@ def grow_recurrent(
     """
     tokens: list[Tensor] = [root[0]] * tree.num_nodes
     logits, laws = root_logits, []
-    finite = torch.tensor(True, device=root.device)
+    finite = torch.ones((), dtype=torch.bool, device=root.device)
     rows = {0: 0}  # the row of a parent in `states` and `logits`
     for level in tree.levels[:-1]:
         parents = [node for node in level if tree.children[node]]

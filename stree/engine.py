@@ -6,7 +6,7 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule, law_rows
 from stree.errors import InvariantBroken, UsageError
+from stree.graphs import CapturedTree
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
@@ -148,6 +149,11 @@ class Decoder:
         self.target, self.drafter, self.tree = target, drafter, tree
         self.max_length, self.tokenizer = max_length, tokenizer
         self.cache = target.new_cache(max_length, tree.num_nodes)
+        self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
+        if isinstance(target, HybridModel) and target.device.type == "cuda":
+            self._verify: Callable[[Tensor], Tensor] = CapturedTree(target, tree, self.cache)
+        else:
+            self._verify = lambda tokens: target.tree_forward(tokens, tree, self.cache)
 
     def generate(
         self,
@@ -169,7 +175,9 @@ class Decoder:
         reason = "length"
         if streamer is not None:
             streamer.put(torch.tensor(list(prompt_ids)))
-        for kept, reason in self._blocks(list(prompt_ids), generation, choose, stats):
+        for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
+            list(prompt_ids), generation, choose, stats
+        ):
             tokens += kept
             if streamer is not None:
                 streamer.put(torch.tensor(kept))
@@ -188,7 +196,9 @@ class Decoder:
         """Kept tokens call by call, with the reason to stop (empty while there is none)."""
         self._require_room(sequence, generation)
         rule, device = generation.rule, self.target.device
-        choose = choose or RandomChooser(generation.seed, device)
+        if choose is None:
+            self._random.reseed(generation.seed)
+            choose = self._random
         stop = StopRule(generation, self.target.config.eos_token_ids, self.tokenizer)
         clock = PhaseClock(device)
 
@@ -206,7 +216,7 @@ class Decoder:
         while not reason:
             draft = self._draft(sequence, rule, choose)
             clock.mark("draft")
-            logits = self.target.tree_forward(draft.tokens[None], self.tree, self.cache)[0]
+            logits = self._verify(draft.tokens[None])[0]
             clock.mark("verify")
             path, block = self._accept(logits, draft, rule, choose, stats)
             clock.mark("accept")

@@ -24,6 +24,10 @@ class RandomChooser:
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.on_cuda = self.generator.device.type == "cuda"
+
+    def reseed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
 
     def __call__(self, probs: Tensor) -> Tensor:
         cumulative = probs.cumsum(-1)

@@ -76,6 +76,8 @@ class HybridCache:
     ) -> None:
         self.max_length = max_length
         self.max_nodes = max_nodes
+        # Moving a path's keys touches up to max_nodes slots past the committed ones
+        self.num_slots = max_length + 2 * max_nodes
         self.layers: list[AttentionCache | MambaCache] = []
         state_dtype = naive.accumulation_dtype(dtype)
 
@@ -85,8 +87,7 @@ class HybridCache:
         x_groups, b_groups, _ = config.scan_groups
         for layer in range(config.num_layers):
             if config.is_attention(layer):
-                # Moving a path's keys touches up to max_nodes slots past the committed ones
-                shape = (config.num_kv_heads, max_length + 2 * max_nodes, config.head_dim)
+                shape = (config.num_kv_heads, self.num_slots, config.head_dim)
                 self.layers.append(AttentionCache(zeros(*shape), zeros(*shape)))
                 continue
             heads, head_dim, d_state = config.num_ssm_heads, config.ssm_head_dim, config.d_state

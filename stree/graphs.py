@@ -1,0 +1,73 @@
+"""CUDA graphs of the two calls of a decoding step: the target's and the drafter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.models.cache import HybridCache
+from stree.models.hybrid import HybridModel
+from stree.tree import TokenTree
+
+BUCKET = 256  # cache slots are read in multiples of this, one graph each
+
+
+class Capture:
+    """A function of static tensors, captured once and replayed without host work.
+
+    Args: function, reads and writes static tensors only, and is not run here; rehearsal, the
+    same work on scratch tensors, run beforehand so that libraries and lazy constants are ready;
+    generators, the random generators the function draws from.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        rehearsal: Callable[[], object],
+        generators: tuple[torch.Generator, ...] = (),
+    ) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            rehearsal()
+            rehearsal()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph):
+            self.outputs = function()
+
+    def replay(self) -> Any:
+        """Run it; returns the static outputs, which the next replay overwrites."""
+        self.graph.replay()
+        return self.outputs
+
+
+class CapturedTree:
+    """`HybridModel.tree_forward` over one tree and one cache, captured by bucket of length."""
+
+    def __init__(self, model: HybridModel, tree: TokenTree, cache: HybridCache) -> None:
+        self.model, self.tree, self.cache = model, tree, cache
+        self.tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long, device=model.device)
+        self.captures: dict[int, Capture] = {}
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (1, N, V) of tokens (1, N)."""
+        needed = self.cache.num_committed + self.tree.num_nodes
+        bound = min(-(-needed // BUCKET) * BUCKET, self.cache.num_slots)
+        if bound not in self.captures:
+            self.captures[bound] = self._capture(bound)
+        self.tokens.copy_(tokens)
+        return self.captures[bound].replay()
+
+    def _capture(self, bound: int) -> Capture:
+        scratch = self.model.new_cache(self.cache.max_length, self.cache.max_nodes)
+
+        def run(cache: HybridCache) -> Tensor:
+            return self.model.tree_forward(self.tokens, self.tree, cache, bound)
+
+        return Capture(lambda: run(self.cache), lambda: run(scratch))
