@@ -1,0 +1,183 @@
+"""Where an evaluation runs: its processes, its device, and what identifies both and the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.files import MANIFEST_NAME, sha256_of_file
+from stree_pipelines.records import Environment
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
+# One worker may have much longer answers than another; waiting for it is no failure.
+PATIENCE = timedelta(hours=12)
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that share the prompts: worker `rank` of `count` takes each count-th one."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def start(cls, device: str = "auto") -> Workers:
+        """Join the processes of `accelerate launch` or of a training that is running; alone when
+        there are none. `device` "cpu" keeps the talk off the GPUs."""
+        if not dist.is_initialized():
+            from accelerate import PartialState
+
+            PartialState(cpu=_on_cpu(device), timeout=PATIENCE)
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This worker's items; over all workers each exactly once."""
+        return items[self.rank :: self.count]
+
+    def gather(self, item: T) -> list[T]:
+        """Everybody's item, by rank, on every worker; returns when all have come."""
+        if self.count == 1:
+            return [item]
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+
+def pick_device(device: str) -> torch.device:
+    """The device by name; `auto` is this process' GPU, or the CPU where there is none."""
+    if _on_cpu(device):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return torch.device("cpu")
+        raise UsageError(f"device is {device!r} but PyTorch sees no GPU: use cpu or auto")
+    if device in ("auto", "cuda"):
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return torch.device("cuda", index)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device is {device!r}, wanted auto, cpu, cuda or cuda:N") from error
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
+    """What identifies a checkpoint: a sha256 over its weights' and config's own.
+
+    Taken from the manifest where there is one (loading verifies that it is true), else read from
+    the files. Raises CheckpointRefused when there are no weights.
+    """
+    directory = Path(directory)
+    manifest = directory / MANIFEST_NAME
+    if not directory.is_dir():
+        raise CheckpointRefused(f"no checkpoint folder {directory}")
+    files = sorted(p.name for p in directory.iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    if not files:
+        raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
+    names = [*files, "config.json"] if (directory / "config.json").is_file() else files
+    listed: dict[str, Any] = {}
+    if manifest.is_file():
+        try:
+            listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointRefused(f"{manifest} cannot be read: {error}") from error
+    parts = [
+        f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
+        for name in names
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:
+    """The distillation step of an export, from provenance.json or a name step-N; None if neither
+    says."""
+    directory = Path(directory)
+    provenance = directory / "provenance.json"
+    if provenance.is_file():
+        try:
+            step = json.loads(provenance.read_text(encoding="utf-8")).get("step")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointRefused(f"{provenance} cannot be read: {error}") from error
+        if isinstance(step, int):
+            return step
+    prefix, _, number = directory.name.rpartition("-")
+    return int(number) if prefix == "step" and number.isdigit() else None
+
+
+def describe_environment(
+    device: torch.device, dtypes: dict[str, str], num_processes: int
+) -> Environment:
+    """What a reader needs to know to compare two rows."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return Environment(
+        git_sha=_git_sha(),
+        device=device_name(device),
+        dtypes=dtypes,
+        versions=versions,
+        command_line=shlex.join(sys.argv),
+        num_processes=num_processes,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU: {models[0] if models else platform.machine()}"
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+
+
+def _git_sha() -> str | None:
+    """The commit of the code that runs; None outside a clone, `-dirty` when it was changed."""
+    here = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--dirty"]
+    command += ["--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,74 @@
+"""Evaluate drafter checkpoints: acceptance length and speed of chain and tree, and losslessness.
+
+Every export of a run:  python pipelines/eval_spec.py --run runs/quickstart
+Chosen checkpoints:     python pipelines/eval_spec.py --target T --checkpoint A B --out eval
+Prompts split over GPUs: accelerate launch pipelines/eval_spec.py …
+"""
+
+from __future__ import annotations
+
+from argparse import RawDescriptionHelpFormatter
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+from stree.errors import StreeError, exit_with_reason
+from stree_pipelines.eval_plan import METHODS, plan_evaluation
+from stree_pipelines.evaluation import Evaluation
+
+
+class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the examples on lines of their own."""
+
+
+def build_parser() -> ArgumentParser:
+    """Options; each is also a key of the YAML file given with --config."""
+    parser = ArgumentParser("eval_spec.py", description=__doc__, formatter_class=_Help)
+    add = parser.add_argument
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
+    add("--checkpoint", type=str, nargs="+", default=[], help="drafter folders to evaluate")
+    add("--target", type=str | None, help="target folder (default: what the run was made with)")
+    add("--benchmarks", type=str, nargs="+", default=["mt_bench", "humaneval", "gsm8k"],
+        help="names in --benchmark_dir, or JSONL files with id and turns")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", type=str | None,
+        help="where names are looked up (default: ../shared/data/benchmarks)")  # fmt: skip
+    add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4,
+        help="drafts a call of vanilla_sd (the paper's N = 5 counts the root)")  # fmt: skip
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")
+    add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
+    add("--chat_template", "--chat-template", type=str | None,
+        help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=int, default=0, help="of sampling, together with prompt and turn")
+    add("--ignore_eos", "--ignore-eos", action="store_true",
+        help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip
+    add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
+    add("--overwrite", action="store_true", help="measure again what exists")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parsed = build_parser().parse_args(arguments)
+    settings, checkpoints = plan_evaluation(parsed.as_dict())
+    evaluation = Evaluation(settings)
+    failures: list[tuple[str | None, StreeError]] = []
+    for checkpoint in checkpoints:
+        try:
+            evaluation.evaluate(checkpoint)
+        except StreeError as error:
+            failures.append((checkpoint, error))
+            evaluation.progress.say(f"{checkpoint or settings.target}: {error}")
+    evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
+    if failures:
+        raise type(failures[0][1])(
+            f"{len(failures)} of {len(checkpoints)} checkpoints failed, first "
+            f"{failures[0][0] or settings.target}: {failures[0][1]}"
+        )
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,83 @@
+"""How far a long command is: a bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 10.0
+
+
+class EvaluationProgress:
+    """Shows prompts done, τ and tokens/s so far, and the time left. Silent unless it is the main
+    process', so that workers do not write over each other."""
+
+    def __init__(self, stream: TextIO | None = None, enabled: bool = True) -> None:
+        self.stream = stream or sys.stderr
+        self.enabled = enabled
+
+    def say(self, message: str) -> None:
+        if self.enabled:
+            print(message, file=self.stream, flush=True)
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[_Task]:
+        """Track `total` steps; the yielded object's `advance(detail)` does one."""
+        if not self.enabled or total == 0:
+            yield _Task()
+        elif self.stream.isatty():
+            columns = [
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+            ]
+            with Progress(*columns, console=Console(file=self.stream)) as progress:
+                yield _BarTask(progress, label, total)
+        else:
+            yield _LineTask(self.stream, label, total)
+
+
+class _Task:
+    def advance(self, detail: str = "") -> None:
+        """One step is done; `detail` is what to show beside it."""
+
+
+class _BarTask(_Task):
+    def __init__(self, progress: Progress, label: str, total: int) -> None:
+        self.progress = progress
+        self.task = progress.add_task(label, total=total, detail="")
+
+    def advance(self, detail: str = "") -> None:
+        self.progress.update(self.task, advance=1, detail=detail)
+
+
+class _LineTask(_Task):
+    def __init__(self, stream: TextIO, label: str, total: int) -> None:
+        self.stream, self.label, self.total = stream, label, total
+        self.done = 0
+        self.started = self.last_line = time.monotonic()
+
+    def advance(self, detail: str = "") -> None:
+        self.done += 1
+        now = time.monotonic()
+        if self.done < self.total and now - self.last_line < LINE_EVERY_S:
+            return
+        self.last_line = now
+        left_s = (now - self.started) / self.done * (self.total - self.done)
+        line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {_clock(left_s)}"
+        print(line, file=self.stream, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

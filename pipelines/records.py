@@ -1,0 +1,304 @@
+"""The saved form of an evaluation: `results.jsonl`, `samples_*.jsonl`, and the workers' journals.
+
+While an evaluation runs, each worker appends every finished prompt to its own journal in one
+write with fsync; nothing else is needed to go on after a kill. When all prompts of a
+(checkpoint, method, benchmark, temperature) are there, the main process publishes them, in
+benchmark order, as one samples file and adds their row to `results.jsonl`; both writes are atomic.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stree.errors import BadData, CannotWrite
+from stree.files import write_atomically
+
+SCHEMA_VERSION = 1
+RESULTS_NAME = "results.jsonl"
+JOURNALS_NAME = "journals"
+
+Row = TypeVar("Row", bound=BaseModel)
+# (checkpoint sha256, method, tree, benchmark, prompt id, decoding hash, seed)
+SampleKey = tuple[str | None, str, str | None, str, str, str, int]
+# (checkpoint sha256, method, tree, benchmark, prompts hash, decoding hash, seed)
+ResultKey = tuple[str | None, str, str | None, str, str, str, int]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Tree(Record):
+    """A token tree: its name and, as its shape, every node's parent."""
+
+    name: str
+    parents: tuple[int, ...]
+
+
+class Divergence(Record):
+    """Where greedy tokens leave the autoregressive ones, and how close the target's own call was.
+
+    `position` counts the turn's new tokens from 0; `logit_gap` is the target's top-1 minus top-2
+    logit after the common prefix.
+    """
+
+    prompt_id: str
+    turn: int
+    position: int
+    token: int | None
+    autoregressive_token: int | None
+    logit_gap: float
+
+
+class Lossless(Record):
+    """Greedy tokens against autoregressive decoding's: share of prompts equal, and each other."""
+
+    share: float
+    num_prompts: int
+    num_identical: int
+    divergences: tuple[Divergence, ...] = ()
+
+
+class Environment(Record):
+    git_sha: str | None
+    device: str
+    dtypes: dict[str, str]
+    versions: dict[str, str]
+    command_line: str
+    num_processes: int
+    num_threads: int
+
+
+class ResultRow(Record):
+    """One (checkpoint, method, benchmark, temperature); the names are metrics.md's."""
+
+    version: int = SCHEMA_VERSION
+    step: int | None
+    checkpoint: str | None
+    checkpoint_sha256: str | None
+    target: str
+    target_sha256: str
+    method: str
+    tree: Tree | None
+    verifier: str | None
+    benchmark: str
+    prompts_hash: str
+    temperature: float
+    num_prompts: int
+    max_new_tokens: int
+    ignore_eos: bool
+    seed: int
+    decoding_hash: str
+    acceptance_length: float | None
+    acceptance_length_prompt_mean: float | None
+    acceptance_histogram: dict[int, int]
+    depth_accept_rates: dict[int, float]
+    nodes_per_call: float | None
+    tokens_per_second: float | None
+    tokens_per_second_e2e: float | None
+    speedup: float | None
+    speedup_per_tau: float | None
+    time_ms: dict[str, float]
+    lossless: Lossless | None
+    confidence_intervals: dict[str, tuple[float, float] | None]
+    environment: Environment
+    samples: str
+
+    @property
+    def key(self) -> ResultKey:
+        return (
+            self.checkpoint_sha256,
+            self.method,
+            self.tree.name if self.tree else None,
+            self.benchmark,
+            self.prompts_hash,
+            self.decoding_hash,
+            self.seed,
+        )
+
+
+class Turn(Record):
+    """One answer. `tokens` are the new ones, the prefill's first and a closing EOS included."""
+
+    num_prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+class BaselineTiming(Record):
+    """The autoregressive run of the same prompt in the same process."""
+
+    num_new_tokens: int
+    prefill_s: float
+    decode_s: float
+
+
+class SampleRow(Record):
+    """One prompt, all its turns, under one (checkpoint, method, tree, decoding)."""
+
+    version: int = SCHEMA_VERSION
+    checkpoint_sha256: str | None
+    step: int | None
+    method: str
+    tree: str | None
+    benchmark: str
+    prompt_id: str
+    category: str
+    temperature: float
+    seed: int
+    decoding_hash: str
+    turns: tuple[Turn, ...]
+    num_new_tokens: int
+    num_calls: int
+    num_nodes: int
+    accepted_per_call: tuple[int, ...]
+    tree_max_depth: int
+    prefill_s: float
+    decode_s: float
+    time_ms: dict[str, float]
+    baseline: BaselineTiming | None = None
+    lossless: bool | None = None
+    divergence: Divergence | None = None
+
+    @property
+    def key(self) -> SampleKey:
+        return (
+            self.checkpoint_sha256,
+            self.method,
+            self.tree,
+            self.benchmark,
+            self.prompt_id,
+            self.decoding_hash,
+            self.seed,
+        )
+
+
+def config_hash(content: dict[str, Any]) -> str:
+    """sha256 of a JSON-able description, independent of its key order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def append_row(path: Path, row: BaseModel) -> None:
+    """Add one line in a single write and wait until the disk has it.
+
+    A torn last line, which a killed writer may have left, is cut off first: the new row must not
+    be glued to it. Raises CannotWrite when the disk or folder refuses.
+    """
+    line = row.model_dump_json().encode() + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _cut_torn_line(descriptor)
+            written = os.write(descriptor, line)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CannotWrite(f"cannot append to {path}: {error.strerror}") from error
+    if written != len(line):
+        raise CannotWrite(
+            f"{path}: {written} of {len(line)} bytes written, the disk is full; free some space "
+            "and run the same command again"
+        )
+
+
+def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
+    """All whole rows of a file, none if it does not exist. An incomplete last line is what a kill
+    leaves and is ignored; a bad line elsewhere raises BadData with its number."""
+    if not path.exists():
+        return []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(row_type.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise BadData(
+                f"{path}:{number} is no {row_type.__name__}: {place} {first['msg']}; move the file "
+                "away and evaluate again"
+            ) from error
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[BaseModel]) -> None:
+    """Replace a file by these rows, whole or not at all."""
+    write_atomically(path, "".join(row.model_dump_json() + "\n" for row in rows))
+
+
+class ResultStore:
+    """The evaluation folder: results, samples and journals."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def results(self) -> list[ResultRow]:
+        return read_rows(self.directory / RESULTS_NAME, ResultRow)
+
+    def samples(self, row: ResultRow) -> list[SampleRow]:
+        """The prompts behind a row; none when their file is gone."""
+        return read_rows(self.directory / row.samples, SampleRow)
+
+    def journalled(self, samples_name: str) -> dict[SampleKey, SampleRow]:
+        """Finished prompts of a row that is not published yet, each once."""
+        found: dict[SampleKey, SampleRow] = {}
+        for path in self._journals(samples_name):
+            for row in read_rows(path, SampleRow):
+                found.setdefault(row.key, row)
+        return found
+
+    def journal(self, samples_name: str, worker: int, row: SampleRow) -> None:
+        """Save one finished prompt; each worker writes to a file of its own."""
+        stem = samples_name.removesuffix(".jsonl")
+        append_row(self.directory / JOURNALS_NAME / f"{stem}.worker-{worker:05d}.jsonl", row)
+
+    def publish(self, row: ResultRow, samples: Sequence[SampleRow]) -> None:
+        """Save a finished row. Its samples come first, so that a row never points at nothing, and
+        the journals go last, so that a kill in between loses nothing."""
+        write_rows(self.directory / row.samples, samples)
+        others = [other for other in self.results() if other.key != row.key]
+        write_rows(self.directory / RESULTS_NAME, [*others, row])
+        self._clear_journals(row.samples)
+
+    def forget(self, names: Mapping[ResultKey, str]) -> None:
+        """Drop rows that are to be measured anew, {key: samples file}, and their journals."""
+        results = self.results()
+        kept = [row for row in results if row.key not in names]
+        if len(kept) < len(results):
+            write_rows(self.directory / RESULTS_NAME, kept)
+        for name in names.values():
+            self._clear_journals(name)
+
+    def tidy(self) -> None:
+        """Drop the journals that a kill right after publishing left behind."""
+        for row in self.results():
+            self._clear_journals(row.samples)
+
+    def _journals(self, samples_name: str) -> list[Path]:
+        stem = glob.escape(samples_name.removesuffix(".jsonl"))
+        return sorted((self.directory / JOURNALS_NAME).glob(f"{stem}.worker-*.jsonl"))
+
+    def _clear_journals(self, samples_name: str) -> None:
+        for path in self._journals(samples_name):
+            path.unlink()
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    size = os.lseek(descriptor, 0, os.SEEK_END)
+    if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+        return
+    content = os.pread(descriptor, size, 0)
+    os.ftruncate(descriptor, content.rfind(b"\n") + 1)
