@@ -35,19 +35,19 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share the prompts: worker `rank` of `count` takes each count-th one."""
+    """The processes that share the prompts; worker `rank` of `count` takes each count-th one."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def start(cls, device: str = "auto") -> Workers:
-        """Join the processes of `accelerate launch` or of a training that is running; alone when
-        there are none. `device` "cpu" keeps the talk off the GPUs."""
+        """Join the processes of `accelerate launch`, `torchrun` or a training that is running;
+        alone when there are none."""
         if not dist.is_initialized():
             from accelerate import PartialState
 
-            PartialState(cpu=_on_cpu(device), timeout=PATIENCE)
+            PartialState(cpu=pick_device(device).type == "cpu", timeout=PATIENCE)
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())

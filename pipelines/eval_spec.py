@@ -3,6 +3,7 @@
 Every export of a run:  python pipelines/eval_spec.py --run runs/quickstart
 Chosen checkpoints:     python pipelines/eval_spec.py --target T --checkpoint A B --out eval
 Prompts split over GPUs: accelerate launch pipelines/eval_spec.py …
+Prompts split over CPUs: torchrun --nproc-per-node 2 pipelines/eval_spec.py --device cpu …
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = build_parser().parse_args(arguments)
     settings, checkpoints = plan_evaluation(parsed.as_dict())
     evaluation = Evaluation(settings)
+    evaluation.announce(len(checkpoints))
     failures: list[tuple[str | None, StreeError]] = []
     for checkpoint in checkpoints:
         try:

@@ -19,7 +19,12 @@ from stree.errors import OutOfMemory, StreeError, UsageError
 from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
-from stree_pipelines.eval_context import Workers, checkpoint_sha256, describe_environment
+from stree_pipelines.eval_context import (
+    Workers,
+    checkpoint_sha256,
+    describe_environment,
+    device_name,
+)
 from stree_pipelines.eval_decoding import Answerer, timing_of
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, Drafter, EvaluationSettings, Job, make_job
 from stree_pipelines.progress import EvaluationProgress
@@ -75,6 +80,16 @@ class Evaluation:
             self.store.tidy()
         self._baselines: dict[SampleKey, SampleRow] = {}
         self._published: set[ResultKey] = set()
+
+    def announce(self, num_checkpoints: int) -> None:
+        """Say what is about to happen and where."""
+        num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
+        self.progress.say(
+            f"{num_checkpoints} checkpoints × {len(self.settings.methods)} methods × "
+            f"{len(self.settings.temperatures)} temperatures × {num_prompts} prompts of "
+            f"{', '.join(benchmark.name for benchmark in self.benchmarks)}, on "
+            f"{self.workers.count} × {device_name(self.answerer.device)}, {self.settings.dtype}"
+        )
 
     def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
         """Measure one drafter checkpoint (None: autoregressive only) and return its rows, the

@@ -1,0 +1,435 @@
+"""Evaluation on a tiny target through the real engine; drafters are the target itself (accepts
+everything), a stranger (hardly anything), and the target with noise (something between)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stree.engine import Decoder
+from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.models.convert import save_model
+from stree.models.hybrid import HybridModel
+from stree_pipelines.eval_context import Workers
+from stree_pipelines.eval_plan import EvaluationSettings, prompt_seed
+from stree_pipelines.eval_spec import main as eval_spec
+from stree_pipelines.evaluation import Evaluation
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.records import ResultStore
+from stree_pipelines.tokenizer_training import train_tokenizer
+
+TIMINGS = {
+    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+    "confidence_intervals", "environment",
+}  # fmt: skip
+PROMPTS = [
+    {"id": "a", "category": "one", "turns": ["What is a tree?"]},
+    {"id": "b", "category": "two", "turns": ["Say one.", "Say two."]},
+    {"id": "c", "category": "one", "turns": ["Name a colour."]},
+    {"id": "d", "category": "one", "turns": ["And now?"]},
+]
+
+
+def tiny_model(seed: int, vocab_size: int = 320) -> HybridModel:
+    torch.manual_seed(seed)
+    return HybridModel(HybridConfig(
+        vocab_size=vocab_size, d_model=32, num_layers=2, num_ssm_heads=2, ssm_head_dim=16,
+        d_state=8, num_x_groups=2, num_b_groups=1, num_c_groups=1, eos_token_ids=(1,),
+    ))  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by threads, badly so on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Folder with target/, drafter/step-*/ and prompts."""
+    root = tmp_path_factory.mktemp("world")
+    tokenizer = train_tokenizer(["some text to learn from"] * 3, 320, root / "tokenizer")
+    target = tiny_model(0)
+    save_model(target, root / "target", tokenizer)
+    noisy = tiny_model(0)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter += 0.003 * torch.randn_like(parameter)
+    drafters = {1: tiny_model(5), 10: noisy, 100: target}
+    for step, model in drafters.items():
+        save_model(
+            model, root / f"drafter/step-{step:08d}", tokenizer,
+            extra_files={"provenance.json": json.dumps({"step": step})},
+        )  # fmt: skip
+    (root / "talk.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
+    (root / "command.json").write_text(json.dumps({"target": str(root / "target")}))
+    return root
+
+
+def settings_for(world: Path, out: Path, **changes) -> EvaluationSettings:
+    benchmarks = (str(world / "talk.jsonl"),)
+    defaults = {
+        "target": str(world / "target"), "out": str(out), "benchmarks": benchmarks,
+        "temperatures": (0.0,), "max_new_tokens": 12, "device": "cpu", "ignore_eos": True,
+    }  # fmt: skip
+    return EvaluationSettings(**{**defaults, **changes})
+
+
+def quiet(settings: EvaluationSettings, **parts) -> Evaluation:
+    return Evaluation(
+        settings, workers=parts.pop("workers", Workers()),
+        progress=EvaluationProgress(enabled=False), **parts,
+    )  # fmt: skip
+
+
+def export(world: Path, step: int) -> Path:
+    return world / f"drafter/step-{step:08d}"
+
+
+def without_timings(rows) -> list[dict]:
+    return [row.model_dump(exclude=TIMINGS) for row in rows]
+
+
+def samples_without_timings(store: ResultStore) -> list[dict]:
+    timings = {"prefill_s", "decode_s", "time_ms", "baseline"}
+    return [s.model_dump(exclude=timings) for row in store.results() for s in store.samples(row)]
+
+
+@pytest.fixture(scope="module")
+def complete(world, tmp_path_factory):
+    """All three checkpoints at T = 0 and 1, in one process."""
+    out = tmp_path_factory.mktemp("complete")
+    evaluation = quiet(settings_for(world, out, temperatures=(0.0, 1.0)))
+    for step in (1, 10, 100):
+        evaluation.evaluate(export(world, step))
+    return ResultStore(out)
+
+
+def row_of(store: ResultStore, step, method, temperature=0.0):
+    (row,) = (
+        r
+        for r in store.results()
+        if (r.step, r.method, r.temperature) == (step, method, temperature)
+    )
+    return row
+
+
+def test_one_row_per_checkpoint_method_and_temperature(complete):
+    keys = [(row.step, row.method, row.temperature) for row in complete.results()]
+    expected = [(None, "autoregressive", t) for t in (0.0, 1.0)]
+    expected += [(s, m, t) for s in (1, 10, 100) for m in ("vanilla_sd", "stree") for t in (0, 1)]
+    assert sorted(keys, key=str) == sorted(expected, key=str)
+
+
+def test_autoregressive_is_the_unit(complete):
+    row = row_of(complete, None, "autoregressive")
+    assert row.acceptance_length == row.nodes_per_call == row.speedup == 1
+    assert row.tree is None and row.verifier is None and row.checkpoint is None
+    # 12 new tokens a turn, the prefill's first not counted, five turns
+    samples = complete.samples(row)
+    assert sum(s.num_new_tokens for s in samples) == 5 * 11
+    assert row.num_prompts == 4
+
+
+def test_acceptance_orders_the_drafters(complete):
+    """The target as its own drafter fills every call: 11 tokens take ⌈11 / 5⌉ = 3 calls."""
+    for method in ("vanilla_sd", "stree"):
+        stranger, noisy, same = (
+            row_of(complete, step, method).acceptance_length for step in (1, 10, 100)
+        )
+        assert stranger < noisy < same
+        assert same == pytest.approx(11 / 3)
+    assert row_of(complete, 10, "stree").nodes_per_call == 13
+    assert row_of(complete, 10, "vanilla_sd").nodes_per_call == 5
+
+
+def test_greedy_tokens_equal_autoregressive_ones(complete):
+    for row in complete.results():
+        if row.method == "autoregressive" or row.temperature > 0:
+            assert row.lossless is None
+        else:
+            assert row.lossless.num_prompts == 4
+            assert row.lossless.share == 1
+
+
+def test_rows_are_consistent_with_their_samples(complete):
+    for row in complete.results():
+        samples = complete.samples(row)
+        assert [s.prompt_id for s in samples] == ["a", "b", "c", "d"]
+        calls = sum(s.num_calls for s in samples)
+        assert row.acceptance_length == sum(s.num_new_tokens for s in samples) / calls
+        assert sum(row.acceptance_histogram.values()) == calls
+        step_ms = 1e3 * sum(s.decode_s for s in samples) / calls
+        assert sum(row.time_ms.values()) == pytest.approx(step_ms)
+        if row.step is not None:
+            new = sum(s.baseline.num_new_tokens for s in samples)
+            baseline = new / sum(s.baseline.decode_s for s in samples)
+            assert row.speedup == pytest.approx(row.tokens_per_second / baseline)
+
+
+def test_the_second_turn_sees_the_models_own_first_answer(complete, world):
+    sample = complete.samples(row_of(complete, None, "autoregressive"))[1]
+    first, second = sample.turns
+    assert second.num_prompt_tokens > first.num_prompt_tokens + len(first.text)
+
+
+def test_no_journals_are_left(complete):
+    assert not list((complete.directory / "journals").glob("*"))
+
+
+def test_a_second_run_measures_nothing(complete, world):
+    def refuse(*_, **__):
+        raise AssertionError("a decoder was made although all rows exist")
+
+    before = (complete.directory / "results.jsonl").read_bytes()
+    settings = settings_for(world, complete.directory, temperatures=(0.0, 1.0))
+    rows = quiet(settings, make_decoder=refuse).evaluate(export(world, 10))
+    assert len(rows) == 6
+    assert (complete.directory / "results.jsonl").read_bytes() == before
+
+
+def test_overwrite_measures_again_but_the_baseline_once_a_process(world, tmp_path):
+    quiet(settings_for(world, tmp_path)).evaluate(export(world, 1))
+    before = {row.key: row for row in ResultStore(tmp_path).results()}
+    made = []
+
+    def counting(*args, **kwargs):
+        made.append(kwargs["tree"])
+        return Decoder(*args, **kwargs)
+
+    again = quiet(settings_for(world, tmp_path, overwrite=True), make_decoder=counting)
+    first = again.evaluate(export(world, 1))
+    second = again.evaluate(export(world, 10))
+    assert made.count(None) == 1 and len(made) == 5
+    after = {row.key: row for row in first}
+    assert set(after) == set(before)
+    assert all(after[key].tokens_per_second != before[key].tokens_per_second for key in before)
+    assert second[0] == first[0]  # the autoregressive row
+
+
+class Killed(Exception):
+    pass
+
+
+class DiesAfter:
+    """A decoder that works a number of times, then goes as a kill goes: without any clean-up."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def __call__(self, *args, **kwargs):
+        decoder = Decoder(*args, **kwargs)
+        generate = decoder.generate
+
+        def counted(*args, **kwargs):
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return generate(*args, **kwargs)
+
+        decoder.generate = counted
+        return decoder
+
+
+@pytest.mark.parametrize("survived", [0, 5, 12, 22])
+def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, complete):
+    settings = settings_for(world, tmp_path, temperatures=(0.0, 1.0))
+    with pytest.raises(Killed):
+        quiet(settings, make_decoder=DiesAfter(survived)).evaluate(export(world, 10))
+    for journal in (tmp_path / "journals").glob("*"):
+        with open(journal, "ab") as file:
+            file.write(b'{"version":1,"method":"torn')
+    rows = quiet(settings).evaluate(export(world, 10))
+    expected = [r for r in complete.results() if r.step in (None, 10)]
+    by_key = {row.key: row for row in expected}
+    assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
+    # Every speculative prompt has a baseline of the process that measured it.
+    store = ResultStore(tmp_path)
+    assert all(s.baseline for row in rows if row.step for s in store.samples(row))
+
+
+def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
+    """Killed after the first prompt's three methods: warm-up and answer of each."""
+    settings = settings_for(world, tmp_path)
+    with pytest.raises(Killed):
+        quiet(settings, make_decoder=DiesAfter(6)).evaluate(export(world, 10))
+    asked = []
+
+    def listening(*args, **kwargs):
+        decoder = Decoder(*args, **kwargs)
+        generate = decoder.generate
+
+        def heard(prompt_ids, generation):
+            asked.append(tuple(prompt_ids))
+            return generate(prompt_ids, generation)
+
+        decoder.generate = heard
+        return decoder
+
+    evaluation = quiet(settings, make_decoder=listening)
+    evaluation.evaluate(export(world, 10))
+    first_prompt = evaluation.answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
+    assert tuple(first_prompt) not in asked
+    # 3 methods × (warm-up + 4 turns of the other three prompts)
+    assert len(asked) == 15
+
+
+def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "pipelines/eval_spec.py",
+        "--target", str(world / "target"), "--checkpoint", str(export(world, 10)),
+        "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
+        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
+    ]  # fmt: skip
+    repository = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    store = ResultStore(tmp_path)
+    rows = store.results()
+    assert {row.environment.num_processes for row in rows} == {2}
+    by_key = {row.key: row for row in complete.results()}
+    assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
+    expected = samples_without_timings(complete)
+    assert all(sample in expected for sample in samples_without_timings(store))
+
+
+def test_prompts_are_shared_each_exactly_once():
+    shares = [Workers(rank, 3).share(range(10)) for rank in range(3)]
+    assert sorted(item for share in shares for item in share) == list(range(10))
+
+
+def test_seeds_depend_on_what_is_asked_only():
+    seeds = {prompt_seed(s, "b", p, t) for s in (0, 1) for p in ("x", "y") for t in (0, 1)}
+    assert len(seeds) == 8
+    assert prompt_seed(0, "b", "x", 0) == prompt_seed(0, "b", "x", 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Lies:
+    """A decoder whose speculative answers are wrong from position 3 on."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.tree = kwargs["tree"]
+        self.decoder = Decoder(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        output = self.decoder.generate(*args, **kwargs)
+        if self.tree is not None:
+            output.tokens[3:] = [token + 1 for token in output.tokens[3:]]
+        return output
+
+
+def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
+    evaluation = quiet(settings_for(world, tmp_path, limit=1), make_decoder=Lies)
+    baseline, chain, tree = evaluation.evaluate(export(world, 100))
+    for row in (chain, tree):
+        assert row.lossless.share == 0
+        (divergence,) = row.lossless.divergences
+        assert (divergence.prompt_id, divergence.turn, divergence.position) == ("a", 0, 3)
+        assert divergence.token == divergence.autoregressive_token + 1
+        # The gap by hand: logits of the plain model after the prompt and three tokens.
+        answerer = evaluation.answerer
+        prompt = answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
+        tokens = ResultStore(tmp_path).samples(baseline)[0].turns[0].tokens[:3]
+        with torch.no_grad():
+            logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        assert divergence.logit_gap == pytest.approx(first - second, abs=1e-6)
+
+
+def test_without_the_baseline_nothing_is_relative(world, tmp_path):
+    settings = settings_for(world, tmp_path, methods=("stree",), limit=1)
+    (row,) = quiet(settings).evaluate(export(world, 10))
+    assert row.speedup is None and row.lossless is None
+    assert row.acceptance_length >= 1
+
+
+def test_without_a_checkpoint_only_the_baseline_runs(world, tmp_path):
+    (row,) = quiet(settings_for(world, tmp_path, limit=1)).evaluate(None)
+    assert row.method == "autoregressive"
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
+    other = train_tokenizer(["entirely different words"] * 3, 384, tmp_path / "tokenizer")
+    save_model(tiny_model(0, vocab_size=384), tmp_path / "drafter", other)
+    with pytest.raises(CheckpointRefused, match="tokenizer"):
+        quiet(settings_for(world, tmp_path / "out")).evaluate(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("medusa",)}, "wanted some of"),
+        ({"temperatures": (-1.0,)}, "0 or more"),
+        ({"benchmarks": ()}, "at least one"),
+        ({"max_new_tokens": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        settings_for(world, tmp_path, **changes)
+
+
+def test_an_unknown_tree_is_refused_at_start(world, tmp_path):
+    with pytest.raises(UsageError, match="no tree"):
+        quiet(settings_for(world, tmp_path, tree="oak"))
+
+
+def test_command_evaluates_a_run_and_goes_on_past_a_broken_export(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "drafter").mkdir(parents=True)
+    (run / "command.json").write_text((world / "command.json").read_text())
+    for step in (1, 10, 100):
+        (run / f"drafter/step-{step:08d}").symlink_to(export(world, step))
+    broken = tiny_model(3)
+    with torch.no_grad():
+        broken.head_weight.fill_(float("nan"))
+    from stree.tokenizer import load_tokenizer
+
+    (run / "drafter/step-00000010").unlink()
+    save_model(broken, run / "drafter/step-00000010", load_tokenizer(world / "target"))
+    arguments = [
+        "--run", str(run), "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0",
+        "--limit", "1", "--max-new-tokens", "4", "--device", "cpu",
+    ]  # fmt: skip
+    with pytest.raises(InvariantBroken, match=r"1 of 3 checkpoints failed.*step-00000010"):
+        eval_spec(arguments)
+    steps = {row.step for row in ResultStore(run / "eval").results()}
+    assert steps == {None, 1, 100}
+
+
+def test_command_says_what_is_missing(tmp_path):
+    with pytest.raises(UsageError, match="--target"):
+        eval_spec(["--out", str(tmp_path)])
+    with pytest.raises(UsageError, match="no step-"):
+        eval_spec(["--run", str(tmp_path)])
+
+
+def test_progress_prints_plain_lines_off_a_terminal():
+    stream = io.StringIO()
+    with EvaluationProgress(stream).task("talk T=0", 2) as task:
+        task.advance("stree τ 2.00")
+        task.advance("stree τ 2.10")
+    assert stream.getvalue() == "talk T=0  2/2  stree τ 2.10  ETA 0:00\n"
+
+
+def test_a_damaged_results_file_is_named(world, tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(BadData, match=r"results.jsonl:1"):
+        quiet(settings_for(world, tmp_path)).evaluate(None)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from pydantic import ValidationError
+
+from stree.errors import BadData, CannotWrite
+from stree_pipelines.records import (
+    Environment,
+    Lossless,
+    ResultRow,
+    ResultStore,
+    SampleRow,
+    Tree,
+    Turn,
+    append_row,
+    config_hash,
+    read_rows,
+)
+
+METRICS_NAMES = {
+    # metrics.md's record, word for word
+    "step", "checkpoint", "target", "method", "tree", "verifier", "benchmark", "temperature",
+    "num_prompts", "max_new_tokens", "ignore_eos", "seed", "environment",
+    "acceptance_length", "acceptance_histogram", "depth_accept_rates", "nodes_per_call",
+    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+    "lossless",
+}  # fmt: skip
+
+
+def sample(prompt_id: str = "a", **changes) -> SampleRow:
+    values = {
+        "checkpoint_sha256": "c0ffee", "step": 10, "method": "stree", "tree": "paper",
+        "benchmark": "b", "prompt_id": prompt_id, "category": "", "temperature": 0.0, "seed": 0,
+        "decoding_hash": "d", "num_new_tokens": 3, "num_calls": 2, "num_nodes": 26,
+        "accepted_per_call": (1, 0), "tree_max_depth": 4, "prefill_s": 0.1, "decode_s": 0.2,
+        "time_ms": {"draft": 1.0},
+        "turns": (Turn(num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos"),),
+    }  # fmt: skip
+    return SampleRow(**{**values, **changes})
+
+
+def result(**changes) -> ResultRow:
+    values = {
+        "step": 10, "checkpoint": "drafter", "checkpoint_sha256": "c0ffee", "target": "target",
+        "target_sha256": "7a", "method": "stree", "tree": Tree(name="paper", parents=(-1, 0, 0)),
+        "verifier": "greedy", "benchmark": "b", "prompts_hash": "p", "temperature": 0.0,
+        "num_prompts": 1, "max_new_tokens": 3, "ignore_eos": False, "seed": 0,
+        "decoding_hash": "d", "acceptance_length": 1.5, "acceptance_length_prompt_mean": 1.5,
+        "acceptance_histogram": {0: 1, 1: 1}, "depth_accept_rates": {1: 0.5},
+        "nodes_per_call": 13.0, "tokens_per_second": 15.0, "tokens_per_second_e2e": 10.0,
+        "speedup": None, "speedup_per_tau": None, "time_ms": {"draft": 1.0},
+        "lossless": Lossless(share=1.0, num_prompts=1, num_identical=1),
+        "confidence_intervals": {"acceptance_length": (1.0, 2.0), "tokens_per_second": None},
+        "environment": Environment(
+            git_sha=None, device="CPU", dtypes={}, versions={}, command_line="x",
+            num_processes=1, num_threads=1,
+        ),
+        "samples": "samples_b.jsonl",
+    }  # fmt: skip
+    return ResultRow(**{**values, **changes})
+
+
+def test_a_row_has_the_published_names_and_survives_the_file(tmp_path):
+    row = result()
+    assert set(json.loads(row.model_dump_json())) >= METRICS_NAMES
+    append_row(tmp_path / "r.jsonl", row)
+    assert read_rows(tmp_path / "r.jsonl", ResultRow) == [row]
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(ValidationError):
+        result(acceptance_len=2.0)
+
+
+def test_a_row_is_one_line_and_one_write(tmp_path, monkeypatch):
+    calls = []
+    write, fsync = os.write, os.fsync
+    monkeypatch.setattr(os, "write", lambda fd, data: (calls.append("write"), write(fd, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
+    append_row(tmp_path / "s.jsonl", sample())
+    assert calls == ["write", "fsync"]
+    assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("torn_at", [1, 40, -1])
+def test_a_torn_last_line_is_ignored_and_never_glued_to_the_next(tmp_path, torn_at):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:torn_at])
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
+    append_row(path, sample("b"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+
+
+def test_a_file_that_is_all_torn_line_starts_anew(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b'{"half')
+    append_row(path, sample("a"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample())
+    path.write_bytes(path.read_bytes() + b'{"method": 3}\n' + path.read_bytes())
+    with pytest.raises(BadData, match=r"s.jsonl:2 is no SampleRow"):
+        read_rows(path, SampleRow)
+
+
+def test_a_folder_that_refuses_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="cannot append"):
+        append_row(tmp_path / "file" / "s.jsonl", sample())
+
+
+def test_journals_of_several_workers_merge_each_prompt_once(tmp_path):
+    store = ResultStore(tmp_path)
+    store.journal("samples_b.jsonl", 0, sample("a"))
+    store.journal("samples_b.jsonl", 1, sample("b"))
+    store.journal("samples_b.jsonl", 1, sample("a", decode_s=9.0))
+    store.journal("samples_other.jsonl", 0, sample("z"))
+    found = store.journalled("samples_b.jsonl")
+    assert [row.prompt_id for row in found.values()] == ["a", "b"]
+    assert found[sample("a").key].decode_s == 0.2  # the first measurement stays
+
+
+def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(tmp_path):
+    store = ResultStore(tmp_path)
+    other = result(step=20, checkpoint_sha256="other", samples="samples_other.jsonl")
+    store.publish(other, [sample()])
+    store.journal("samples_b.jsonl", 0, sample())
+    store.journal("samples_c.jsonl", 0, sample())
+    store.publish(result(acceptance_length=1.0), [sample("a"), sample("b")])
+    store.publish(result(acceptance_length=2.0), [sample("c")])
+    assert [row.acceptance_length for row in store.results()] == [1.5, 2.0]
+    assert [row.prompt_id for row in store.samples(store.results()[1])] == ["c"]
+    assert not store.journalled("samples_b.jsonl") and store.journalled("samples_c.jsonl")
+
+
+def test_forgetting_drops_rows_and_journals(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    store.journal("samples_b.jsonl", 0, sample())
+    store.forget({result().key: "samples_b.jsonl"})
+    assert store.results() == [] and not store.journalled("samples_b.jsonl")
+
+
+def test_a_journal_left_after_publishing_is_tidied(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    store.journal("samples_b.jsonl", 0, sample())
+    store.tidy()
+    assert not store.journalled("samples_b.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint_sha256": "x"}, {"method": "vanilla_sd"}, {"benchmark": "x"}, {"seed": 1},
+        {"decoding_hash": "x"}, {"tree": Tree(name="x", parents=(-1,))}, {"prompts_hash": "x"},
+    ],
+)  # fmt: skip
+def test_what_makes_a_row_another_row(change):
+    assert result(**change).key != result().key
+
+
+def test_config_hash_ignores_key_order():
+    assert config_hash({"a": 1, "b": 2}) == config_hash({"b": 2, "a": 1})
+    assert config_hash({"a": 1}) != config_hash({"a": 2})
