@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused, UsageError
+from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 
 MAMBA_IN_LLAMA = "MambaInLlama"
@@ -50,7 +51,7 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     """
     if not directory.is_dir():
         raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
-    values = _Values.load(directory / "config.json")
+    values = CheckedJson.load(directory / "config.json")
     if (directory / "mamba_config.json").exists():
         layout = MAMBA_IN_LLAMA
     elif "model_type" in values:
@@ -65,7 +66,7 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
     try:
         if layout == MAMBA_IN_LLAMA:
-            mamba_values = _Values.load(directory / "mamba_config.json")
+            mamba_values = CheckedJson.load(directory / "mamba_config.json")
             model = _mamba_in_llama(values, mamba_values)
         else:
             model = {LLAMA: _llama, MAMBA2: _mamba2, STATE_SPACES: _state_spaces}[layout](values)
@@ -129,12 +130,12 @@ def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
 # One reader per layout
 
 
-def _llama(values: _Values) -> HybridConfig:
+def _llama(values: CheckedJson) -> HybridConfig:
     fields = _llama_fields(values)
     return HybridConfig(**fields, attn_layers=tuple(range(fields["num_layers"])))
 
 
-def _llama_fields(values: _Values) -> dict[str, Any]:
+def _llama_fields(values: CheckedJson) -> dict[str, Any]:
     values.require("hidden_act", "silu", default="silu")
     values.require("attention_bias", False, default=False)
     values.require("mlp_bias", False, default=False)
@@ -158,8 +159,9 @@ def _llama_fields(values: _Values) -> dict[str, Any]:
     }
 
 
-def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
+def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
     """mamba_config.json says what the decoder is; config.json the rest, and null entries."""
+    values.require("model_type", "llama", default="llama")
     mamba.refuse_unknown(
         "d_model", "ssm_cfg", "rms_norm_eps", "vocab_size", "d_inner", "d_xb",
         "intermediate_size", "hidden_act", "n_layer", "attn_layers", "resid_dropout",
@@ -222,7 +224,7 @@ def _mamba_in_llama(values: _Values, mamba: _Values) -> HybridConfig:
     )
 
 
-def _mamba2(values: _Values) -> HybridConfig:
+def _mamba2(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
     values.require("use_bias", False, default=False)
     num_heads, groups = values.integer("num_heads"), values.integer("n_groups")
@@ -249,7 +251,7 @@ def _mamba2(values: _Values) -> HybridConfig:
     )
 
 
-def _state_spaces(values: _Values) -> HybridConfig:
+def _state_spaces(values: CheckedJson) -> HybridConfig:
     values.require("rms_norm", True, default=True)
     values.refuse_if_set("attn_layer_idx", "its attention layers are not supported")
     values.refuse_if_set("d_intermediate", "its MLPs are not supported")
@@ -286,7 +288,7 @@ def _state_spaces(values: _Values) -> HybridConfig:
 # Parts
 
 
-def _mixer(ssm: _Values, *also_known: str) -> dict[str, Any]:
+def _mixer(ssm: CheckedJson, *also_known: str) -> dict[str, Any]:
     """The keyword arguments that all mixers of mamba-ssm's kind share; others are refused."""
     for name, only in (
         ("bias", False),
@@ -324,9 +326,10 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
         "d_conv": (config.d_conv, 4),
         "dt_limit": ([lowest, upper], [0.0, {"__float__": "Infinity"}]),
     }
+    expand = config.d_inner / config.d_model
     different = {name: value for name, (value, default) in usual.items() if value != default}
     return {
-        "expand": config.d_inner / config.d_model,
+        "expand": expand if expand % 1 else int(expand),
         "ngroups": config.num_ssm_heads,
         "d_state": config.d_state,
         "chunk_size": config.chunk_size,
@@ -334,13 +337,13 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _rope(values: _Values) -> tuple[float, dict[str, Any] | None]:
+def _rope(values: CheckedJson) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling from transformers 4's two keys or transformers 5's `rope_parameters`."""
     theta = values.number("rope_theta", 10000.0)
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointRefused(f"{values.path} has rope settings {scaling!r}, wanted a table")
-    rope = _Values(scaling, values.path)
+    rope = CheckedJson(scaling, values.path)
     theta = rope.number("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope.require("partial_rotary_factor", 1.0, default=1.0)
@@ -357,9 +360,9 @@ def _rope(values: _Values) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": "llama3", **numbers, _ROPE_LENGTH: rope.integer(_ROPE_LENGTH)}
 
 
-def _special_tokens(values: _Values) -> dict[str, Any]:
+def _special_tokens(values: CheckedJson) -> dict[str, Any]:
     return {
-        "eos_token_ids": _as_ids(values.get("eos_token_id")),
+        "eos_token_ids": values.token_ids("eos_token_id"),
         "bos_token_id": values.get("bos_token_id"),
         "pad_token_id": values.get("pad_token_id"),
     }
@@ -370,14 +373,8 @@ def _with_generation_eos(directory: Path, model: HybridConfig) -> HybridConfig:
     path = directory / "generation_config.json"
     if not path.exists():
         return model
-    eos = _as_ids(_Values.load(path).get("eos_token_id"))
+    eos = CheckedJson.load(path).token_ids("eos_token_id")
     return model.replace(eos_token_ids=eos) if eos else model
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -386,83 +383,3 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _to_json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-class _Values(Mapping[str, Any]):
-    """A JSON object that knows its file, so that every refusal can name it. Null is absent."""
-
-    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
-        self._content = {name: value for name, value in content.items() if value is not None}
-        self.path = path
-
-    @classmethod
-    def load(cls, path: Path) -> _Values:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointRefused(
-                f"no {path.name} in {path.parent}: give the path of a checkpoint folder"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointRefused(f"{path} cannot be read ({error}): copy it again") from error
-        if not isinstance(content, dict):
-            raise CheckpointRefused(f"{path} holds no JSON object: copy it again")
-        return cls(content, path)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._content[name]
-
-    def __iter__(self):
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def with_value(self, name: str, value: Any) -> _Values:
-        return _Values({**self._content, name: value}, self.path)
-
-    def section(self, name: str) -> _Values:
-        if not isinstance(self.get(name), dict):
-            raise CheckpointRefused(f"{self.path} has no table {name!r}: copy it again")
-        return _Values(self[name], self.path)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r}, wanted a whole number: copy it again"
-            )
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if isinstance(value, dict) and set(value) == {"__float__"}:
-            value = float(value["__float__"])
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r}, wanted a number: copy it again"
-            )
-        return float(value)
-
-    def limits(self, name: str) -> tuple[float, float]:
-        value = self.get(name, [0.0, math.inf])
-        if not isinstance(value, list) or len(value) != 2:
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted two numbers")
-        low, high = (_Values({name: bound}, self.path).number(name) for bound in value)
-        return low, high
-
-    def require(self, name: str, wanted: Any, default: Any) -> None:
-        value = self.get(name, default)
-        if value != wanted:
-            raise CheckpointRefused(
-                f"{self.path} asks for {name} = {value!r}; only {wanted!r} is supported"
-            )
-
-    def refuse_if_set(self, name: str, remedy: str) -> None:
-        if self.get(name):
-            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r}: {remedy}")
-
-    def refuse_unknown(self, *known: str) -> None:
-        """A key that is unknown but switched off (null, false, 0) asks for nothing."""
-        for name in sorted(set(self) - set(known)):
-            self.refuse_if_set(name, f"unknown here; known: {', '.join(sorted(known))}")

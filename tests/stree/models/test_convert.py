@@ -463,6 +463,7 @@ CONFIG_DAMAGES = {
     ),
     "text": ({"hidden_size": "32"}, "hidden_size = '32', wanted a whole number"),
     "absent": ({"num_attention_heads": None}, "num_attention_heads = None, wanted"),
+    "eos": ({"eos_token_id": ["</s>"]}, "eos_token_id = .*, wanted token ids"),
     "heads": ({"num_key_value_heads": 3}, "num_heads = 4 is no multiple of num_kv_heads = 3"),
 }
 
@@ -514,6 +515,13 @@ def test_mixers_that_are_different_are_refused(tmp_path, damage):
     ssm_cfg = {"expand": 1, "ngroups": HEADS, "d_state": D_STATE, **changes}
     edit_json(tmp_path / "mamba_config.json", ssm_cfg=ssm_cfg)
     with pytest.raises(CheckpointRefused, match=reason):
+        load_config(tmp_path)
+
+
+def test_mambas_in_other_models_than_llama_are_refused(tmp_path):
+    mamba_in_llama(tmp_path)
+    edit_json(tmp_path / "config.json", model_type="mistral")
+    with pytest.raises(CheckpointRefused, match="model_type = 'mistral'; only 'llama'"):
         load_config(tmp_path)
 
 

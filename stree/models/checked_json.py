@@ -1,0 +1,98 @@
+"""A JSON config of someone else's making, read with every doubt named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stree.errors import CheckpointRefused
+
+
+class CheckedJson(Mapping[str, Any]):
+    """A JSON object that knows its file, so that every refusal can name it. Null is absent."""
+
+    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
+        self._content = {name: value for name, value in content.items() if value is not None}
+        self.path = path
+
+    @classmethod
+    def load(cls, path: Path) -> CheckedJson:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointRefused(
+                f"no {path.name} in {path.parent}: give the path of a checkpoint folder"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointRefused(f"{path} cannot be read ({error}): copy it again") from error
+        if not isinstance(content, dict):
+            raise CheckpointRefused(f"{path} holds no JSON object: copy it again")
+        return cls(content, path)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def with_value(self, name: str, value: Any) -> CheckedJson:
+        return CheckedJson({**self._content, name: value}, self.path)
+
+    def section(self, name: str) -> CheckedJson:
+        if not isinstance(self.get(name), dict):
+            raise CheckpointRefused(f"{self.path} has no table {name!r}: copy it again")
+        return CheckedJson(self[name], self.path)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value!r}, wanted a whole number: copy it again"
+            )
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value == {"__float__": "Infinity"}:  # transformers' spelling of what JSON lacks
+            value = math.inf
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value!r}, wanted a number: copy it again"
+            )
+        return float(value)
+
+    def limits(self, name: str) -> tuple[float, float]:
+        value = self.get(name, [0.0, math.inf])
+        if not isinstance(value, list) or len(value) != 2:
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted two numbers")
+        low, high = (CheckedJson({name: bound}, self.path).number(name) for bound in value)
+        return low, high
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        value = self.get(name, [])
+        ids = tuple(value) if isinstance(value, list) else (value,)
+        if any(not isinstance(index, int) or isinstance(index, bool) for index in ids):
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted token ids")
+        return ids
+
+    def require(self, name: str, wanted: Any, default: Any) -> None:
+        value = self.get(name, default)
+        if value != wanted:
+            raise CheckpointRefused(
+                f"{self.path} asks for {name} = {value!r}; only {wanted!r} is supported"
+            )
+
+    def refuse_if_set(self, name: str, remedy: str) -> None:
+        if self.get(name):
+            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r}: {remedy}")
+
+    def refuse_unknown(self, *known: str) -> None:
+        """A key that is unknown but switched off (null, false, 0) asks for nothing."""
+        for name in sorted(set(self) - set(known)):
+            self.refuse_if_set(name, f"unknown here; known: {', '.join(sorted(known))}")
