@@ -141,7 +141,7 @@ def make_job(
     )
 
 
-def plan_evaluation(
+def resolve(
     options: Mapping[str, Any],
 ) -> tuple[EvaluationSettings, list[str | None]]:
     """Settings and checkpoints from the command's options; what `run` implies is filled in: its

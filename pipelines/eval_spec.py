@@ -13,7 +13,7 @@ from argparse import RawDescriptionHelpFormatter
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from stree.errors import StreeError, exit_with_reason
-from stree_pipelines.eval_plan import METHODS, plan_evaluation
+from stree_pipelines.eval_plan import METHODS, resolve
 from stree_pipelines.evaluation import Evaluation
 
 
@@ -54,7 +54,7 @@ def build_parser() -> ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     parsed = build_parser().parse_args(arguments)
-    settings, checkpoints = plan_evaluation(parsed.as_dict())
+    settings, checkpoints = resolve(parsed.as_dict())
     evaluation = Evaluation(settings)
     evaluation.announce(len(checkpoints))
     failures: list[tuple[str | None, StreeError]] = []

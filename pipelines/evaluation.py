@@ -8,6 +8,8 @@ its tokens are compared with that run's, and each difference gets the target's o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,6 @@ class Evaluation:
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
         self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
         self.store = ResultStore(settings.out)
-        if self.workers.is_main:
-            sweep_leftovers(self.store.directory)
-            self.store.tidy()
         self._baselines: dict[SampleKey, SampleRow] = {}
         self._published: set[ResultKey] = set()
 
@@ -108,25 +107,22 @@ class Evaluation:
             for method in self.settings.methods
             if drafter is not None or method == AUTOREGRESSIVE
         ]
-        if self.settings.overwrite:
-            # What this process measured, the baseline of an earlier checkpoint, stays.
-            stale = [job for job in jobs if job.result_key not in self._published]
-            if self.workers.is_main:
-                self.store.forget({job.result_key: job.samples_name for job in stale})
-            self.workers.gather(None)
-        existing = {row.key for row in self.store.results()}
-        self.workers.gather(None)  # everybody has read before anybody publishes
-        for benchmark in self.benchmarks:
-            for temperature in self.settings.temperatures:
-                pending = [
-                    job
-                    for job in jobs
-                    if job.result_key not in existing
-                    and job.benchmark is benchmark
-                    and job.temperature == temperature
-                ]
-                if pending:
-                    self._measure(pending, benchmark, temperature)
+        with ExitStack() as stack:
+            self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
+            self._on_main(lambda: self._prepare_folder(jobs))
+            existing = {row.key for row in self.store.results()}
+            self.workers.gather(None)  # everybody has read before anybody publishes
+            for benchmark in self.benchmarks:
+                for temperature in self.settings.temperatures:
+                    pending = [
+                        job
+                        for job in jobs
+                        if job.result_key not in existing
+                        and job.benchmark is benchmark
+                        and job.temperature == temperature
+                    ]
+                    if pending:
+                        self._measure(pending, benchmark, temperature)
         self.answerer.release(drafter)
         rows = {row.key: row for row in self.store.results()}
         return [rows[job.result_key] for job in jobs]
@@ -152,16 +148,41 @@ class Evaluation:
                 f"{benchmark.name}: {str(error).splitlines()[0]}; lower max_new_tokens, or use "
                 "dtype bfloat16 or a larger GPU"
             )
+        self._raise_anyones(problem)
+        for job in jobs:
+            self._on_main(partial(self._publish, job))
+            self._published.add(job.result_key)
+
+    def _publish(self, job: Job) -> None:
+        found = self.store.journalled(job.samples_name)
+        samples = [found[job.sample_key(prompt)] for prompt in job.benchmark.prompts]
+        self.store.publish(self._row(job, samples), samples)
+
+    def _prepare_folder(self, jobs: Sequence[Job]) -> None:
+        sweep_leftovers(self.store.directory)
+        self.store.tidy()
+        if self.settings.overwrite:
+            # What this process measured, the baseline of an earlier checkpoint, stays.
+            stale = [job for job in jobs if job.result_key not in self._published]
+            self.store.forget({job.result_key: job.samples_name for job in stale})
+
+    def _say_waiting(self) -> None:
+        self.progress.say(f"waiting for another evaluation in {self.store.directory} to finish")
+
+    def _on_main(self, action: Callable[[], object]) -> None:
+        """Do something once; everybody waits for it, and fails with it."""
+        problem: StreeError | None = None
+        if self.workers.is_main:
+            try:
+                action()
+            except StreeError as error:
+                problem = error
+        self._raise_anyones(problem)
+
+    def _raise_anyones(self, problem: StreeError | None) -> None:
         problems = [each for each in self.workers.gather(problem) if each is not None]
         if problems:
             raise problems[0]
-        if self.workers.is_main:
-            for job in jobs:
-                found = self.store.journalled(job.samples_name)
-                samples = [found[job.sample_key(prompt)] for prompt in benchmark.prompts]
-                self.store.publish(self._row(job, samples), samples)
-        self._published.update(job.result_key for job in jobs)
-        self.workers.gather(None)
 
     def _run_share(
         self, jobs: list[Job], done: set[SampleKey], benchmark: Benchmark, temperature: float

@@ -8,11 +8,14 @@ benchmark order, as one samples file and adds their row to `results.jsonl`; both
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from stree.files import write_atomically
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
 JOURNALS_NAME = "journals"
+LOCK_NAME = ".lock"
 
 Row = TypeVar("Row", bound=BaseModel)
 # (checkpoint sha256, method, tree, benchmark, prompt id, decoding hash, seed)
@@ -244,6 +248,28 @@ class ResultStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+
+    @contextmanager
+    def locked(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Keep other evaluations out of the folder: two at once would disturb each other's timing
+        and journals. Waits for its turn, after `on_wait()`; a killed holder's lock is gone."""
+        path = self.directory / LOCK_NAME
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise CannotWrite(f"cannot write in {self.directory}: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                # Some network filesystems have no locks; one evaluation at a time is up to the user.
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            yield
 
     def results(self) -> list[ResultRow]:
         return read_rows(self.directory / RESULTS_NAME, ResultRow)

@@ -309,6 +309,28 @@ def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
     assert all(sample in expected for sample in samples_without_timings(store))
 
 
+def test_evaluations_of_one_folder_take_turns(world, tmp_path):
+    """As callbacks with a process for each export have them: same baseline, same results file."""
+    command = [
+        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
+        "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "--max-new-tokens", "12",
+        "--device", "cpu", "--ignore-eos", "--out", str(tmp_path), "--checkpoint",
+    ]  # fmt: skip
+    repository = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*command, str(export(world, step))], cwd=repository, env=environment,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for step in (1, 10)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=200)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    keys = [(row.step, row.method) for row in ResultStore(tmp_path).results()]
+    assert len(keys) == len(set(keys)) == 5
+
+
 def test_prompts_are_shared_each_exactly_once():
     shares = [Workers(rank, 3).share(range(10)) for rank in range(3)]
     assert sorted(item for share in shares for item in share) == list(range(10))
