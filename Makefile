@@ -1,0 +1,34 @@
+# Every target can be run again and again; what it runs is printed, and can be typed by hand.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/quickstart
+
+.PHONY: quickstart test check clean
+
+quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
+	$(BIN)/python pipelines/corpus.py data/python-docs
+	$(BIN)/python pipelines/distill.py fit --config configs/distill/quickstart.yaml --run_dir $(RUN)
+	$(BIN)/accelerate launch pipelines/eval_spec.py --run $(RUN) --config configs/eval/quickstart.yaml
+	$(BIN)/python pipelines/report.py $(RUN)
+
+test: $(VENV)/ready-dev  ## set up, and run the tests
+	$(BIN)/python -m pytest -q -n 2
+
+check: $(VENV)/ready-dev  ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs data build *.egg-info

@@ -1,0 +1,162 @@
+"""After a commit, every buffer equals sequential decoding, whatever the unused slots hold.
+
+Tolerances: in fp64 both sides sum the same few hundred terms in another order, which leaves
+about 1e-14; fp32 leaves about 1e-6 on states of size 1.
+"""
+
+import pytest
+import torch
+from toys import tiny_model
+
+from stree import TokenTree
+from stree.models.cache import AttentionCache, HybridCache, MambaCache
+from stree.tree import balanced
+
+TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]),
+         TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def poison(cache: HybridCache) -> None:
+    """NaN wherever nothing valid is: a read of it cannot hide."""
+    for layer in cache.layers:
+        if isinstance(layer, AttentionCache):
+            layer.keys[:, :, cache.num_committed :] = torch.nan
+            layer.values[:, :, cache.num_committed :] = torch.nan
+        else:
+            for kept in (layer.conv_inputs, layer.x, layer.B, layer.dt):
+                kept.fill_(torch.nan)
+
+
+def assert_same(got: HybridCache, wanted: HybridCache, tolerance: float) -> None:
+    assert got.num_committed == wanted.num_committed == int(got.length)
+    used = got.num_committed
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        if isinstance(ours, MambaCache):
+            pairs = [(ours.state, theirs.state), (ours.tail, theirs.tail)]
+        else:
+            pairs = [(ours.keys[:, :, :used], theirs.keys[:, :, :used]),
+                     (ours.values[:, :, :used], theirs.values[:, :, :used])]  # fmt: skip
+        for one, other in pairs:
+            scale = other.abs().max().clamp(min=1)
+            torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=tolerance)
+
+
+def sequential(model, tokens: list[int]) -> HybridCache:
+    cache = model.new_cache(64, 16)
+    for token in tokens:
+        model.tree_forward(torch.tensor([[token]]), TokenTree.chain(0), cache)
+        cache.commit([0])
+    model.settle(cache)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("prompt_length", [1, 2, 7, 8, 9])  # below the conv; around a chunk of 8
+def test_every_path_of_every_tree(tree, prompt_length, dtype):
+    model = tiny_model(3, dtype)
+    generator = torch.Generator().manual_seed(prompt_length)
+    prompt = torch.randint(61, (1, prompt_length), generator=generator)
+    tokens = torch.randint(61, (1, tree.num_nodes), generator=generator)
+    for leaf in range(tree.num_nodes):
+        path = tree.path_to(leaf)
+        cache = model.new_cache(64, 16)
+        model.prefill(prompt, cache)
+        poison(cache)
+        logits = model.tree_forward(tokens, tree, cache)
+        assert logits.isfinite().all()
+        cache.commit(path)
+        model.settle(cache)
+        accepted = prompt[0].tolist() + tokens[0, path].tolist()
+        wanted = sequential(model, accepted)
+        assert_same(cache, wanted, TOLERANCE[dtype])
+        # And the next call agrees, on both sides, with a bound that reads unused slots too
+        poison(cache)
+        step = torch.tensor([[5]])
+        after = model.tree_forward(step, TokenTree.chain(0), cache, bound=cache.num_slots)
+        plain = model.tree_forward(step, TokenTree.chain(0), wanted)
+        torch.testing.assert_close(after, plain, rtol=0, atol=TOLERANCE[dtype] * 1e3)
+
+
+@pytest.mark.parametrize("config", [dict(), dict(attn_layers=()), dict(repeat_before_conv=True)])
+def test_a_chain_equals_the_sequence_and_siblings_cannot_see_each_other(config):
+    model = tiny_model(5, **config)
+    prompt, tokens = torch.arange(9)[None], torch.arange(20, 33)[None]
+
+    def run(tree, nodes):
+        cache = model.new_cache(64, 16)
+        model.prefill(prompt, cache)
+        return model.tree_forward(nodes, tree, cache)[0]
+
+    whole = model(torch.cat([prompt, tokens], dim=1))[0, 9:]
+    torch.testing.assert_close(run(TokenTree.chain(12), tokens), whole, rtol=0, atol=1e-9)
+    tree = TokenTree.paper()
+    logits = run(tree, tokens)
+    changed = tokens.clone()
+    changed[0, 2] = 60  # nodes 2 and 6 are its only readers
+    moved = (run(tree, changed) != logits).any(-1).nonzero().flatten().tolist()
+    assert moved == [2, 6]
+
+
+def test_relabelling_nodes_permutes_outputs():
+    model = tiny_model(6)
+    tree, order = TokenTree((-1, 0, 0, 1, 2, 2)), [0, 2, 1, 4, 5, 3]
+    relabelled = TokenTree((-1, 0, 0, 1, 1, 2))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    outputs = []
+    for each, row in ((tree, tokens), (relabelled, tokens[:, order])):
+        cache = model.new_cache(64, 16)
+        model.prefill(torch.arange(5)[None], cache)
+        outputs.append(model.tree_forward(row, each, cache)[0])
+    torch.testing.assert_close(outputs[0][order], outputs[1], rtol=0, atol=1e-10)
+
+
+def test_state_after_5000_tokens_through_random_trees():
+    """The fp32 state stays within 1e-4 (relative) of an fp64 recomputation."""
+    torch.set_num_threads(1)
+    model = tiny_model(7, torch.float32, attn_layers=(), num_layers=2)
+    generator = torch.Generator().manual_seed(0)
+    trees = [TokenTree.paper(), TokenTree.chain(7), balanced([2, 2, 2]), TokenTree.chain(0)]
+    cache, committed, calls = model.new_cache(5100, 16), [3], 0
+    model.prefill(torch.tensor([committed]), cache)
+    while len(committed) < 5000:
+        tree = trees[calls % len(trees)]
+        tokens = torch.randint(61, (1, tree.num_nodes), generator=generator)
+        model.tree_forward(tokens, tree, cache)
+        leaf = int(torch.randint(tree.num_nodes, (1,), generator=generator))
+        cache.commit(tree.path_to(leaf))
+        committed += tokens[0, tree.path_to(leaf)].tolist()
+        calls += 1
+    model.settle(cache)
+    exact = tiny_model(7, torch.float32, attn_layers=(), num_layers=2).double()
+    again = exact.new_cache(5100, 16)
+    exact.prefill(torch.tensor([committed]), again)
+    for got, wanted in zip(cache.layers, again.layers, strict=True):
+        error = (got.state - wanted.state).norm() / wanted.state.norm()
+        assert error < 1e-4, error
+
+
+def test_batch_rows_have_their_own_lengths_and_paths():
+    model, tree = tiny_model(8), TokenTree.paper()
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(61, (2, 6), generator=generator)
+    tokens = torch.randint(61, (2, 13), generator=generator)
+    paths = [[0, 1, 4, 7, 11], [0, 3]]
+    both = model.new_cache(64, 16, batch=2)
+    model.prefill(prompts, both)
+    together = model.tree_forward(tokens, tree, both)
+    for row, path in enumerate(paths):
+        both.path[row, : len(path)] = torch.tensor(path)
+        both.path_length[row] = len(path)
+    both.num_committed += 5
+    again = model.tree_forward(tokens, tree, both)
+    for row, path in enumerate(paths):
+        alone = model.new_cache(64, 16)
+        model.prefill(prompts[row : row + 1], alone)
+        row_tokens = tokens[row : row + 1]
+        logits = model.tree_forward(row_tokens, tree, alone)
+        torch.testing.assert_close(together[row], logits[0], rtol=0, atol=1e-10)
+        alone.commit(path)
+        logits = model.tree_forward(row_tokens, tree, alone)
+        torch.testing.assert_close(again[row], logits[0], rtol=0, atol=1e-10)

@@ -1,0 +1,271 @@
+"""One loop for autoregressive, chain and tree; greedy output never depends on the tree."""
+
+import random
+
+import pytest
+import torch
+from toys import TableDrafter, TableTarget, tiny_model
+
+from stree import Decoder, GenerationConfig, TokenTree, generate
+from stree.draft import Draft, ModelDrafter
+from stree.errors import InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.sampling import RandomChooser
+from stree.tree import balanced
+
+TREES = {
+    "chain-1": TokenTree.chain(1),
+    "chain-4": TokenTree.chain(4),
+    "chain-7": TokenTree.chain(7),
+    "paper": TokenTree.paper(),
+    "star-6": balanced([6]),
+    "binary-3": balanced([2, 2, 2]),
+    "wide-top": balanced([4, 2, 1, 1]),
+    "interleaved": TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7)),  # not ordered by depth
+}
+
+
+class Prophet:
+    """Knows what the target will say and drafts it most of the time, at a random sibling."""
+
+    def __init__(self, continuation: list[int], vocabulary: int, seed: int) -> None:
+        self.continuation, self.vocabulary = continuation, vocabulary
+        self.random = random.Random(seed)
+
+    def reset(self) -> None: ...
+
+    def catch_up(self, sequence: list[int]) -> None:
+        self.prompt_length = len(sequence)
+
+    def draft(self, sequence, tree, rule, choose) -> Draft:
+        done = len(sequence) - self.prompt_length
+        tokens = [sequence[-1]] + [
+            self.random.randrange(self.vocabulary) for _ in range(tree.num_nodes - 1)
+        ]
+        node = 0
+        while tree.children[node] and self.random.random() < 0.8:
+            node = self.random.choice(tree.children[node])
+            position = done + tree.depths[node] - 1
+            if position < len(self.continuation):
+                tokens[node] = self.continuation[position]
+        return Draft(torch.tensor(tokens), None, torch.tensor(True))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_is_lossless_on_200_prompts(tree):
+    """200 prompts × 64 tokens a tree in fp64: no mismatch, and the tree does its work."""
+    torch.set_num_threads(1)
+    config = dict(num_layers=2, attn_layers=(1,), d_model=16, num_heads=2, num_kv_heads=1,
+                  num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
+                  gated_norm_groups=2, intermediate_size=24)  # fmt: skip
+    target = tiny_model(1, **config)
+    generation = GenerationConfig(max_new_tokens=64)
+    plain = Decoder(target, max_length=128)
+    calls = tokens = 0
+    for prompt in prompts(200):
+        wanted = expected(plain, tuple(prompt), generation)
+        prophet = Prophet(wanted, target.config.vocab_size, seed=prompt[0])
+        got = Decoder(target, prophet, TREES[tree], max_length=128).generate(prompt, generation)
+        assert got.tokens == wanted
+        calls += got.stats.num_calls
+        tokens += got.stats.num_new_tokens
+    assert tokens / calls > 1.2
+
+
+_EXPECTED: dict[tuple, list[int]] = {}
+
+
+def expected(decoder: Decoder, prompt: tuple, generation: GenerationConfig) -> list[int]:
+    if prompt not in _EXPECTED:
+        _EXPECTED[prompt] = decoder.generate(prompt, generation).tokens
+    return _EXPECTED[prompt]
+
+
+def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("drafter", ["recurrent", "hybrid", "itself"])
+@pytest.mark.parametrize("tree", ["chain-4", "paper", "interleaved"])
+def test_greedy_with_model_drafters(tree, drafter):
+    target = tiny_model(1)
+    model = {
+        "recurrent": lambda: tiny_model(2, num_layers=2, attn_layers=()),
+        "hybrid": lambda: tiny_model(2, num_layers=2, attn_layers=(0,)),
+        "itself": lambda: target,
+    }[drafter]()
+    generation = GenerationConfig(max_new_tokens=40)
+    decoder = Decoder(target, model, TREES[tree], max_length=128)
+    for prompt in prompts(4):
+        got = decoder.generate(prompt, generation)
+        assert got.tokens == Decoder(target, max_length=128).generate(prompt, generation).tokens
+        if drafter == "itself":  # every full-depth draft is right
+            depth = TREES[tree].max_depth
+            assert got.stats.accepted_per_call[:-1] == [depth] * (got.stats.num_calls - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_copied_states_draft_what_tree_calls_draft(temperature):
+    """Two ways to grow a tree, state copies and partial tree calls, agree on a recurrent model."""
+    model = tiny_model(4, num_layers=2, attn_layers=())
+    generation = GenerationConfig(temperature=temperature, seed=3)
+    drafts = []
+    for by_trees in (False, True):
+        drafter, choose = ModelDrafter(model, 64, 16), RandomChooser(3)
+        drafter.catch_up([5, 6, 7])
+        args = (TokenTree.paper(), generation.rule, choose)
+        if by_trees:
+            drafts.append(drafter._grow_by_trees(8, *args))
+        else:
+            drafts.append(drafter.draft([5, 6, 7, 8], *args))
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
+    if temperature:
+        torch.testing.assert_close(drafts[0].laws, drafts[1].laws, rtol=1e-9, atol=1e-12)
+
+
+def counting_target(vocabulary: int = 12, eos: tuple[int, ...] = ()) -> TableTarget:
+    """Says 0, 1, 2, …: after token t comes t + 1."""
+    table = torch.full((vocabulary,) * 3, -5.0, dtype=torch.float64)
+    for token in range(vocabulary):
+        table[:, token, (token + 1) % vocabulary] = 5.0
+    return TableTarget(table, eos)
+
+
+def test_drafter_that_is_always_never_and_sometimes_right():
+    target = counting_target()
+    generation = GenerationConfig(max_new_tokens=9)
+    always = Decoder(target, TableDrafter(target.table), TokenTree.chain(3)).generate(
+        [0, 1], generation
+    )
+    assert always.tokens == list(range(2, 11))
+    assert always.stats.accepted_per_call == [3, 3] and always.stats.num_new_tokens == 8
+    never = TableDrafter(-target.table)
+    out = Decoder(target, never, TokenTree.chain(3)).generate([0, 1], generation)
+    assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [0] * 8
+    knows_odd = target.table.clone()
+    knows_odd[:, 1::2] *= -1
+    out = Decoder(target, TableDrafter(knows_odd), TokenTree.chain(3)).generate([0, 1], generation)
+    assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [1, 1, 1, 1]
+
+
+def test_eos_inside_an_accepted_block_stops_there():
+    target = counting_target(eos=(5,))
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4))
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=50))
+    assert out.tokens == [2, 3, 4, 5] and out.finish_reason == "eos"
+    assert out.stats.accepted_per_call == [3] and out.stats.num_new_tokens == 3
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=8, ignore_eos=True))
+    assert out.tokens == [2, 3, 4, 5, 6, 7, 8, 9] and out.finish_reason == "length"
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=50, eos_token_id=[7, 4]))
+    assert out.tokens == [2, 3, 4]
+
+
+def test_length_limit_inside_a_block():
+    target = counting_target()
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4))
+    for limit in range(1, 12):
+        out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=limit))
+        assert len(out.tokens) == limit and out.finish_reason == "length"
+        assert out.stats.num_new_tokens == limit - 1
+
+
+class Letters:
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_stop_string_ends_at_the_token_that_completes_it():
+    target = counting_target()
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4), tokenizer=Letters())
+    out = decoder.generate([0, 1], GenerationConfig(stop_strings=("xy", "efg")))
+    assert Letters().decode(out.tokens) == "cdefg" and out.finish_reason == "stop_string"
+    with pytest.raises(UsageError, match="tokenizer"):
+        Decoder(target).generate([0, 1], GenerationConfig(stop_strings=("ab",)))
+
+
+def test_streamer_gets_prompt_and_blocks():
+    class Streamer:
+        def __init__(self):
+            self.values, self.ended = [], False
+
+        def put(self, value):
+            self.values.append(value.tolist())
+
+        def end(self):
+            self.ended = True
+
+    target, streamer = counting_target(), Streamer()
+    generate(
+        target, [0, 1], GenerationConfig(max_new_tokens=6),
+        drafter=TableDrafter(target.table), tree=TokenTree.chain(2), streamer=streamer,
+    )  # fmt: skip
+    assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
+
+
+def test_seed_decides_the_sample():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, max_length=128)
+
+    def sample(seed):
+        return decoder.generate([1, 2, 3], GenerationConfig(32, temperature=1.0, seed=seed)).tokens
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_times_add_up_to_the_step():
+    target = tiny_model(1)
+    decoder = Decoder(target, tiny_model(2, attn_layers=()), max_length=99)
+    stats = decoder.generate([1, 2, 3], GenerationConfig(20)).stats
+    assert set(stats.time_ms) == {"draft", "verify", "accept", "commit", "host"}
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
+
+
+def test_nan_is_named_with_layer_and_step():
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    with pytest.raises(InvariantBroken, match=r"target.*step 0.*layers\.1\.self_attn\.v_proj"):
+        Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
+    drafter = tiny_model(2, attn_layers=())
+    with torch.no_grad():
+        drafter.model.norm.weight[3] = torch.inf
+    with pytest.raises(InvariantBroken, match=r"drafter.*step 0.*model\.norm"):
+        Decoder(tiny_model(1), drafter, max_length=99).generate([1, 2], GenerationConfig(8))
+
+
+@pytest.mark.parametrize(
+    "values, complaint",
+    [
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_k=-1), "top_k"),
+    ],
+)
+def test_bad_generation_settings(values, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        GenerationConfig(**values)
+
+
+def test_what_cannot_work_is_refused_at_start():
+    target = tiny_model(1)
+    with pytest.raises(UsageError, match="vocabulary has 50 tokens, the target's 61"):
+        Decoder(target, tiny_model(2, vocab_size=50))
+    with pytest.raises(UsageError, match="needs a drafter"):
+        Decoder(target, tree=TokenTree.paper())
+    decoder = Decoder(target, max_length=32)
+    with pytest.raises(UsageError, match="empty"):
+        decoder.generate([])
+    with pytest.raises(UsageError, match="max_length of 260"):
+        decoder.generate([1, 2, 3])
+    with pytest.raises(UsageError, match="wrong tokenizer"):
+        decoder.generate([61], GenerationConfig(4))
+    with pytest.raises(UsageError, match="siblings"):
+        Decoder(target, tiny_model(2, attn_layers=()), balanced([62]), max_length=99).generate(
+            [1], GenerationConfig(4)
+        )
+    with pytest.raises(UsageError, match="no multiple"):
+        HybridConfig(vocab_size=9, d_model=8, num_layers=1, num_ssm_heads=3, ssm_head_dim=4,
+                     d_state=4, num_x_groups=2, num_b_groups=3, num_c_groups=3)  # fmt: skip

@@ -1,0 +1,77 @@
+"""A tiny target on disk, a little chat data, and the arguments of a distillation of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stree.models.config import HybridConfig
+from stree.models.convert import save_model
+from stree.models.hybrid import HybridModel
+from stree_pipelines.tokenizer_training import train_tokenizer
+
+VOCAB_SIZE = 320
+ARCHITECTURE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "d_model": 32, "num_layers": 4, "attn_layers": [1, 3],
+    "intermediate_size": 48, "tie_embeddings": True,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+    "num_ssm_heads": 4, "ssm_head_dim": 8, "d_state": 8,
+    "num_x_groups": 2, "num_b_groups": 2, "num_c_groups": 4, "gated_norm_groups": 4,
+}  # fmt: skip
+
+
+def write_conversations(path: Path, count: int = 40) -> None:
+    rows = [
+        {
+            "id": str(i),
+            "conversations": [
+                {"from": "human", "value": f"What is {i} plus {i % 7}?"},
+                {"from": "gpt", "value": f"{i} plus {i % 7} is {i + i % 7}. " * (1 + i % 3)},
+            ],
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_workspace(folder: Path) -> Path:
+    """folder/train.jsonl, valid.jsonl and target/ (weights and tokenizer)."""
+    write_conversations(folder / "train.jsonl")
+    write_conversations(folder / "valid.jsonl", count=8)
+    texts = [f"What is {i} plus {j}? {i} plus {j} is {i + j}." for i in range(30) for j in range(7)]
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE, folder / "tokenizer")
+    torch.manual_seed(0)
+    config = HybridConfig(**ARCHITECTURE, eos_token_ids=(tokenizer.eos_token_id,))
+    save_model(HybridModel(config), folder / "target", tokenizer)
+    return folder
+
+
+def distill_arguments(workspace: Path, run_dir: Path, *more: str, steps: int = 8) -> list[str]:
+    """Arguments of distill.py that log and save at every step."""
+    return [
+        "fit", "--run_dir", str(run_dir),
+        "--model.target", str(workspace / "target"),
+        "--data.train", str(workspace / "train.jsonl"),
+        "--data.valid", str(workspace / "valid.jsonl"),
+        "--data.sequence_length", "64", "--data.batch_size", "2",
+        "--data.num_valid_batches", "2",
+        "--model.optimizer.warmup_steps", "3",
+        "--trainer.accelerator", "cpu",
+        "--trainer.max_steps", str(steps), "--trainer.val_check_interval", "4",
+        "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
+        "--checkpoint.every_n_steps", "1", "--checkpoint.keep_last", "100",
+        *more,
+    ]  # fmt: skip
+
+
+def metric_rows(run_dir: Path) -> list[dict[str, str]]:
+    """Rows of metrics.csv without what depends on the clock."""
+    with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.pop("tokens_per_second")
+    return rows
