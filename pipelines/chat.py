@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +124,8 @@ class ChatEncoder:
         self._backend = _own_copy(tokenizer.backend_tokenizer)
         self._plain_backend = _own_copy(tokenizer.backend_tokenizer)
         self._plain_backend.encode_special_tokens = True
-        # SentencePiece-like tokenizers put a space before every text; a piece that continues one is
-        # encoded behind an anchor, whose ids are then dropped.
+        # SentencePiece-like tokenizers put a space before every text (and behind control tokens); a
+        # piece that continues a text is encoded behind an anchor, whose ids are then dropped.
         anchor = "\n"
         glued, alone = self._ids([anchor + "a"])[0], self._ids(["a"])[0]
         self._anchor = "" if glued[-len(alone) :] == alone else anchor
@@ -134,7 +134,8 @@ class ChatEncoder:
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[EncodedChat]:
         """Ids and mask of each conversation. Faster for many at once: the pieces of all are encoded
         in parallel. Raises `BadData` when the template refuses a conversation."""
-        pieces, owners = [], []
+        pieces: list[Piece] = []
+        owners: list[int] = []
         for turns in conversations:
             found = self.pieces(turns)
             pieces.extend(found)
@@ -161,7 +162,8 @@ class ChatEncoder:
         tokens spelled in a text. `prompt` adds the opening of an assistant turn."""
         turns, sentinel = self._shield(turns)
         text, spans = self._render_with_spans(turns, prompt)
-        pieces, at = [], 0
+        pieces: list[Piece] = []
+        at = 0
         for start, stop in spans:
             pieces += _cut(text[at:start], False, sentinel)
             pieces += _cut(text[start:stop], True, sentinel)
@@ -183,7 +185,8 @@ class ChatEncoder:
     def _render(self, turns: Sequence[Turn], prompt: bool, marks: bool = False) -> tuple[str, Any]:
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            texts, spans = render_jinja_template(
+            # annotated as str, returns ([text, …], [spans, …])
+            rendered: Any = render_jinja_template(
                 [messages],
                 chat_template=self.template,
                 return_assistant_tokens_mask=marks,
@@ -193,7 +196,7 @@ class ChatEncoder:
         except jinja2.TemplateError as error:
             roles = " ".join(role for role, _ in turns)
             raise BadData(f"the chat template refuses the turns {roles!r}: {error}") from error
-        return texts[0], spans[0] if marks else None
+        return rendered[0][0], rendered[1][0] if marks else None
 
     def _render_with_spans(
         self, turns: Sequence[Turn], prompt: bool
@@ -227,6 +230,9 @@ class ChatEncoder:
         trimmed = through.rstrip()
         return len(trimmed) if trimmed.endswith(self.specials) else len(through)
 
+    def _ends_in_control(self, piece: Piece) -> bool:
+        return not piece.plain and piece.text.endswith(self.specials)
+
     def _ids(self, texts: list[str], plain: bool = False) -> list[list[int]]:
         backend = self._plain_backend if plain else self._backend
         return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -236,7 +242,12 @@ class ChatEncoder:
         ids: list[list[int]] = [[] for _ in pieces]
         for plain in (False, True):
             chosen = [number for number, piece in enumerate(pieces) if piece.plain == plain]
-            anchored = [bool(self._anchor) and number not in firsts for number in chosen]
+            anchored = [
+                bool(self._anchor)
+                and number not in firsts
+                and not self._ends_in_control(pieces[number - 1])
+                for number in chosen
+            ]
             texts = [
                 (self._anchor if behind else "") + pieces[number].text
                 for number, behind in zip(chosen, anchored, strict=True)
@@ -285,7 +296,7 @@ def encode_prompt(tokenizer: Any, turns: Sequence[Turn], template: str | None = 
 
 
 def show_mask(
-    tokens: Sequence[int], mask: Sequence[bool], tokenizer: Any, color: bool | None = None
+    tokens: Iterable[int], mask: Iterable[bool], tokenizer: Any, color: bool | None = None
 ) -> str:
     """A sample as text with what counts for the loss set apart: green on a terminal (default when
     stdout is one), otherwise between ⟦ and ⟧. A legend with the counts comes first.

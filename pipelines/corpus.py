@@ -95,6 +95,12 @@ class Entry:
     text: str
     signature: str = ""
 
+    @property
+    def label(self) -> str:
+        """Unlike the name unique: topics share section titles."""
+        prefix = self.unit.removeprefix("topic:") + "/" if self.kind == "topic" else ""
+        return prefix + self.name
+
     def ask(self, follow_up: bool) -> str:
         phrasings = FOLLOW_UPS[self.kind] if follow_up else QUESTIONS[self.kind]
         owner, _, leaf = self.name.rpartition(".")
@@ -269,7 +275,7 @@ def conversations_of(entries: list[Entry]) -> list[dict]:
         )
         if not joins and pairs:
             close()
-        names.append(entry.name)
+        names.append(entry.label)
         pairs.extend(follow_up if joins else entry.turns())
     close()
     return rows
@@ -289,7 +295,7 @@ def prompts_of(entries: list[Entry]) -> list[dict]:
         ):
             pairs += other.turns(follow_up=True)[:1]
         rows.append({
-            "id": f"python-docs-{entry.name}",
+            "id": f"python-docs-{entry.label}",
             "category": entry.kind,
             "turns": [question for question, _ in pairs],
             "reference": [answer for _, answer in pairs],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -35,7 +36,10 @@ def tokenize(
 ) -> tuple[TokenTable, list[ReadReport]]:
     """All conversations of `sources` (at most `limit` over all) as one flat table, and what each
     source gave. Raises `BadData` as `read_conversations` does."""
-    tokens, masks, lengths, reports = [], [], [], []
+    tokens: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.bool_]] = []
+    lengths: list[int] = []
+    reports: list[ReadReport] = []
     for source in sources:
         left = None if limit is None else limit - len(lengths)
         if left == 0:
@@ -51,11 +55,14 @@ def tokenize(
     return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), reports
 
 
+@lru_cache(maxsize=4)  # every micro-batch of a pass asks for the same one
 def permutation(seed: int, stream: int, size: int) -> NDArray[np.int64]:
     """A permutation of range(size) that is a function of (seed, stream). Built on the raw output of
     PCG64, which NumPy keeps stable across versions (shuffling functions it does not)."""
     keys = np.random.PCG64(np.random.SeedSequence((seed, stream))).random_raw(size)
-    return np.argsort(keys, kind="stable")
+    order = np.argsort(keys, kind="stable")
+    order.flags.writeable = False
+    return order
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,19 @@ class TrainLoader:
         pass
 
 
+@dataclass(frozen=True)
+class FixedBatches:
+    """A loader of ready batches (a bare list would be several loaders to Lightning)."""
+
+    batches: list[Batch]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
 def micro_batches_done(trainer: pl.Trainer) -> int:
     """How many micro-batches the finished optimizer steps took; where training goes on.
 
@@ -162,7 +182,7 @@ class ConversationDataModule(pl.LightningDataModule):
     ):
         """
         Args:
-            train: JSONL(.gz) or Parquet file, folder, or `datasets` name (`name:split`), or several.
+            train: JSONL(.gz) or Parquet file, folder, `datasets` name (`name:split`), or several.
             tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
             valid: like `train`, for the validation loss; None for none.
             sequence_length: tokens in a packed row (T).
@@ -196,6 +216,7 @@ class ConversationDataModule(pl.LightningDataModule):
         self.reports: list[ReadReport] = []
         self.tokenizer: Any = None
         self.pad_id = 0
+        self._data_sha256 = ""
         self._train: tuple[TokenTable, Packing] | None = None
         self._valid: tuple[TokenTable, Packing] | None = None
 
@@ -210,6 +231,7 @@ class ConversationDataModule(pl.LightningDataModule):
         self.pad_id = next((pad for pad in pads if pad is not None), 0)
         encoder = ChatEncoder(self.tokenizer, self.template)
         self._train = self._prepare("train", self.train_sources, encoder, self.seed, self.limit)
+        self._data_sha256 = _digest(self._train[0])
         if self.valid_sources:
             self._valid = self._prepare("valid", self.valid_sources, encoder, None, None)
 
@@ -228,12 +250,12 @@ class ConversationDataModule(pl.LightningDataModule):
                 f"{', '.join(sources)}: no conversation has an assistant token within "
                 f"sequence_length={self.sequence_length} tokens; raise it"
             )
-        num_tokens = len(table.tokens) - packing.num_dropped_tokens
+        num_tokens = int(np.minimum(table.lengths[packing.samples], self.sequence_length).sum())
         rank_zero_info(
             f"{name}: {len(table):,} conversations, {num_tokens:,} tokens in {len(packing):,} rows "
             f"of {self.sequence_length}; {packing.num_truncated:,} cut "
-            f"(−{packing.num_dropped_tokens:,} tokens), {packing.num_unused:,} without an assistant "
-            "token within a row left out"
+            f"(−{packing.num_dropped_tokens:,} tokens), {packing.num_unused:,} left out "
+            "(no assistant token within a row)"
         )
         return table, packing
 
@@ -254,7 +276,7 @@ class ConversationDataModule(pl.LightningDataModule):
         batches = self.micro_batches(trainer.global_rank, trainer.world_size)
         return TrainLoader(batches, length, trainer)
 
-    def val_dataloader(self) -> list[Batch]:
+    def val_dataloader(self) -> FixedBatches | list[Batch]:
         """The same batches every time, the data's first rows in order; ranks take them in turn."""
         if self._valid is None:
             return []
@@ -271,22 +293,18 @@ class ConversationDataModule(pl.LightningDataModule):
             rows = np.arange(begin, min(begin + self.batch_size, len(packing)))
             arrays = make_batch(table, packing, rows, self.pad_id)
             batches.append({name: torch.from_numpy(array) for name, array in arrays.items()})
-        return batches
+        return FixedBatches(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """What the batches are a function of, so that a resumed run can refuse other data."""
         assert self._train is not None, "setup() comes first"
-        table, _ = self._train
-        digest = hashlib.sha256()
-        for array in (table.tokens, table.mask, table.offsets):
-            digest.update(np.ascontiguousarray(array).data)
         world_size = self.trainer.world_size if self.trainer is not None else 1
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
             "sequence_length": self.sequence_length,
             "world_size": world_size,
-            "data_sha256": digest.hexdigest(),
+            "data_sha256": self._data_sha256,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -306,3 +324,10 @@ class ConversationDataModule(pl.LightningDataModule):
             raise UsageError(f"there are {len(table):,} conversations, no number {index}")
         part = slice(table.offsets[index], table.offsets[index + 1])
         return show_mask(table.tokens[part], table.mask[part], self.tokenizer, color)
+
+
+def _digest(table: TokenTable) -> str:
+    digest = hashlib.sha256()
+    for array in (table.tokens, table.mask, table.offsets):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

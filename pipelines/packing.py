@@ -73,10 +73,10 @@ def pack(
     rows: list[list[int]] = []
     room_rows: list[list[int]] = [[] for _ in range(T + 1)]  # room in tokens -> rows that have it
     rooms = 0  # bit s is set when some row has exactly s tokens of room
-    order = np.asarray(order, dtype=np.int64)
-    order = order[useful[order]]
-    for begin in range(0, len(order), window):
-        part = order[begin : begin + window]
+    wanted = np.asarray(order, dtype=np.int64)
+    wanted = wanted[useful[wanted]]
+    for begin in range(0, len(wanted), window):
+        part = wanted[begin : begin + window]
         for sample in part[np.argsort(-lengths[part], kind="stable")].tolist():
             length = int(lengths[sample])
             fitting = rooms >> length
@@ -93,13 +93,13 @@ def pack(
             if left:
                 room_rows[left].append(row)
                 rooms |= 1 << left
-    used = full_lengths[order]
+    used = full_lengths[wanted]
     return Packing(
         sequence_length=T,
         samples=np.array([sample for row in rows for sample in row], dtype=np.int64),
         starts=np.cumsum([0, *map(len, rows)], dtype=np.int64),
         num_truncated=int((used > T).sum()),
-        num_dropped_tokens=int((used - lengths[order]).sum()),
+        num_dropped_tokens=int((used - lengths[wanted]).sum()),
         num_unused=int((~useful).sum()),
     )
 
