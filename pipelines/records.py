@@ -266,7 +266,7 @@ class ResultStore:
                 on_wait()
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
-                # Some network filesystems have no locks; one evaluation at a time is up to the user.
+                # Some network filesystems have no locks: taking turns is then up to the user.
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
             yield
