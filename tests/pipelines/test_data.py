@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,7 +20,7 @@ NUM_CHATS = 60
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
-    words = "red green blue cat dog fox runs eats sleeps fast slow".split()
+    words = ["red", "green", "blue", "cat", "dog", "fox", "runs", "eats", "sleeps", "fast"]
 
     def text():
         return " ".join(rng.choice(words, rng.integers(1, 12)))
@@ -252,7 +253,7 @@ def test_bad_settings_are_refused(paths, options, error, message):
 
 def test_strict_reaches_the_reader(paths, tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_text(open(paths["train"]).read() + "oops\n")
+    path.write_text(Path(paths["train"]).read_text() + "oops\n")
     assert module(paths, train=str(path)).reports[0].rejected == 1
     with pytest.raises(BadData, match=rf"bad\.jsonl:{NUM_CHATS + 1}: not JSON"):
         module(paths, train=str(path), strict=True)
