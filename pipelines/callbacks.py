@@ -1,0 +1,213 @@
+"""What happens beside the training steps: rows and progress lines, evaluation of the exports."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from stree.errors import StreeError, UsageError
+from stree_pipelines.export import Exports
+from stree_pipelines.training import Training
+
+EVAL_SCRIPT = Path(__file__).with_name("eval_spec.py")
+
+
+class LogMetrics(pl.Callback):
+    """A row to every logger each `trainer.log_every_n_steps`; without a terminal also a line.
+
+    Rows hold the step's own values, not averages since the last row: a resumed run then logs
+    exactly what an uninterrupted one does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = (0, 0.0, 0.0)  # tokens seen, time, untimed
+        self._started = (0, 0.0)  # step, time
+        self._logged_step = -1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        now = time.perf_counter()
+        self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
+        self._started = (trainer.global_step, now)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
+            return
+        if step % trainer.log_every_n_steps and step not in (1, trainer.max_steps):
+            return
+        self._logged_step = step
+        names, values = zip(*pl_module.step_metrics.items(), strict=True)
+        stacked = torch.stack([value.float() for value in values])
+        if trainer.world_size > 1:
+            stacked = trainer.strategy.reduce(stacked, reduce_op="mean")
+        row: dict[str, float] = dict(zip(names, stacked.tolist(), strict=True))
+        row["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        row["tokens_per_second"] = self._rate(pl_module)
+        row["tokens_seen"] = pl_module.tokens_seen
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step)
+        if trainer.is_global_zero and not _has_bar(trainer):
+            self._say(trainer, step, row)
+
+    def _rate(self, pl_module: Training) -> float:
+        """Tokens per second since the last row, without exports, evaluations and validation."""
+        tokens, then, untimed = self._last
+        now = time.perf_counter()
+        self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
+        busy_s = (now - then) - (pl_module.untimed_s - untimed)
+        return (pl_module.tokens_seen - tokens) / max(busy_s, 1e-9)
+
+    def _say(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
+        first, then = self._started
+        left_s = (time.perf_counter() - then) / max(step - first, 1) * (trainer.max_steps - step)
+        print(
+            f"step {step}/{trainer.max_steps}  loss {row['loss']:.4f}  "
+            f"simulated acceptance {row['simulated_acceptance']:.3f}  "
+            f"{row['tokens_per_second']:,.0f} tokens/s  ETA {clock(left_s)}",
+            flush=True,
+        )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        pl_module.untimed_s += time.perf_counter() - self._validation_start
+        row = pl_module.validation_metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(row, trainer.global_step)
+        if trainer.is_global_zero and not _has_bar(trainer):
+            print(
+                f"step {trainer.global_step}/{trainer.max_steps}  "
+                f"validation loss {row['val_loss']:.4f}  "
+                f"simulated acceptance {row['val_simulated_acceptance']:.3f}",
+                flush=True,
+            )
+
+
+class EvaluateExports(pl.Callback):
+    """Evaluates each export while training goes on; `eval_spec.py --run RUN` gives the same rows.
+
+    `inline` evaluates in this process, between two steps, and leaves the random numbers of the
+    training as they were. `process` starts `eval_spec.py` and does not wait until the fit's end.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["off", "inline", "process"] = "off",
+        config: str | None = None,
+    ) -> None:
+        """
+        Args:
+            mode: see the class.
+            config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
+        """
+        super().__init__()
+        self.mode, self.config = mode, config
+        # Set by the entry point before `fit`.
+        self.exports: Exports | None = None
+        self.target: str = ""
+        self.out: Path | None = None
+        self._evaluation: Any = None
+        self._processes: list[tuple[str, subprocess.Popen]] = []
+        self._evaluated_step = -1
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.mode == "off":
+            return
+        if self.exports is None or self.out is None or not self.target:
+            raise UsageError("EvaluateExports needs exports, target and out before fit")
+        if self.mode == "inline":
+            # Options that do not fit are refused now, not after the first export.
+            self._settings()
+
+    def _options(self) -> list[str]:
+        options = ["--config", self.config] if self.config else []
+        return [*options, "--target", self.target, "--out", str(self.out)]
+
+    def _settings(self) -> Any:
+        from stree_pipelines.eval_spec import build_parser, resolve
+
+        settings, _ = resolve(build_parser().parse_args(self._options()).as_dict())
+        return settings
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.mode == "off" or step == self._evaluated_step:
+            return
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        assert self.exports is not None
+        if step not in self.exports.export_steps(trainer.max_steps):
+            return
+        self._evaluated_step = step
+        path = str(self.exports.path_of(step))
+        if self.mode == "inline":
+            with pl_module.untimed(), untouched_random_state():
+                self._evaluate_here(path)
+        elif trainer.is_global_zero:
+            command = [sys.executable, str(EVAL_SCRIPT), *self._options(), "--checkpoint", path]
+            self._processes.append((path, subprocess.Popen(command)))
+
+    def _evaluate_here(self, path: str) -> None:
+        from stree_pipelines.evaluation import Evaluation
+
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self._settings())
+        try:
+            self._evaluation.evaluate(path)
+        except StreeError as error:
+            # The training is worth more than a row that `eval_spec.py --run` can still add.
+            print(f"evaluation of {path} failed: {error}", file=sys.stderr, flush=True)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._processes:
+            print(f"waiting for {len(self._processes)} evaluations", flush=True)
+        for path, process in self._processes:
+            code = process.wait()
+            if code:
+                print(
+                    f"evaluation of {path} ended with code {code}; run eval_spec.py --run to "
+                    "complete the rows",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._processes.clear()
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """Whatever draws random numbers inside leaves the generators as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, without the hours when there are none."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _has_bar(trainer: pl.Trainer) -> bool:
+    return trainer.progress_bar_callback is not None

@@ -1,0 +1,41 @@
+"""Distil a drafter from a frozen target.
+
+    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+        --run_dir runs/quickstart
+
+Any key of the YAML can be overridden: --trainer.max_steps 200 --model.optimizer.lr 3e-4. The same
+command again goes on where the run stopped. See what counts for the loss with --show-mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from stree.errors import exit_with_reason
+from stree_pipelines.eval_context import checkpoint_sha256
+from stree_pipelines.training import Distillation
+from stree_pipelines.training_cli import TrainingCLI
+
+
+class DistillCLI(TrainingCLI):
+    """Data is tokenised with the target's own tokenizer; exports are drafters."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.link_arguments("model.target", "data.tokenizer")
+
+    def origin(self) -> dict[str, Any]:
+        return {
+            "target": self.target_path,
+            "target_sha256": checkpoint_sha256(str(self.target_path)),
+        }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    DistillCLI(Distillation, arguments)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,180 @@
+"""The folder of a training run: what made it, and its metrics as they come.
+
+RUN/config.yaml (resolved), RUN/command.json (command line, commit, versions), RUN/metrics.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from stree.errors import UsageError
+from stree.files import sweep_leftovers, write_atomically
+from stree_pipelines.eval_context import describe_environment
+from stree_pipelines.records import config_hash
+
+# What a resumed run may not change: the curve would be of two different runs.
+FIXED_SECTIONS = ("seed_everything", "model", "data")
+COLUMNS = (
+    "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
+    "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
+)  # fmt: skip
+
+
+def describe_code() -> dict[str, Any]:
+    """Commit and versions of what runs: {"git_sha", "versions"}."""
+    environment = describe_environment(torch.device("cpu"), {}, 1)
+    versions = {**environment.versions, "lightning": metadata.version("lightning")}
+    return {"git_sha": environment.git_sha, "versions": versions}
+
+
+def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved config that decides the weights (no folders, no devices)."""
+    fixed = {section: config.get(section) for section in FIXED_SECTIONS}
+    trainer = config.get("trainer", {})
+    names = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision")
+    fixed["trainer"] = {name: trainer.get(name) for name in names}
+    # JSON has no tuples: what was read back from YAML must hash like what was parsed.
+    return json.loads(json.dumps(fixed))
+
+
+def hash_of_config(config: Mapping[str, Any]) -> str:
+    """sha256 of `fixed_config`: two runs with the same one are the same run."""
+    return config_hash(fixed_config(config))
+
+
+def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Create RUN and write config.yaml and command.json; called before anything is computed.
+
+    Args:
+        config: the resolved configuration.
+        facts: what command.json says beside argv, commit and versions (target, tokenizer, seed).
+
+    Raises:
+        CannotWrite: the folder or disk refuses.
+        UsageError: RUN was made with another model, other data or another seed.
+    """
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        _require_same_run(path, config)
+    sweep_leftovers(run_dir)
+    write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+    command = {
+        "argv": sys.argv,
+        "command_line": shlex.join(["python", *sys.argv]),
+        **describe_code(),
+        **facts,
+    }
+    write_atomically(run_dir / "command.json", json.dumps(command, indent=2) + "\n")
+
+
+def _require_same_run(path: Path, config: Mapping[str, Any]) -> None:
+    try:
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        old = _flatten(fixed_config(before))
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}): restore it, or choose another --run_dir"
+        ) from error
+    new = _flatten(fixed_config(config))
+    changed = [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        # More steps than planned is how a finished run is extended.
+        if old.get(key) != new.get(key) and not key.startswith("trainer.")
+    ]
+    if changed:
+        raise UsageError(
+            f"{path.parent} holds a run with another configuration ({'; '.join(changed[:3])}"
+            f"{'; …' if len(changed) > 3 else ''}): choose another --run_dir, or the old values"
+        )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+class MetricsFile(Logger):
+    """RUN/metrics.csv, one row a logged step, flushed as it is written.
+
+    Rows after `last_step` (of a run that was killed behind its last checkpoint) are dropped at the
+    start, so a resumed run leaves the file that an uninterrupted one would have left.
+    """
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        super().__init__()
+        self.path = path
+        self._last_step = last_step
+        self._columns: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """config.yaml holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row = {"step": step, **metrics}
+        if not self._columns:
+            self._start()
+        new = [key for key in row if key not in self._columns]
+        if new:
+            rows = _read_rows(self.path)
+            self._columns += new
+            write_atomically(self.path, _as_csv(self._columns, rows, header=True))
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            file.write(_as_csv(self._columns, [row], header=False))
+
+    def _start(self) -> None:
+        rows = [row for row in _read_rows(self.path) if int(row["step"]) <= self._last_step]
+        seen = list(rows[0]) if rows else []
+        self._columns = [*COLUMNS, *(key for key in seen if key not in COLUMNS)]
+        write_atomically(self.path, _as_csv(self._columns, rows, header=True))
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a metrics file, without a last line that a killed writer left unfinished."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    rows = csv.DictReader(io.StringIO(whole))
+    return [row for row in rows if row.get("step", "").isdigit()]
+
+
+def _as_csv(columns: list[str], rows: list[Any], header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,80 @@
+"""Train a hybrid target from scratch, with its own tokenizer if wanted.
+
+    python pipelines/train_target.py fit --config configs/target/python-docs.yaml \\
+        --run_dir runs/python-docs-hybrid
+
+RUN/target/latest is the target in the MambaInLlama layout. The same command again goes on where
+the run stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities import rank_zero_only
+
+from stree.errors import UsageError, exit_with_reason
+from stree.tokenizer import load_tokenizer
+from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
+from stree_pipelines.training import TargetTraining
+from stree_pipelines.training_cli import TrainingCLI, say
+
+TOKENIZER_DEADLINE_S = 1800.0
+
+
+class TargetCLI(TrainingCLI):
+    """Exports are targets; with `tokenizer.vocab_size` the tokenizer is trained first."""
+
+    export_folder = "target"
+    evaluates = False
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        add = parser.add_argument
+        add("--tokenizer.vocab_size", type=int | None, default=None,
+            help="Train a tokenizer of this size on data.train first.")  # fmt: skip
+        add("--tokenizer.template", type=str, default="stree-chat", help="Chat template it gets.")
+        add("--tokenizer.limit", type=int | None, default=None,
+            help="Conversations to train it on; all by default.")  # fmt: skip
+        parser.set_defaults({"data.tokenizer": ""})
+
+    def before_instantiate_classes(self) -> None:
+        data, tokenizer = self.options["data"], self.options["tokenizer"]
+        if bool(data["tokenizer"]) == bool(tokenizer["vocab_size"]):
+            raise UsageError(
+                "give data.tokenizer (a folder) or tokenizer.vocab_size (to train one), not both"
+            )
+        super().before_instantiate_classes()
+        if tokenizer["vocab_size"]:
+            data["tokenizer"] = str(self.run_dir / "tokenizer")
+            self._train_tokenizer(data, tokenizer)
+        architecture = self.options["model"]["architecture"]
+        loaded = load_tokenizer(data["tokenizer"])
+        if not architecture["eos_token_ids"]:
+            architecture["eos_token_ids"] = (loaded.eos_token_id,)
+            architecture["pad_token_id"] = loaded.pad_token_id
+
+    def _train_tokenizer(self, data: Any, options: Any) -> None:
+        folder = Path(data["tokenizer"])
+        if rank_zero_only.rank == 0 and not folder.is_dir():
+            say(f"training a tokenizer of {options['vocab_size']} ids")
+            train = data["train"]
+            sources = [train] if isinstance(train, str) else train
+            texts = (text for source in sources for text in texts_of(source, options["limit"]))
+            train_tokenizer(texts, options["vocab_size"], folder, options["template"])
+        deadline = time.monotonic() + TOKENIZER_DEADLINE_S
+        while not folder.is_dir():  # other ranks; it appears whole
+            if time.monotonic() > deadline:
+                raise UsageError(f"no tokenizer appeared at {folder}: see the first rank's log")
+            time.sleep(1.0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    TargetCLI(TargetTraining, arguments)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,394 @@
+"""What is trained: a drafter against its frozen target, and a target against its data.
+
+Legend: B batch, T tokens, D width, V vocabulary.
+
+Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T) bool;
+`loss_mask[b, t]` says that predicting token t counts, which the hidden state at t − 1 does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from stree.errors import InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.models.convert import load_model
+from stree.models.hybrid import HybridModel
+from stree.models.slicing import slice_drafter
+from stree_pipelines.losses import LossTerms, chunked_cross_entropy, chunked_distillation_loss
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decay on matrices only, and a learning rate that is a function of the step.
+
+    Args:
+        lr: peak learning rate.
+        min_lr_ratio: where the cosine ends, as a share of `lr`.
+        warmup_steps: linear from lr / warmup_steps to lr.
+        decay_steps: optimiser step at which the cosine ends; null is trainer.max_steps.
+        weight_decay: of the projection matrices; not of embeddings, norms, biases, conv and A, D.
+        betas: AdamW's.
+        eps: AdamW's.
+    """
+
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    decay_steps: int | None = None
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.min_lr_ratio <= 1 or self.warmup_steps < 0:
+            raise UsageError(
+                f"optimizer: wanted lr > 0, 0 <= min_lr_ratio <= 1 and warmup_steps >= 0, got "
+                f"{self.lr}, {self.min_lr_ratio} and {self.warmup_steps}"
+            )
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of the update that follows `step` updates, out of `num_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+class Training(pl.LightningModule):
+    """What both kinds of training share. `exported` is the model that is trained."""
+
+    exported: HybridModel
+
+    def __init__(self, optimizer: OptimizerConfig, chunk_tokens: int | None) -> None:
+        super().__init__()
+        self.optimizer_config = optimizer
+        self.chunk_tokens = chunk_tokens
+        self.tokens_seen = 0  # real tokens (no padding) that went through, on all ranks
+        self.untimed_s = 0.0  # spent in `untimed`
+        # Of the last step, on the device: reading them is a host sync.
+        self.step_metrics: dict[str, Tensor] = {}
+        self.validation_metrics: dict[str, float] = {}
+        self._validation_sums: Tensor | None = None
+        self._first_bad_step: Tensor | None = None
+
+    @abstractmethod
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        """Loss of a batch as it lies on the device."""
+
+    # Batches
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Masks on the host, before the copy to the device, so that counting needs no sync."""
+        real = real_tokens(batch["segment_ids"], batch["loss_mask"])
+        return {**batch, "real_mask": real, "num_tokens": int(real.sum())}
+
+    # Optimisation
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        config = self.optimizer_config
+        decayed: list[Tensor] = []
+        kept: list[Tensor] = []
+        for name, parameter in self.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+            (decayed if is_matrix else kept).append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr, betas=config.betas, eps=config.eps,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+
+    @property
+    def num_decay_steps(self) -> int:
+        return self.optimizer_config.decay_steps or self.trainer.max_steps
+
+    @property
+    def step_learning_rate(self) -> float:
+        return learning_rate(self.trainer.global_step, self.num_decay_steps, self.optimizer_config)
+
+    def on_fit_start(self) -> None:
+        if self.num_decay_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps is {self.trainer.max_steps}; give the number of optimiser "
+                "steps, the learning rate depends on it"
+            )
+        self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        terms = self.loss_terms(batch, self._global_normalizer(batch))
+        self.tokens_seen += batch["num_tokens"] * self.trainer.world_size
+        self.step_metrics = {
+            "loss": terms.loss.detach(),
+            "simulated_acceptance": terms.simulated_acceptance,
+            "kl": terms.kl,
+            "cross_entropy": terms.cross_entropy,
+        }
+        return terms.loss
+
+    @abstractmethod
+    def counted_mask(self, batch: Batch) -> Tensor:
+        """(B, T) bool: the tokens whose prediction counts."""
+
+    def _global_normalizer(self, batch: Batch) -> Tensor | None:
+        """Counted tokens per rank on average, so that averaging gradients over ranks gives the
+        mean over all tokens whatever each rank happened to get. None on one rank."""
+        if self.trainer.world_size == 1:
+            return None
+        count = self.counted_mask(batch).sum().float()
+        mean: Tensor = self.trainer.strategy.reduce(count, reduce_op="mean")
+        return mean.clamp(min=1.0 / self.trainer.world_size)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.step_learning_rate
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        # Lightning's own refuses fused AdamW even without a loss scaler, and keeps the norm to
+        # itself.
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
+        self.step_metrics["grad_norm"] = norm.detach()
+        self._watch_finite(norm)
+
+    def _watch_finite(self, norm: Tensor) -> None:
+        """Remember the first step whose loss or gradient is not finite; look at it at once on a
+        CPU, and where looking is a host sync only when rows are logged (and before any save)."""
+        assert self._first_bad_step is not None
+        step = self.trainer.global_step
+        good = norm.isfinite() & self.step_metrics["loss"].isfinite()
+        fresh_bad = ~good & (self._first_bad_step < 0)
+        self._first_bad_step = torch.where(fresh_bad, step, self._first_bad_step)
+        if self.device.type == "cpu" or (step + 1) % self.trainer.log_every_n_steps == 0:
+            self.require_finite()
+
+    def require_finite(self) -> None:
+        """Raise InvariantBroken naming the step, and the parameter while its gradient is there."""
+        if self._first_bad_step is None or self._first_bad_step < 0:
+            return
+        step = int(self._first_bad_step)
+        where = ""
+        if step == self.trainer.global_step:
+            names = (
+                name
+                for name, parameter in self.named_parameters()
+                if parameter.grad is not None and not parameter.grad.isfinite().all()
+            )
+            where = next((f" (gradient of {name})" for name in names), " (loss)")
+        raise InvariantBroken(
+            f"loss or gradient is not finite at step {step}{where}: training stopped and nothing "
+            "was saved after it; lower the learning rate or look at that batch, then run again"
+        )
+
+    def require_finite_weights(self) -> None:
+        """`require_finite`, and the weights themselves. Called before anything is written."""
+        self.require_finite()
+        for name, parameter in self.named_parameters():
+            if not parameter.isfinite().all():
+                raise InvariantBroken(
+                    f"{name} is not finite after step {self.trainer.global_step}: nothing was "
+                    "saved; lower the learning rate and resume from the last checkpoint"
+                )
+
+    # Validation: means over all counted tokens of the validation set
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = torch.zeros(3, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        terms = self.loss_terms(batch)
+        count = self.counted_mask(batch).sum()
+        row = torch.stack([terms.loss * count, terms.simulated_acceptance * count, count.float()])
+        assert self._validation_sums is not None
+        self._validation_sums += row
+
+    def on_validation_epoch_end(self) -> None:
+        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
+        loss, acceptance, count = sums.tolist()
+        self.validation_metrics = {
+            "val_loss": loss / max(count, 1.0),
+            "val_simulated_acceptance": acceptance / max(count, 1.0),
+        }
+
+    # State beyond the weights
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.require_finite_weights()
+        checkpoint["tokens_seen"] = self.tokens_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens_seen = checkpoint["tokens_seen"]
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What runs inside does not count against tokens per second."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.untimed_s += time.perf_counter() - start
+
+
+class Distillation(Training):
+    """A drafter learns its frozen target's next-token law on the assistant's tokens."""
+
+    def __init__(
+        self,
+        target: str,
+        drafter: HybridConfig | None = None,
+        drafter_layers: list[int] | None = None,
+        ce_weight: float = 0.0,
+        temperature: float = 1.0,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        target_dtype: Literal["float32", "bfloat16"] = "float32",
+        chunk_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
+            drafter: architecture of a drafter with random weights; null slices one from the target.
+            drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
+                and the last Mamba-2 layer.
+            ce_weight: weight of the cross-entropy to the data beside the KL divergence.
+            temperature: of both softmaxes in the KL divergence.
+            optimizer: see OptimizerConfig.
+            target_dtype: in which the frozen target's weights are held.
+            chunk_tokens: tokens whose logits exist at once; null chooses.
+        """
+        super().__init__(optimizer, chunk_tokens)
+        self.target_path = target
+        self.ce_weight = ce_weight
+        self.temperature = temperature
+        model = load_model(target, dtype=getattr(torch, target_dtype)).eval().requires_grad_(False)
+        # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
+        object.__setattr__(self, "target", model)
+        self.target: HybridModel
+        self.exported = _make_drafter(model, drafter, drafter_layers)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.target.to(self.device)
+
+    def counted_mask(self, batch: Batch) -> Tensor:
+        return batch["loss_mask"]
+
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        tokens, segment_ids = batch["tokens"], batch["segment_ids"]
+        with torch.no_grad():
+            target_hidden = self.target.hidden_states(tokens, segment_ids)
+        return chunked_distillation_loss(
+            self.exported.hidden_states(tokens, segment_ids),
+            self.exported.head_weight,
+            target_hidden,
+            self.target.head_weight,
+            shift_left(self.counted_mask(batch)),
+            ce_labels=shift_left(tokens),
+            ce_weight=self.ce_weight,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            normalizer=normalizer,
+        )
+
+
+class TargetTraining(Training):
+    """A target learns the data: next-token cross-entropy."""
+
+    def __init__(
+        self,
+        architecture: HybridConfig,
+        loss_on: Literal["assistant", "all"] = "all",
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        chunk_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            architecture: of the target, random weights.
+            loss_on: the assistant's tokens only, or all tokens of a conversation.
+            optimizer: see OptimizerConfig.
+            chunk_tokens: tokens whose logits exist at once; null chooses.
+        """
+        super().__init__(optimizer, chunk_tokens)
+        self.loss_on = loss_on
+        self.exported = HybridModel(architecture)
+
+    def counted_mask(self, batch: Batch) -> Tensor:
+        if self.loss_on == "assistant":
+            return batch["loss_mask"]
+        segment_ids, mask = batch["segment_ids"], batch["real_mask"].clone()
+        mask[:, 0] = False
+        mask[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        return mask
+
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
+        return chunked_cross_entropy(
+            hidden,
+            self.exported.head_weight,
+            shift_left(batch["tokens"]),
+            shift_left(self.counted_mask(batch)),
+            chunk_tokens=self.chunk_tokens,
+            normalizer=normalizer,
+        )
+
+
+def shift_left(values_BT: Tensor) -> Tensor:
+    """What stands at t + 1, at t; zero (False) in the last column."""
+    shifted = torch.zeros_like(values_BT)
+    shifted[:, :-1] = values_BT[:, 1:]
+    return shifted
+
+
+def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
+    last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
+    return segment_ids <= last_segment
+
+
+def _make_drafter(
+    target: HybridModel, config: HybridConfig | None, layers: list[int] | None
+) -> HybridModel:
+    if config is None:
+        return slice_drafter(target, layers)
+    if layers is not None:
+        raise UsageError(
+            "model.drafter describes a drafter with random weights and model.drafter_layers one "
+            "that is sliced from the target: give one of them"
+        )
+    if config.vocab_size != target.config.vocab_size:
+        raise UsageError(
+            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's "
+            f"{target.config.vocab_size}: set model.drafter.vocab_size to the target's"
+        )
+    return HybridModel(
+        config.replace(
+            eos_token_ids=target.config.eos_token_ids,
+            bos_token_id=target.config.bos_token_id,
+            pad_token_id=target.config.pad_token_id,
+        )
+    )

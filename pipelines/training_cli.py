@@ -1,0 +1,209 @@
+"""What distill.py and train_target.py share: one YAML, dotted overrides, one run folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+from stree.errors import OutOfMemory, UsageError
+from stree.tokenizer import fingerprint
+from stree_pipelines.callbacks import EvaluateExports, LogMetrics
+from stree_pipelines.checkpointing import SafeCheckpointIO, TrainingCheckpoints, latest_valid
+from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.export import Exports
+from stree_pipelines.run_folder import (
+    MetricsFile,
+    describe_code,
+    hash_of_config,
+    prepare_run_folder,
+)
+from stree_pipelines.training import Training
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": -1,  # steps count, not passes over the data
+    "max_steps": 1000,
+    "log_every_n_steps": 10,
+    "gradient_clip_val": 1.0,
+    "val_check_interval": 100,
+    "check_val_every_n_epoch": None,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": sys.stderr.isatty(),
+    "devices": 1,
+}
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
+
+    export_folder = "drafter"
+    evaluates = True
+
+    def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
+        super().__init__(
+            model_class,
+            ConversationDataModule,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        inputs = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": inputs | {"ckpt_path", "weights_only"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--run_dir", "--run-dir", type=str, required=True,
+            help="Run folder; running the same command again goes on where it stopped.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--show_mask", "--show-mask", action="store_true",
+            help="Print a training conversation with its loss mask in colour, and exit.",
+        )  # fmt: skip
+        parser.add_lightning_class_args(LogMetrics, "progress")
+        parser.add_lightning_class_args(Exports, "export")
+        if self.evaluates:
+            parser.add_lightning_class_args(EvaluateExports, "evaluation")
+        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    @property
+    def options(self) -> Any:
+        """The subcommand's parsed configuration."""
+        return self.config[self.config["subcommand"]]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.options["run_dir"])
+
+    def before_instantiate_classes(self) -> None:
+        torch.set_float32_matmul_precision("high")
+        if not self.options["show_mask"]:
+            self._prepare_run()
+
+    @rank_zero_only
+    def _prepare_run(self) -> None:
+        """Whatever can be refused is refused here, before a model is loaded."""
+        self._dump_config()
+        target = self.target_path
+        prepare_run_folder(
+            self.run_dir,
+            self.config_dump,
+            {"target": target, "seed": int(self.options["seed_everything"])},
+        )
+
+    @property
+    def target_path(self) -> str | None:
+        """The target's folder; None when it is what is trained."""
+        return self.options["model"].get("target")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        self.resume_path = None if self.options["show_mask"] else latest_valid(self.run_dir)
+        step = int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
+        trainer_options = self._get(self.config_init, "trainer")
+        own = [MetricsFile(self.run_dir / "metrics.csv", last_step=step)]
+        own.append(
+            TensorBoardLogger(
+                str(self.run_dir), name="", version="tensorboard", purge_step=step + 1
+            )
+        )
+        given = trainer_options.get("logger")
+        if given is False:
+            own = []
+        plugins = [SafeCheckpointIO()]
+        if SLURMEnvironment.detect():
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        return super().instantiate_trainer(
+            logger=own + (given if isinstance(given, list) else []),
+            plugins=plugins + _as_list(trainer_options.get("plugins")),
+            default_root_dir=str(self.run_dir),
+            **kwargs,
+        )
+
+    def before_fit(self) -> None:
+        self.datamodule.setup("fit")
+        if self.options["show_mask"]:
+            return
+        tokenizer = self.datamodule.tokenizer
+        vocab_size = self.model.exported.config.vocab_size
+        if len(tokenizer) > vocab_size:
+            raise UsageError(
+                f"the tokenizer {self.datamodule.tokenizer_path} has {len(tokenizer)} ids, the "
+                f"model {vocab_size}: set its vocab_size to at least that, or give the tokenizer "
+                "that belongs to the model"
+            )
+        identity = {
+            "config_hash": hash_of_config(self.config_dump),
+            "tokenizer_fingerprint": fingerprint(tokenizer),
+        }
+        exports = self._callback(Exports)
+        exports.directory = self.run_dir / self.export_folder
+        exports.tokenizer = tokenizer
+        exports.provenance = {**identity, **self.origin(), **describe_code()}
+        checkpoints = self._callback(TrainingCheckpoints)
+        checkpoints.run_dir = self.run_dir
+        checkpoints.manifest_extra = identity
+        if self.evaluates:
+            evaluation = self._callback(EvaluateExports)
+            evaluation.exports = exports
+            evaluation.target = self.target_path or ""
+            evaluation.out = self.run_dir / "eval"
+
+    def origin(self) -> dict[str, Any]:
+        """What an export's provenance says about where it comes from."""
+        return {}
+
+    def _callback(self, kind: type) -> Any:
+        return next(each for each in self.trainer.callbacks if isinstance(each, kind))
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train from the last valid checkpoint on, or say that there is nothing left to do."""
+        if self.options["show_mask"]:
+            print(self.datamodule.show_mask())
+            return
+        max_steps = self.trainer.max_steps
+        if self.resume_path is not None:
+            step = int(self.resume_path.name.removeprefix("step-"))
+            if step >= max_steps:
+                say(f"{self.run_dir} is finished: {step} of {max_steps} steps are done")
+                return
+            say(f"resuming from {self.resume_path}")
+        model = self.model.exported
+        say(
+            f"{self.export_folder}: {model.num_parameters():,} parameters, "
+            f"{model.config.num_layers} layers ({len(model.config.attn_layers)} attention), width "
+            f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps"
+        )
+        try:
+            self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{str(error).splitlines()[0]}; lower data.batch_size (and raise "
+                "trainer.accumulate_grad_batches by the same factor) or data.sequence_length"
+            ) from error
+
+
+@rank_zero_only
+def say(line: str) -> None:
+    """Print on the main process."""
+    print(line, flush=True)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
