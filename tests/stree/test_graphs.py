@@ -1,0 +1,60 @@
+"""Captured steps give what uncaptured ones give. Runs on CUDA only."""
+
+import pytest
+import torch
+from toys import tiny_model
+
+from stree import Decoder, GenerationConfig, TokenTree
+from stree.engine import DecodingStats
+from stree.sampling import RandomChooser
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+class Uncaptured(RandomChooser):
+    """The same draws, but the drafter does not recognise it as capturable."""
+
+    on_cuda = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).cuda()
+    drafter = tiny_model(1, torch.float32, num_layers=2, attn_layers=()).cuda()
+    return target, drafter
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(4), TokenTree.paper()], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_equals_uncaptured(models, tree, temperature):
+    target, drafter = models
+    decoder = Decoder(target, drafter, tree, max_length=700)
+    plain = Decoder(target, drafter, tree, max_length=700)
+    plain._verify = lambda tokens: target.tree_forward(tokens, tree, plain.cache)
+    for seed, length in ((1, 5), (2, 250), (3, 300)):
+        prompt = torch.randint(
+            61, (length,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        generation = GenerationConfig(60, temperature=temperature, seed=seed)
+        got = decoder.generate(prompt, generation).tokens
+        assert got == decoder.generate(prompt, generation).tokens  # the capture drew nothing
+        choose = Uncaptured(seed, "cuda")
+        assert got == plain.generate(prompt, generation, choose=choose).tokens
+
+
+def test_greedy_graphs_are_lossless(models):
+    target, drafter = (model.double() for model in models)
+    generation = GenerationConfig(100)
+    for length in (3, 200):
+        prompt = list(range(50)) * 4
+        wanted = Decoder(target, max_length=700).generate(prompt[:length], generation).tokens
+        for tree in (TokenTree.chain(4), TokenTree.paper()):
+            decoder = Decoder(target, drafter, tree, max_length=700)
+            assert decoder.generate(prompt[:length], generation).tokens == wanted
+
+
+def test_phases_add_up(models):
+    decoder = Decoder(*models, TokenTree.paper(), max_length=700)
+    decoder.generate([1, 2, 3], GenerationConfig(20))
+    stats: DecodingStats = decoder.generate([1, 2, 3], GenerationConfig(50)).stats
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=0.05)
