@@ -57,6 +57,7 @@ class TrainingCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_kwargs={"allow_abbrev": False, "fit": {"allow_abbrev": False}},
             args=args,
         )
 

@@ -1,0 +1,294 @@
+"""Distillation and target training as a user runs them, and their parts by hand-computed cases."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
+
+from stree.errors import CannotWrite, InvariantBroken, UsageError
+from stree.models.convert import load_config, load_model
+from stree.tokenizer import load_tokenizer
+from stree_pipelines import distill, train_target
+from stree_pipelines.losses import chunked_distillation_loss
+from stree_pipelines.training import (
+    Distillation,
+    OptimizerConfig,
+    TargetTraining,
+    learning_rate,
+    real_tokens,
+    shift_left,
+)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+def random_drafter(**changes) -> list[str]:
+    """Options for a drafter with random weights: the tiny target's kind, two layers, narrower."""
+    values = {**ARCHITECTURE, "num_layers": 2, "attn_layers": [], "d_model": 24, **changes}
+    options: list[str] = []
+    for key, value in values.items():
+        options += [f"--model.drafter.{key}", json.dumps(value)]
+    return options
+
+
+# Parts
+
+
+def test_learning_rate_warms_up_then_falls_to_the_floor():
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
+    rates = [learning_rate(step, 104, config) for step in (0, 1, 3, 4, 54, 104, 500)]
+    assert rates == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1])
+
+
+def test_predictions_are_counted_where_the_token_before_stands():
+    assert shift_left(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, 0]]
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
+    mask = torch.tensor([[0, 0, 1, 0, 1, 0, 0]], dtype=torch.bool)
+    assert real_tokens(segments, mask).tolist() == [[True] * 5 + [False] * 2]
+
+
+def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
+    module = TargetTraining(_tiny_architecture(), loss_on="all")
+    batch = {
+        "tokens": torch.zeros(1, 7, dtype=torch.long),
+        "segment_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2]]),
+        "loss_mask": torch.tensor([[0, 0, 1, 0, 1, 0, 0]], dtype=torch.bool),
+    }
+    batch = module.on_before_batch_transfer(batch, 0)
+    assert batch["num_tokens"] == 5
+    assert module.counted_mask(batch).tolist() == [[False, True, True, False, True, False, False]]
+    module.loss_on = "assistant"
+    assert module.counted_mask(batch) is batch["loss_mask"]
+
+
+def test_the_loss_predicts_the_next_token(workspace):
+    """Against the definition, token by token, from full logits."""
+    module = Distillation(str(workspace / "target"))
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCAB_SIZE, (2, 9))
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0] * 9])
+    mask = torch.rand(2, 9) < 0.5
+    mask[:, 0] = mask[0, 4] = False
+    batch = {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
+    p = module.target(tokens, segments).softmax(-1)
+    log_q = module.exported(tokens, segments).log_softmax(-1)
+    terms = [
+        (p[b, t - 1] * (p[b, t - 1].log() - log_q[b, t - 1])).sum() for b, t in mask.nonzero()
+    ]
+    torch.testing.assert_close(module.loss_terms(batch).loss, torch.stack(terms).mean())
+
+
+def test_decay_is_on_projection_matrices_only(workspace):
+    module = Distillation(str(workspace / "target"))
+    decayed, kept = module.configure_optimizers().param_groups
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all("_proj" in names[id(parameter)] for parameter in decayed["params"])
+    suffixes = {names[id(parameter)].rsplit(".", 2)[-2] for parameter in kept["params"]}
+    assert {"embed_tokens", "norm", "conv1d"} <= suffixes
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_the_target_is_frozen_and_not_a_submodule(workspace):
+    module = Distillation(str(workspace / "target"))
+    assert not any(parameter.requires_grad for parameter in module.target.parameters())
+    assert all(name.startswith("exported.") for name, _ in module.named_parameters())
+    module.train()
+    assert not module.target.training
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(workspace):
+    architecture = _tiny_architecture().replace(vocab_size=VOCAB_SIZE + 64)
+    with pytest.raises(UsageError, match=r"set model\.drafter\.vocab_size"):
+        Distillation(str(workspace / "target"), drafter=architecture)
+    with pytest.raises(UsageError, match="one of them"):
+        Distillation(str(workspace / "target"), _tiny_architecture(), drafter_layers=[0])
+
+
+# Runs
+
+
+def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    more = (*random_drafter(), "--model.optimizer.lr", "0.02", "--export.steps", "[10]")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=30))
+    rows = metric_rows(run_dir)
+    steps = [row for row in rows if row["loss"]]
+    assert [int(row["step"]) for row in steps] == list(range(1, 31))
+    first, last = (float(steps[i]["loss"]) for i in (0, -1))
+    assert last < 0.5 * first
+    assert float(steps[-1]["simulated_acceptance"]) > float(steps[0]["simulated_acceptance"])
+    assert all(float(row["grad_norm"]) > 0 and float(row["lr"]) > 0 for row in steps)
+    validated = [int(row["step"]) for row in rows if row["val_loss"]]
+    assert validated == [4, 8, 12, 16, 20, 24, 28]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["model"]["optimizer"]["lr"] == 0.02
+    command = json.loads((run_dir / "command.json").read_text())
+    assert command["target"] == str(workspace / "target") and "torch" in command["versions"]
+    assert {"argv", "git_sha", "seed"} <= command.keys()
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    output = capsys.readouterr().out
+    assert "step 30/30  loss " in output and "tokens/s  ETA 0:00" in output
+
+
+def test_two_half_batches_are_one_batch(workspace, tmp_path):
+    """The same rows in the same order; the mean of two means is not quite the mean of all."""
+    more = (*random_drafter(), "--trainer.limit_val_batches", "0")
+    whole = distill_arguments(workspace, tmp_path / "a", *more, steps=6)
+    parts = distill_arguments(workspace, tmp_path / "b", *more, steps=6)
+    distill.main(whole)
+    distill.main([*parts, "--data.batch_size", "1", "--trainer.accumulate_grad_batches", "2"])
+    for ours, theirs in zip(metric_rows(tmp_path / "a"), metric_rows(tmp_path / "b"), strict=True):
+        assert (ours["step"], ours["tokens_seen"]) == (theirs["step"], theirs["tokens_seen"])
+        assert ours["lr"] == theirs["lr"]
+        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=0.3)
+
+
+def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path, "--model.drafter_layers", "[0,3]", steps=1)
+    distill.main(arguments)
+    config = load_config(tmp_path / "drafter/latest")
+    assert config.num_layers == 2 and config.attn_layers == (1,)
+
+
+def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path):
+    run_dir = tmp_path / "run"
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    arguments = [
+        "fit", "--run_dir", str(run_dir), *options,
+        "--tokenizer.vocab_size", str(VOCAB_SIZE),
+        "--data.train", str(workspace / "train.jsonl"),
+        "--data.sequence_length", "64", "--data.batch_size", "4",
+        "--model.optimizer.lr", "0.01", "--trainer.accelerator", "cpu",
+        "--trainer.max_steps", "20", "--trainer.log_every_n_steps", "1",
+        "--trainer.enable_progress_bar", "false", "--export.dtype", "bfloat16",
+    ]  # fmt: skip
+    train_target.main(arguments)
+    rows = metric_rows(run_dir)
+    assert float(rows[0]["loss"]) == pytest.approx(math.log(VOCAB_SIZE), rel=0.1)
+    assert float(rows[-1]["loss"]) < 0.7 * float(rows[0]["loss"])
+    exported = run_dir / "target/latest"
+    tokenizer = load_tokenizer(exported)
+    config = load_config(exported)
+    assert config.eos_token_ids == (tokenizer.eos_token_id,)
+    assert config.attn_layers == (1, 3)
+    assert load_model(exported).num_parameters() > 0
+    assert json.loads((exported / "provenance.json").read_text())["step"] == 20
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("exported.model.layers.1.mlp.up_proj.weight", r"step 2 \(gradient of exported\."),
+        (None, r"step 2"),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_and_saves_nothing(
+    workspace, tmp_path, monkeypatch, spoil, message
+):
+    """NaN in a weight (the loss goes with it) and NaN in one gradient only."""
+    original = Distillation.on_before_optimizer_step
+
+    def poison(self, optimizer):
+        original(self, optimizer)
+        if self.trainer.global_step == 2:
+            name = spoil or next(iter(dict(self.named_parameters())))
+            self.get_parameter(name).grad.view(-1)[0] = torch.nan
+
+    monkeypatch.setattr(Distillation, "on_before_optimizer_step", poison)
+    with pytest.raises(InvariantBroken, match=message) as stopped:
+        distill.main(distill_arguments(workspace, tmp_path, steps=5))
+    assert stopped.value.exit_code == 70
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-00000001", "step-00000002"]
+
+
+def test_weights_that_are_not_finite_are_never_written(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(Distillation, "_watch_finite", lambda self, norm: None)
+    original = Distillation.on_before_optimizer_step
+
+    def poison(self, optimizer):
+        original(self, optimizer)
+        next(self.parameters()).grad.fill_(torch.nan)
+
+    monkeypatch.setattr(Distillation, "on_before_optimizer_step", poison)
+    with pytest.raises(InvariantBroken, match=r"embed_tokens\.weight is not finite after step 1"):
+        distill.main(distill_arguments(workspace, tmp_path, steps=3))
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CannotWrite):
+        distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / "file/run"))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(workspace, tmp_path):
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    with pytest.raises(UsageError, match=r"320 ids, the model 256"):
+        train_target.main([
+            "fit", "--run_dir", str(tmp_path), *options, "--model.architecture.vocab_size", "256",
+            "--data.tokenizer", str(workspace / "target"),
+            "--data.train", str(workspace / "train.jsonl"), "--trainer.accelerator", "cpu",
+        ])  # fmt: skip
+
+
+def test_a_target_needs_one_tokenizer(workspace, tmp_path):
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    with pytest.raises(UsageError, match=r"data\.tokenizer .* or tokenizer\.vocab_size"):
+        train_target.main(["fit", "--run_dir", str(tmp_path), *options, "--data.train", "x"])
+
+
+@pytest.mark.parametrize("option", ["--model.learning_rate", "--trainer.max_step", "--nonsense"])
+def test_unknown_keys_end_with_code_2(option, workspace, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        distill.main(distill_arguments(workspace, tmp_path, option, "1"))
+    assert stopped.value.code == 2
+    assert option.strip("-").split(".")[-1] in capsys.readouterr().err
+
+
+def test_show_mask_prints_a_sample_and_trains_nothing(workspace, tmp_path, capsys):
+    distill.main(distill_arguments(workspace, tmp_path / "run", "--show-mask"))
+    assert "counts for the loss" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_works_from_any_folder(tmp_path):
+    """As a script: `python pipelines/distill.py`, with pipelines/ first on the path."""
+    command = [sys.executable, distill.__file__, "fit", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "--model.drafter_layers" in done.stdout
+
+
+def _tiny_architecture():
+    from stree.models.config import HybridConfig
+
+    return HybridConfig(**ARCHITECTURE)
+
+
+def test_simulated_acceptance_is_logged_from_the_loss(workspace):
+    module = Distillation(str(workspace / "target"))
+    tokens = torch.randint(VOCAB_SIZE, (1, 6))
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens), "loss_mask": mask}
+    want = chunked_distillation_loss(
+        module.exported.hidden_states(tokens), module.exported.head_weight,
+        module.target.hidden_states(tokens), module.target.head_weight, shift_left(mask),
+    )  # fmt: skip
+    torch.testing.assert_close(
+        module.loss_terms(batch).simulated_acceptance, want.simulated_acceptance
+    )
