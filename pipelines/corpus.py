@@ -31,9 +31,8 @@ SKIPPED_MODULES = {"this", "antigravity", "__hello__", "__phello__"}
 MIN_ANSWER_CHARS = 24
 MAX_ANSWER_CHARS = 1600  # longer texts go on in further turns
 MAX_TURNS = 4  # question-answer pairs in a conversation
-NUM_PROMPTS = 160
 PROMPTS_PER_UNIT = 4
-VALID_SHARE = 0.05
+PROMPTS_SHARE, VALID_UNTIL = 0.09, 0.14  # of the units
 
 QUESTIONS = {
     "module": [
@@ -78,7 +77,7 @@ QUESTIONS = {
 FOLLOW_UPS = {
     "class": ["And the class `{leaf}`?", "What about `{leaf}`?", "Tell me about `{leaf}` as well."],
     "function": ["And `{leaf}`?", "What about the function `{leaf}`?", "What does `{leaf}` do?"],
-    "method": ["And its method `{leaf}`?", "What does `{leaf}` do?", "How about `{leaf}`?"],
+    "method": ["And `{name}`?", "What does `{leaf}` of `{owner}` do?", "How about `{name}`?"],
     "topic": ["What about {name}?", "And {name}?", "Now explain {name}."],
 }
 LEGAL = re.compile(r"\b[Cc]opyright\b.*\d{4}|\(c\) \d{4}|WARRANT|IN NO EVENT|\"AS IS\"")
@@ -135,13 +134,12 @@ def build_corpus(out_dir: str | Path) -> dict[str, int]:
             f"{sysconfig.get_path('stdlib')}: no Python sources of the standard library here; "
             "use a Python that installs them, or pass your own ShareGPT file"
         )
-    splits = split_units(entries)
     rows: dict[str, list[dict]] = {"train": [], "valid": [], "prompts": []}
     by_unit: dict[str, list[Entry]] = {}
     for entry in entries:
         by_unit.setdefault(entry.unit, []).append(entry)
     for unit, members in by_unit.items():
-        split = splits[unit]
+        split = split_of(unit)
         rows[split] += prompts_of(members) if split == "prompts" else conversations_of(members)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -224,26 +222,11 @@ def topic_sections(text: str) -> list[tuple[str, str]]:
     return [(title, body) for title, body in sections if body.strip()]
 
 
-def split_units(entries: list[Entry]) -> dict[str, str]:
-    """Unit -> "prompts", "valid" or "train". Units in the order of their hash fill the prompts
-    first, then the validation share of the characters; the rest is for training."""
-    entries_of: dict[str, int] = {}
-    chars_of: dict[str, int] = {}
-    for entry in entries:
-        entries_of[entry.unit] = entries_of.get(entry.unit, 0) + 1
-        chars_of[entry.unit] = chars_of.get(entry.unit, 0) + len(entry.text)
-    wanted_chars = VALID_SHARE * sum(chars_of.values())
-    splits, num_prompts, valid_chars = {}, 0, 0
-    for unit in sorted(chars_of, key=lambda name: _hash("split", name)):
-        if num_prompts < NUM_PROMPTS:
-            splits[unit] = "prompts"
-            num_prompts += min(entries_of[unit], PROMPTS_PER_UNIT)
-        elif valid_chars < wanted_chars:
-            splits[unit] = "valid"
-            valid_chars += chars_of[unit]
-        else:
-            splits[unit] = "train"
-    return splits
+def split_of(unit: str) -> str:
+    """Which file a unit is in: a function of its name alone, so that a module which a shipped model
+    was trained on is a training module in every other version of Python too."""
+    place = _hash("split", unit) / 2**64
+    return "prompts" if place < PROMPTS_SHARE else "valid" if place < VALID_UNTIL else "train"
 
 
 def conversations_of(entries: list[Entry]) -> list[dict]:
