@@ -75,7 +75,7 @@ def test_splits_share_no_module_and_no_answer(built):
 
 
 def test_the_split_of_a_module_is_pinned():
-    """It must not change with the Python or the release: shipped weights were trained on "train"."""
+    """It must not change with Python or a release: shipped weights were trained on "train"."""
     names = ["json", "xml.sax", "logging", "textwrap", "ast", "topic:IF"]
     assert [corpus.split_of(name) for name in names] == [
         "prompts", "prompts", "valid", "train", "train", "train"
