@@ -60,8 +60,9 @@ class Exports(pl.Callback):
             raise UsageError(
                 "export: give one of steps, every_n_steps and log_spaced (the others null)"
             )
-        if any(step < 1 for step in steps or []) or (every_n_steps or 1) < 1:
-            raise UsageError("export: steps and every_n_steps must be at least 1")
+        counts = [*(steps or []), *(n for n in (every_n_steps, log_spaced, first) if n is not None)]
+        if any(count < 1 for count in counts):
+            raise UsageError("export: steps, every_n_steps, log_spaced and first are at least 1")
         self.steps, self.every_n_steps = steps, every_n_steps
         self.log_spaced, self.first = log_spaced, first
         self.dtype = getattr(torch, dtype)

@@ -1,0 +1,120 @@
+"""Every shipped training config parses with nothing unknown in it, and is what it says it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stree.models.checkpoint_configs import config_files
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree.models.slicing import drafter_config_from
+from stree_pipelines.distill import DistillCLI
+from stree_pipelines.export import Exports
+from stree_pipelines.train_target import TargetCLI
+from stree_pipelines.training import Distillation, OptimizerConfig, TargetTraining
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DISTILL = sorted((CONFIGS / "distill").glob("*.yaml"))
+TARGET = sorted((CONFIGS / "target").glob("*.yaml"))
+
+
+def parse(path: Path, *more: str):
+    """The resolved config of a fit with this file; nothing is loaded or run."""
+    base, module = (DistillCLI, Distillation) if path in DISTILL else (TargetCLI, TargetTraining)
+
+    class ParseOnly(base):
+        def before_instantiate_classes(self):
+            pass
+
+        def instantiate_classes(self):
+            pass
+
+        def _run_subcommand(self, subcommand):
+            pass
+
+    return ParseOnly(module, ["fit", "--config", str(path), "--run_dir", "r", *more]).options
+
+
+def count_parameters(config: HybridConfig) -> int:
+    with torch.device("meta"):
+        return HybridModel(config).num_parameters()
+
+
+def architecture(name: str) -> HybridConfig:
+    values = parse(CONFIGS / name)["model"]["architecture"]
+    return HybridConfig.from_dict(dict(values))
+
+
+@pytest.mark.parametrize(
+    "path", [*DISTILL, *TARGET], ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_every_shipped_config_parses_and_fits_together(path):
+    options = parse(path)
+    OptimizerConfig(**options["model"]["optimizer"])
+    Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
+    assert options["trainer"]["max_steps"] > options["model"]["optimizer"]["warmup_steps"]
+    assert options["data"]["train"] and options["data"]["seed"] == options["seed_everything"]
+
+
+def test_there_is_something_to_test():
+    assert {path.stem for path in DISTILL} >= {"quickstart", "chat-100m", "llama3.1-8b"}
+    assert {path.stem for path in TARGET} >= {"python-docs", "chat-100m"}
+
+
+@pytest.mark.parametrize("path", TARGET, ids=lambda path: path.stem)
+def test_targets_are_hybrids_that_the_layout_can_hold(path):
+    config = architecture(f"target/{path.name}")
+    assert 2 * len(config.attn_layers) == config.num_layers
+    assert config_files(config, "bfloat16")["mamba_config.json"]
+    options = parse(path)
+    assert options["tokenizer"]["vocab_size"] == config.vocab_size
+    assert options["export"]["dtype"] == "bfloat16"
+
+
+def test_the_shipped_target_is_at_most_16_mb():
+    assert 2 * count_parameters(architecture("target/python-docs.yaml")) <= 15.9e6
+
+
+def test_the_chat_drafter_is_at_most_an_eighth_of_its_target():
+    options = parse(CONFIGS / "distill/chat-100m.yaml")
+    drafter = HybridConfig.from_dict(dict(options["model"]["drafter"]))
+    target = architecture("target/chat-100m.yaml")
+    assert 60e6 <= count_parameters(target) <= 120e6
+    assert 8 * count_parameters(drafter) <= count_parameters(target)
+    assert drafter.attn_layers == () and drafter.num_layers == 2
+    assert drafter.vocab_size == target.vocab_size
+    assert config_files(drafter, "float32")["mamba_config.json"]
+    steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
+    assert steps == [40, 120, 400, 1200, 4000]
+
+
+def test_the_quickstart_drafter_is_sliced_and_exported_five_times():
+    options = parse(CONFIGS / "distill/quickstart.yaml")
+    assert options["model"]["drafter"] is None
+    sliced = drafter_config_from(architecture("target/python-docs.yaml"))
+    assert sliced.attn_layers == () and sliced.num_layers == 2
+    steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
+    assert len(steps) == 5 and steps[-1] == options["trainer"]["max_steps"]
+
+
+def test_overrides_win_over_the_file():
+    options = parse(
+        CONFIGS / "distill/quickstart.yaml", "--trainer.max_steps", "200",
+        "--model.optimizer.lr=0.5", "--data.train", "[a.jsonl,b.jsonl]",
+    )  # fmt: skip
+    assert options["trainer"]["max_steps"] == 200
+    assert options["model"]["optimizer"]["lr"] == 0.5
+    assert options["data"]["train"] == ["a.jsonl", "b.jsonl"]
+
+
+def test_an_unknown_key_in_a_file_is_refused(tmp_path, capsys):
+    text = (CONFIGS / "distill/quickstart.yaml").read_text()
+    path = tmp_path / "typo.yaml"
+    path.write_text(text.replace("warmup_steps", "warm_up_steps"))
+    with pytest.raises(SystemExit) as stopped:
+        DistillCLI(Distillation, ["fit", "--config", str(path), "--run_dir", "r"])
+    assert stopped.value.code == 2
+    assert "warm_up_steps" in capsys.readouterr().err
