@@ -90,5 +90,6 @@ def sample_siblings(laws: Tensor, counts: list[int], choose: Chooser) -> Tensor:
         rows = index_tensor(wanting, laws.device)
         tokens = choose(without(laws[rows], taken[rows]))
         drawn[rows, sibling] = tokens
-        taken[rows, tokens] = True
+        # scatter, not an assignment of True: that would copy a scalar from the host
+        taken[rows] = taken[rows].scatter(-1, tokens[:, None], True)
     return drawn

@@ -6,8 +6,10 @@ from stree.errors import UsageError
 from stree.sampling import RandomChooser, sample_siblings, sampling_law, without
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1, 0, 1), (0.7, 5, 1), (1.3, 0, 0.6),
-                                                       (0.9, 8, 0.8), (1, 1, 1), (1, 0, 1e-6)])  # fmt: skip
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1, 0, 1), (0.7, 5, 1), (1.3, 0, 0.6), (0.9, 8, 0.8), (1, 1, 1), (1, 0, 1e-6)],
+)
 def test_law_is_transformers(temperature, top_k, top_p):
     logits = torch.randn(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     scores = TemperatureLogitsWarper(float(temperature))(None, logits)

@@ -1,4 +1,4 @@
-"""Small stand-ins with known answers: tables of logits, tiny hybrids, and an enumerating chooser."""
+"""Small stand-ins with known answers: tables of logits, tiny hybrids, an enumerating chooser."""
 
 from __future__ import annotations
 
