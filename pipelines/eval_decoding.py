@@ -76,6 +76,7 @@ class Answerer:
             seed = prompt_seed(job.seed, job.benchmark.name, prompt.id, index)
             output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
             turn = Turn(
+                user=prompt.turns[index],
                 num_prompt_tokens=len(prompt_ids),
                 tokens=tuple(output.tokens),
                 text=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
@@ -199,7 +200,7 @@ class Answerer:
     def _max_length(self) -> int:
         """Room for every conversation. Answers come back through the tokenizer, which may cut
         them into more tokens than were generated: twice as many are allowed for."""
-        silence = Turn(num_prompt_tokens=0, tokens=(), text="", finish_reason="")
+        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
         longest = 0
         for prompt in (prompt for benchmark in self.benchmarks for prompt in benchmark.prompts):
             last = len(prompt.turns) - 1

@@ -130,8 +130,10 @@ class ResultRow(Record):
 
 
 class Turn(Record):
-    """One answer. `tokens` are the new ones, the prefill's first and a closing EOS included."""
+    """What the user said and the answer, in the text's own words and in `tokens`: the new ones, the
+    prefill's first and a closing EOS included."""
 
+    user: str
     num_prompt_tokens: int
     tokens: tuple[int, ...]
     text: str

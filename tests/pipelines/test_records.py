@@ -37,7 +37,9 @@ def sample(prompt_id: str = "a", **changes) -> SampleRow:
         "decoding_hash": "d", "num_new_tokens": 3, "num_calls": 2, "num_nodes": 26,
         "accepted_per_call": (1, 0), "tree_max_depth": 4, "prefill_s": 0.1, "decode_s": 0.2,
         "time_ms": {"draft": 1.0},
-        "turns": (Turn(num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos"),),
+        "turns": (Turn(
+            user="?", num_prompt_tokens=3, tokens=(1, 2, 3), text="ünï", finish_reason="eos",
+        ),),
     }  # fmt: skip
     return SampleRow(**{**values, **changes})
 

@@ -1,0 +1,314 @@
+"""Reports from records written by hand, so that every number in them is known."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from stree import metrics
+from stree.errors import BadData, UsageError
+from stree_pipelines.evaluation import summarise_lossless
+from stree_pipelines.records import (
+    BaselineTiming,
+    Divergence,
+    Environment,
+    ResultRow,
+    ResultStore,
+    SampleRow,
+    Tree,
+    Turn,
+)
+from stree_pipelines.report import main, write_report
+from stree_pipelines.report_data import POOLED, expected_tau, load_run
+from stree_pipelines.report_tables import advise, table6
+
+STEPS = (100, 1000, 10000)
+NUM_PROMPTS = 6
+# Calls of a prompt's 60 new tokens, by method and position in STEPS; a call takes 10 ms in all.
+CALLS = {"vanilla_sd": (50, 40, 30), "stree": (40, 30, 20)}
+CALL_S = {"autoregressive": 0.010, "vanilla_sd": 0.012, "stree": 0.013}
+TREES = {
+    "vanilla_sd": Tree(name="chain-4", parents=(-1, 0, 1, 2, 3)),
+    "stree": Tree(name="paper", parents=(-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7)),
+}
+
+
+def make_sample(method, step, benchmark, index, temperature, num_calls, divergence=None):
+    call_s = CALL_S[method] * (1 + 0.01 * index)
+    baseline = None
+    if method != "autoregressive":
+        spent_s = 60 * CALL_S["autoregressive"] * (1 + 0.01 * index)
+        baseline = BaselineTiming(num_new_tokens=60, prefill_s=0.01, decode_s=spent_s)
+    accepted = [60 // num_calls - 1] * num_calls
+    for extra in range(60 - sum(accepted) - num_calls):
+        accepted[extra] += 1
+    turn = Turn(
+        user=f"Question {index}?", num_prompt_tokens=5, tokens=(1,), text="<b>answer</b> ünï",
+        finish_reason="length",
+    )  # fmt: skip
+    return SampleRow(
+        checkpoint_sha256=step and str(step), step=step, method=method,
+        tree=TREES[method].name if method in TREES else None, benchmark=benchmark,
+        prompt_id=f"q{index}", category="", temperature=temperature, seed=0,
+        decoding_hash=f"{method}{temperature}", turns=(turn,), num_new_tokens=60,
+        num_calls=num_calls, num_nodes=num_calls, accepted_per_call=tuple(accepted),
+        tree_max_depth=4 if method in TREES else 0, prefill_s=0.01, decode_s=num_calls * call_s,
+        time_ms=dict.fromkeys(("draft", "verify", "accept", "commit"), 225.0 * num_calls * call_s),
+        baseline=baseline, divergence=divergence,
+        lossless=None if temperature or baseline is None else divergence is None,
+    )  # fmt: skip
+
+
+def make_row(method, step, benchmark, answers, temperature, **changes):
+    baselines = [s.baseline for s in answers] if step else answers
+    values = {
+        "step": step, "checkpoint": step and f"run/drafter/step-{step:08d}",
+        "checkpoint_sha256": step and str(step), "target": "target", "target_sha256": "7a",
+        "method": method, "tree": TREES.get(method), "verifier": None, "benchmark": benchmark,
+        "prompts_hash": "p", "temperature": temperature, "num_prompts": len(answers),
+        "max_new_tokens": 61, "ignore_eos": True, "seed": 0,
+        "decoding_hash": f"{method}{temperature}", "lossless": summarise_lossless(answers),
+        "environment": Environment(
+            git_sha="abc", device="Test device", dtypes={"weights": "float32"},
+            versions={"torch": "2"}, command_line="eval_spec.py", num_processes=1, num_threads=1,
+        ),
+        "samples": f"samples_{step}_{method}_{benchmark}_{temperature:g}.jsonl",
+        **metrics.summarise(answers, baselines),
+    }  # fmt: skip
+    return ResultRow(**{**values, **changes})
+
+
+def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), divergence=None):
+    store = ResultStore(folder / "eval")
+    for benchmark in benchmarks:
+        for temperature in temperatures:
+            plans = [("autoregressive", None, 60)]
+            plans += [
+                (m, s, CALLS[m][i]) for i, s in enumerate(STEPS) for m in ("vanilla_sd", "stree")
+            ]
+            for method, step, calls in plans:
+                samples = [
+                    make_sample(method, step, benchmark, i, temperature, calls,
+                                divergence if (step, method, i) == (100, "stree", 0) else None)
+                    for i in range(NUM_PROMPTS)
+                ]  # fmt: skip
+                store.publish(make_row(method, step, benchmark, samples, temperature), samples)
+    lines = ["step,loss,simulated_acceptance,val_loss,lr"]
+    lines += [f"{step},{5 / step:.4f},0.{step % 7},,0.1" for step in range(10, 200, 10)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("run"))
+    write_report(folder)
+    return folder
+
+
+def test_table6_has_the_papers_layout_and_the_records_numbers(run):
+    data = load_run(run)
+    rows = {(r.step, r.method): r for r in data.rows
+            if (r.benchmark, r.temperature) == ("mt_bench", 0)}  # fmt: skip
+    head, plain, chain_speed, chain_tau, tree_speed, tree_tau = table6(data, "mt_bench", 0.0).rows
+    assert head == ("", "100 step", "1000 step", "10000 step")
+    assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
+        "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
+        "τ (STree)",
+    ]  # fmt: skip
+    for column, step in enumerate(STEPS, start=1):
+        for method, speed, tau in (
+            ("vanilla_sd", chain_speed, chain_tau),
+            ("stree", tree_speed, tree_tau),
+        ):
+            row = rows[step, method]
+            assert speed[column].startswith(f"{row.tokens_per_second:.2f} ({row.speedup:.2f}×)")
+            assert tau[column].startswith(f"{row.acceptance_length:.2f} [")
+            low, high = row.confidence_intervals["speedup"]
+            assert speed[column].endswith(f" [{low:.2f}, {high:.2f}]")
+        assert plain[column] == f"{rows[None, 'autoregressive'].tokens_per_second:.2f}"
+
+
+def test_table6_by_hand(run):
+    """Step 10000: the tree takes 20 calls of 13 ms for what plain decoding takes 60 of 10 ms."""
+    table = table6(load_run(run), "mt_bench", 1.0)
+    assert table.rows[5][3] == "3.00 [3.00, 3.00]"
+    assert "(2.31×) [2.31, 2.31]" in table.rows[4][3]  # 600 / 260
+
+
+def test_the_pool_holds_all_prompts_of_all_benchmarks(run):
+    cell = load_run(run).cell("step-00001000", "stree", POOLED, 0.0)
+    assert cell.num_prompts == 2 * NUM_PROMPTS
+    assert cell["acceptance_length"] == 2.0
+
+
+def test_markdown_is_a_table_that_lines_up(run):
+    text = (run / "table6.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert len(tables) == 6  # (pool + 2 benchmarks) × 2 temperatures
+    for table in tables:
+        lines = table.splitlines()
+        assert len(lines) == 7
+        assert len({len(line) for line in lines}) == 1
+        assert len({line.count("|") for line in lines}) == 1
+
+
+class Resources(HTMLParser):
+    """Collects whatever a browser would fetch, and checks that elements nest."""
+
+    VOID = ("meta", "br", "link", "img", "input", "hr", "path", "use", "rect", "line", "circle")
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.open, self.texts = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
+                self.fetched.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_page_is_self_contained_and_well_formed(run):
+    html = (run / "report.html").read_text(encoding="utf-8")
+    page = Resources()
+    page.feed(html)
+    assert page.open == []
+    assert all(target.startswith("#") for target in page.fetched)
+    for outside in ("http:", "https:", "//cdn", "@import", "<script", "<link"):
+        assert outside not in html
+    assert not [url for url in re.findall(r"url\((.*?)\)", html) if not url.startswith("#")]
+
+
+def test_page_shows_every_section(run):
+    html = (run / "report.html").read_text(encoding="utf-8")
+    for title in (
+        "Use the tree", "Speed and acceptance length", "Acceptance length", "Distillation loss",
+        "Drafts accepted per call", "Acceptance by depth", "Where a call&#39;s time goes",
+        "Losslessness", "Sample outputs", "Environment", "Test device",
+    ):  # fmt: skip
+        assert title in html, title
+    assert html.count("<svg") == 9
+    assert "72 of 72 greedy answers" in html
+    # a model's text is text
+    assert "<b>answer</b>" not in html and "&lt;b&gt;answer&lt;/b&gt; ünï" in html
+
+
+def test_reports_are_reproducible(run, tmp_path):
+    for path in write_report(run, tmp_path):
+        assert path.read_bytes() == (run / path.name).read_bytes()
+
+
+def test_divergences_are_listed_with_their_gap(tmp_path):
+    divergence = Divergence(
+        prompt_id="q0", turn=0, position=17, token=3, autoregressive_token=4, logit_gap=0.00123
+    )
+    make_run(tmp_path, ("gsm8k",), (0.0,), divergence)
+    write_report(tmp_path)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "35 of 36 greedy answers" in html
+    assert "at most\n0.0012 logits" in html and "0.00123" in html
+
+
+def test_works_without_training_files_or_samples(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    (tmp_path / "metrics.csv").unlink()
+    for path in (tmp_path / "eval").glob("samples_*"):
+        path.unlink()
+    write_report(tmp_path)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "No metrics.csv" in html and "Distillation loss" not in html
+    assert "2.31×" in (tmp_path / "table6.md").read_text()
+
+
+def test_works_on_the_baseline_alone(tmp_path):
+    samples = [make_sample("autoregressive", None, "b", i, 0.0, 60) for i in range(2)]
+    store = ResultStore(tmp_path)
+    store.publish(make_row("autoregressive", None, "b", samples, 0.0), samples)
+    assert {path.name for path in write_report(tmp_path)} == {"table6.md", "report.html"}
+
+
+def test_a_missing_cell_is_a_dash(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    store = ResultStore(tmp_path / "eval")
+    lost = next(r for r in store.results() if (r.step, r.method) == (1000, "vanilla_sd"))
+    store.forget({lost.key: lost.samples})
+    assert [row[2] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows[2:4]] == ["–", "–"]
+
+
+def test_two_trees_get_rows_of_their_own(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    store = ResultStore(tmp_path / "eval")
+    samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 30) for i in range(NUM_PROMPTS)]
+    wide = Tree(name="wide", parents=(-1, 0))
+    other = make_row("stree", 100, "gsm8k", samples, 0.0, decoding_hash="x",
+                     tree=wide, samples="samples_w.jsonl")  # fmt: skip
+    store.publish(other, samples)
+    heads = [row[0] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows]
+    assert "τ (STree, paper)" in heads and "τ (STree, wide)" in heads
+
+
+def test_the_latest_of_rows_with_other_settings_counts_and_that_is_said(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    store = ResultStore(tmp_path / "eval")
+    samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
+    again = make_row("stree", 100, "gsm8k", samples, 0.0, decoding_hash="x", max_new_tokens=9,
+                     samples="samples_again.jsonl")  # fmt: skip
+    store.publish(again, samples)
+    data = load_run(tmp_path)
+    assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
+    assert any("other settings" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "headline"),
+    [
+        # seconds of a call of (chain, tree); a prompt is 30 chain calls, 20 tree calls, 60 plain
+        ((0.012, 0.013), "Use the tree"),
+        ((0.008, 0.020), "Use the chain"),
+        ((0.025, 0.040), "Use plain decoding"),
+        ((0.010, 0.015), "Use the chain"),  # equal: the simpler one
+    ],
+)
+def test_advice_follows_the_measured_speeds(tmp_path, monkeypatch, seconds, headline):
+    monkeypatch.setitem(CALL_S, "vanilla_sd", seconds[0])
+    monkeypatch.setitem(CALL_S, "stree", seconds[1])
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    assert advise(load_run(tmp_path), 0.0)[0] == headline
+
+
+def test_simulated_tau_is_the_geometric_sum():
+    assert expected_tau(0.0) == 1
+    assert expected_tau(1.0) == 5
+    assert expected_tau(0.5) == 1.9375
+
+
+def test_command_prints_table6_and_paths(run, capsys):
+    main([str(run)])
+    printed = capsys.readouterr().out
+    assert "| τ (STree) " in printed and str(run / "report.html") in printed
+    assert "T = 0: Use the tree." in printed
+
+
+def test_no_results_is_one_clear_error(tmp_path):
+    with pytest.raises(UsageError, match=r"run eval_spec\.py first"):
+        write_report(tmp_path)
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    (tmp_path / "command.json").write_text("{")
+    with pytest.raises(BadData, match=r"command\.json"):
+        write_report(tmp_path)
