@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -278,7 +280,8 @@ class Layer(nn.Module):
             self.mlp = MLP(config)
 
     @property
-    def mixer(self) -> Attention | Mamba2:
+    def mixer(self) -> Any:
+        """The layer's `Attention` or `Mamba2`."""
         return self.mamba if hasattr(self, "mamba") else self.self_attn
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -296,6 +299,10 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.rms_norm_eps)
+
+    def pairs(self, per_layer: Sequence[Any]) -> Iterator[tuple[Layer, Any]]:
+        """Each layer with what belongs to it."""
+        return zip(cast(list[Layer], self.layers), per_layer, strict=True)
 
 
 class HybridModel(nn.Module):
@@ -416,7 +423,7 @@ class HybridModel(nn.Module):
             mask = mask.tril(start)[None, None]
         context = Context(*self._rotary(positions), mask=mask, start=start, bound=bound)
         x = self.model.embed_tokens(tokens)
-        for layer, layer_cache in zip(self.model.layers, cache.layers, strict=True):
+        for layer, layer_cache in self.model.pairs(cache.layers):
             x = x + layer.mixer.extend(layer.input_layernorm(x), layer_cache, context)
             x = layer.feed_forward(x)
         cache.length += num_tokens
@@ -444,7 +451,7 @@ class HybridModel(nn.Module):
             bound=bound or cache.num_committed + tree.num_nodes,
         )
         x = self.model.embed_tokens(tokens)
-        for layer, layer_cache in zip(self.model.layers, cache.layers, strict=True):
+        for layer, layer_cache in self.model.pairs(cache.layers):
             x = x + layer.mixer.tree(layer.input_layernorm(x), layer_cache, context)
             x = layer.feed_forward(x)
         return self.logits(self.model.norm(x))
@@ -452,7 +459,7 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     def settle(self, cache: HybridCache) -> None:
         """Replay the accepted path that is pending, if any, into states, tails and keys."""
-        for layer, layer_cache in zip(self.model.layers, cache.layers, strict=True):
+        for layer, layer_cache in self.model.pairs(cache.layers):
             if isinstance(layer_cache, MambaCache):
                 layer_cache.settle(layer.mixer.A, cache.path, cache.path_length)
             else:
@@ -474,7 +481,7 @@ class HybridModel(nn.Module):
         """One token a row, tokens (B,), each on its own states. Returns logits (B, V)."""
         x = self.model.embed_tokens(tokens)
         advanced = []
-        for layer, (tail, state) in zip(self.model.layers, states, strict=True):
+        for layer, (tail, state) in self.model.pairs(states):
             y, tail, state = layer.mixer.step(layer.input_layernorm(x), tail, state)
             x = layer.feed_forward(x + y)
             advanced.append((tail, state))
