@@ -52,6 +52,13 @@ class Workers:
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
+    def part(self) -> None:
+        """Leave the others, at the end of a command: a worker that just exits while another still
+        holds a connection to it may bring that one down."""
+        if self.count > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

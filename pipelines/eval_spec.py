@@ -3,7 +3,8 @@
 Every export of a run:  python pipelines/eval_spec.py --run runs/quickstart
 Chosen checkpoints:     python pipelines/eval_spec.py --target T --checkpoint A B --out eval
 Prompts split over GPUs: accelerate launch pipelines/eval_spec.py …
-Prompts split over CPUs: torchrun --nproc-per-node 2 pipelines/eval_spec.py --device cpu …
+Two CPU processes:      accelerate launch --multi_gpu --num_processes 2 pipelines/eval_spec.py \\
+                          --device cpu …   (--cpu would start one process only)
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
             failures.append((checkpoint, error))
             evaluation.progress.say(f"{checkpoint or settings.target}: {error}")
     evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
+    evaluation.workers.part()
     if failures:
         raise type(failures[0][1])(
             f"{len(failures)} of {len(checkpoints)} checkpoints failed, first "

@@ -122,7 +122,10 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
         axes.barh(range(len(cells)), widths, 0.55, left, color=PART_COLOURS[part], label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for height, total in enumerate(left):
-        axes.text(total, height, f" {total:.2f}", va="center", fontsize=8, color=INK)
+        axes.annotate(
+            f"{total:.2f}", (total, height), (4, 0), textcoords="offset points", va="center",
+            fontsize=8, color=INK,
+        )  # fmt: skip
     axes.set_yticks(range(len(cells)), [method_label(method) for method, _ in cells])
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.14)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,15 @@ from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
 from stree_pipelines.eval_context import Workers
-from stree_pipelines.eval_plan import EvaluationSettings, prompt_seed
+from stree_pipelines.eval_plan import EvaluationSettings, prompt_seed, resolve
+from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation import Evaluation
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.records import ResultStore
 from stree_pipelines.tokenizer_training import train_tokenizer
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
     "confidence_intervals", "environment",
@@ -260,6 +264,25 @@ def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, compl
     assert all(s.baseline for row in rows if row.step for s in store.samples(row))
 
 
+def test_sigkill_while_writing_then_the_same_command_completes(world, tmp_path, complete):
+    command = [
+        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
+        "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
+        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
+        "--checkpoint", str(export(world, 10)),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob("journals/*")):
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert len(ResultStore(tmp_path).results()) < 6
+    rows = quiet(settings_for(world, tmp_path, temperatures=(0.0, 1.0))).evaluate(export(world, 10))
+    by_key = {row.key: row for row in complete.results()}
+    assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
+
+
 def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     """Killed after the first prompt's three methods: warm-up and answer of each."""
     settings = settings_for(world, tmp_path)
@@ -288,16 +311,15 @@ def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
 
 def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "pipelines/eval_spec.py",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--main_process_port", "0", "pipelines/eval_spec.py",
         "--target", str(world / "target"), "--checkpoint", str(export(world, 10)),
         "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "1",
         "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", "--out", str(tmp_path),
     ]  # fmt: skip
-    repository = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=200
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     store = ResultStore(tmp_path)
@@ -316,11 +338,10 @@ def test_evaluations_of_one_folder_take_turns(world, tmp_path):
         "--benchmarks", str(world / "talk.jsonl"), "--temperatures", "0", "--max-new-tokens", "12",
         "--device", "cpu", "--ignore-eos", "--out", str(tmp_path), "--checkpoint",
     ]  # fmt: skip
-    repository = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
-            [*command, str(export(world, step))], cwd=repository, env=environment,
+            [*command, str(export(world, step))], cwd=REPOSITORY, env=environment,
             stderr=subprocess.PIPE, text=True,
         )
         for step in (1, 10)
@@ -441,6 +462,19 @@ def test_command_says_what_is_missing(tmp_path):
         eval_spec(["--out", str(tmp_path)])
     with pytest.raises(UsageError, match="no step-"):
         eval_spec(["--run", str(tmp_path)])
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/eval").glob("*.yaml")))
+def test_shipped_configs_are_understood(config, tmp_path):
+    options = build_parser().parse_args(["--config", str(config), "--out", "o", "--target", "t"])
+    settings, checkpoints = resolve(options.as_dict())
+    assert settings.methods == ("autoregressive", "vanilla_sd", "stree")
+    assert checkpoints == [None]
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(config.read_text() + "\nmax_new_token: 3\n")
+    with pytest.raises(SystemExit) as refused:
+        build_parser().parse_args(["--config", str(wrong)])
+    assert refused.value.code == 2
 
 
 def test_progress_prints_plain_lines_off_a_terminal():
