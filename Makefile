@@ -13,7 +13,7 @@ quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate ever
 	$(BIN)/python pipelines/report.py $(RUN)
 
 test: $(VENV)/ready-dev  ## set up, and run the tests
-	$(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .
