@@ -46,9 +46,13 @@ class LogMetrics(pl.Callback):
         step = trainer.global_step
         if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
             return
-        if step % trainer.log_every_n_steps and step not in (1, trainer.max_steps):
+        interval = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step % interval and step not in (1, trainer.max_steps):
             return
         self._logged_step = step
+        if step == self._started[0] + 1:
+            # The first step compiles kernels; it says nothing about the time that is left.
+            self._started = (step, time.perf_counter())
         names, values = zip(*pl_module.step_metrics.items(), strict=True)
         stacked = torch.stack([value.float() for value in values])
         if trainer.world_size > 1:
@@ -72,11 +76,13 @@ class LogMetrics(pl.Callback):
 
     def _say(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
         first, then = self._started
-        left_s = (time.perf_counter() - then) / max(step - first, 1) * (trainer.max_steps - step)
+        num_steps = step - first
+        left_s = (time.perf_counter() - then) * (trainer.max_steps - step) / max(num_steps, 1)
+        eta = clock(left_s) if num_steps or step == trainer.max_steps else "?"
         print(
             f"step {step}/{trainer.max_steps}  loss {row['loss']:.4f}  "
             f"simulated acceptance {row['simulated_acceptance']:.3f}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s  ETA {clock(left_s)}",
+            f"{row['tokens_per_second']:,.0f} tokens/s  ETA {eta}",
             flush=True,
         )
 
@@ -157,7 +163,7 @@ class EvaluateExports(pl.Callback):
         self._evaluated_step = step
         path = str(self.exports.path_of(step))
         if self.mode == "inline":
-            with pl_module.untimed(), untouched_random_state():
+            with pl_module.untimed(), untouched_training_state():
                 self._evaluate_here(path)
         elif trainer.is_global_zero:
             command = [sys.executable, str(EVAL_SCRIPT), *self._options(), "--checkpoint", path]
@@ -190,14 +196,22 @@ class EvaluateExports(pl.Callback):
 
 
 @contextmanager
-def untouched_random_state() -> Iterator[None]:
-    """Whatever draws random numbers inside leaves the generators as they were."""
+def untouched_training_state() -> Iterator[None]:
+    """Run inside as a process of its own would: with PyTorch's default precision and algorithms,
+    and without a trace in the training's random numbers."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 

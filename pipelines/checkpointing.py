@@ -304,7 +304,9 @@ class TrainingCheckpoints(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
         trainer.save_checkpoint(
-            step_directory(self.directory, step), storage_options=self.manifest_extra
+            step_directory(self.directory, step),
+            weights_only=False,
+            storage_options=self.manifest_extra,
         )
         self._saved_step = step
         if trainer.is_global_zero:

@@ -21,10 +21,10 @@ from stree.errors import UsageError
 
 # One (C, V) fp32 buffer: small enough to stay in cache on a CPU, large enough to fill a GPU.
 _CPU_BUFFER_BYTES = 8 << 20
-_CUDA_BUFFER_BYTES = 256 << 20
+_CUDA_BUFFER_BYTES = 512 << 20
 _MIN_CHUNK_TOKENS = 16
-# About six (C, V) buffers live at once, so C = M/24 keeps them at an eighth of 2·M·V.
-_MIN_NUM_CHUNKS = 24
+# About four (C, V) buffers live at once, so C = M/16 keeps them at an eighth of 2·M·V.
+_MIN_NUM_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_CV is None:
                     continue
                 grad_CV = grad_CV.div_(normalizer).to(compute_dtype)
-                if needs_hidden:
+                if grad_MD is not None:
                     grad_MD[rows] = grad_CV @ student_VD
-                if needs_head:
+                if grad_VD is not None:
                     if compute_dtype == torch.float32:
                         grad_VD.addmm_(grad_CV.T, student_CD)
                     else:
@@ -245,6 +245,7 @@ def _chunk_terms(
             return grad_CV
         del log_q_CV
         labels_C = None
+    assert teacher_CV is not None
     if temperature != 1.0:
         student_CV.div_(temperature)
         teacher_CV.div_(temperature)

@@ -67,7 +67,8 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
         UsageError: RUN was made with another model, other data or another seed.
     """
     path = run_dir / "config.yaml"
-    if path.is_file():
+    # A run that never got to its first checkpoint has nothing that another config could spoil.
+    if path.is_file() and any((run_dir / "checkpoints").glob("step-*")):
         _require_same_run(path, config)
     sweep_leftovers(run_dir)
     write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))

@@ -59,7 +59,8 @@ class TargetCLI(TrainingCLI):
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])
-        if rank_zero_only.rank == 0 and not folder.is_dir():
+        is_main = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if is_main and not folder.is_dir():
             say(f"training a tokenizer of {options['vocab_size']} ids")
             train = data["train"]
             sources = [train] if isinstance(train, str) else train

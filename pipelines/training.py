@@ -73,12 +73,18 @@ class Training(pl.LightningModule):
     """What both kinds of training share. `exported` is the model that is trained."""
 
     exported: HybridModel
+    has_two_terms = False  # whether the loss is a sum whose parts are worth a column each
 
-    def __init__(self, optimizer: OptimizerConfig, chunk_tokens: int | None) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, chunk_tokens: int | None, compile_layers: bool
+    ) -> None:
         super().__init__()
+        self.compile_layers = compile_layers
         self.optimizer_config = optimizer
         self.chunk_tokens = chunk_tokens
-        self.tokens_seen = 0  # real tokens (no padding) that went through, on all ranks
+        # Real tokens (no padding) that went through; with several ranks, as if each had as many
+        # as this one.
+        self.tokens_seen = 0
         self.untimed_s = 0.0  # spent in `untimed`
         # Of the last step, on the device: reading them is a host sync.
         self.step_metrics: dict[str, Tensor] = {}
@@ -133,6 +139,14 @@ class Training(pl.LightningModule):
                 "steps, the learning rate depends on it"
             )
         self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+        if self.compile_layers:
+            for model in self.compiled_models():
+                for layer in model.model.layers:
+                    layer.compile(dynamic=False)
+
+    def compiled_models(self) -> list[HybridModel]:
+        """The models whose layers `compile_layers` is about."""
+        return [self.exported]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         terms = self.loss_terms(batch, self._global_normalizer(batch))
@@ -140,9 +154,9 @@ class Training(pl.LightningModule):
         self.step_metrics = {
             "loss": terms.loss.detach(),
             "simulated_acceptance": terms.simulated_acceptance,
-            "kl": terms.kl,
-            "cross_entropy": terms.cross_entropy,
         }
+        if self.has_two_terms:
+            self.step_metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
         return terms.loss
 
     @abstractmethod
@@ -183,7 +197,8 @@ class Training(pl.LightningModule):
         good = norm.isfinite() & self.step_metrics["loss"].isfinite()
         fresh_bad = ~good & (self._first_bad_step < 0)
         self._first_bad_step = torch.where(fresh_bad, step, self._first_bad_step)
-        if self.device.type == "cpu" or (step + 1) % self.trainer.log_every_n_steps == 0:
+        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.device.type == "cpu" or (step + 1) % interval == 0:
             self.require_finite()
 
     def require_finite(self) -> None:
@@ -268,6 +283,7 @@ class Distillation(Training):
         optimizer: OptimizerConfig = OptimizerConfig(),
         target_dtype: Literal["float32", "bfloat16"] = "float32",
         chunk_tokens: int | None = None,
+        compile_layers: bool = False,
     ) -> None:
         """
         Args:
@@ -280,10 +296,12 @@ class Distillation(Training):
             optimizer: see OptimizerConfig.
             target_dtype: in which the frozen target's weights are held.
             chunk_tokens: tokens whose logits exist at once; null chooses.
+            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
         """
-        super().__init__(optimizer, chunk_tokens)
+        super().__init__(optimizer, chunk_tokens, compile_layers)
         self.target_path = target
         self.ce_weight = ce_weight
+        self.has_two_terms = ce_weight > 0
         self.temperature = temperature
         model = load_model(target, dtype=getattr(torch, target_dtype)).eval().requires_grad_(False)
         # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
@@ -294,6 +312,9 @@ class Distillation(Training):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self.target.to(self.device)
+
+    def compiled_models(self) -> list[HybridModel]:
+        return [self.exported, self.target]
 
     def counted_mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask"]
@@ -325,6 +346,7 @@ class TargetTraining(Training):
         loss_on: Literal["assistant", "all"] = "all",
         optimizer: OptimizerConfig = OptimizerConfig(),
         chunk_tokens: int | None = None,
+        compile_layers: bool = False,
     ) -> None:
         """
         Args:
@@ -332,8 +354,9 @@ class TargetTraining(Training):
             loss_on: the assistant's tokens only, or all tokens of a conversation.
             optimizer: see OptimizerConfig.
             chunk_tokens: tokens whose logits exist at once; null chooses.
+            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
         """
-        super().__init__(optimizer, chunk_tokens)
+        super().__init__(optimizer, chunk_tokens, compile_layers)
         self.loss_on = loss_on
         self.exported = HybridModel(architecture)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.utils.deterministic
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -39,7 +42,15 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "enable_model_summary": False,
     "enable_progress_bar": sys.stderr.isatty(),
     "devices": 1,
+    # Or a resumed run on a GPU would not be the same run; costs a few percent.
+    "deterministic": True,
 }
+# What Lightning and mamba-ssm say to everybody and nobody here can act on.
+NOISE = (
+    "You have overridden `on_before_batch_transfer`",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
+)
 
 
 class TrainingCLI(LightningCLI):
@@ -92,14 +103,18 @@ class TrainingCLI(LightningCLI):
         return Path(self.options["run_dir"])
 
     def before_instantiate_classes(self) -> None:
-        torch.set_float32_matmul_precision("high")
+        _quieten()
+        if torch.cuda.is_available():
+            torch.set_float32_matmul_precision("high")
+        # Deterministic mode would also fill every new tensor with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if not self.options["show_mask"]:
+            self._dump_config()
             self._prepare_run()
 
     @rank_zero_only
     def _prepare_run(self) -> None:
         """Whatever can be refused is refused here, before a model is loaded."""
-        self._dump_config()
         target = self.target_path
         prepare_run_folder(
             self.run_dir,
@@ -169,7 +184,8 @@ class TrainingCLI(LightningCLI):
         return {}
 
     def _callback(self, kind: type) -> Any:
-        return next(each for each in self.trainer.callbacks if isinstance(each, kind))
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, kind))
 
     def fit(self, **kwargs: Any) -> None:
         """Train from the last valid checkpoint on, or say that there is nothing left to do."""
@@ -202,6 +218,13 @@ class TrainingCLI(LightningCLI):
 def say(line: str) -> None:
     """Print on the main process."""
     print(line, flush=True)
+
+
+def _quieten() -> None:
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -223,6 +223,12 @@ def test_other_model_settings_do_not_go_on_in_the_same_folder(workspace, copy_of
         distill.main(distill_arguments(workspace, copy_of_run(2), *more, steps=STEPS))
 
 
+def test_a_folder_without_a_checkpoint_takes_any_settings(workspace, copy_of_run):
+    run_dir = copy_of_run(0)
+    distill.main(distill_arguments(workspace, run_dir, "--model.optimizer.lr", "0.5", steps=1))
+    assert [row["step"] for row in metric_rows(run_dir)] == ["1"]
+
+
 def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(
     workspace, uninterrupted, tmp_path, monkeypatch
 ):

@@ -20,7 +20,7 @@ from stree.files import verify_manifest
 from stree.models.convert import load_model
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines import callbacks, distill, export
-from stree_pipelines.callbacks import clock, untouched_random_state
+from stree_pipelines.callbacks import clock, untouched_training_state
 from stree_pipelines.checkpointing import SafeCheckpointIO
 from stree_pipelines.export import Exports, log_spaced_steps, point_to
 
@@ -246,7 +246,7 @@ def test_random_numbers_inside_do_not_count():
     first, want = draw(), draw()
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     assert draw() == first
-    with untouched_random_state():
+    with untouched_training_state():
         torch.manual_seed(9), np.random.seed(9), random.seed(9)
         draw()
     assert draw() == want

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,9 +84,7 @@ def test_the_loss_predicts_the_next_token(workspace):
     batch = {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
     p = module.target(tokens, segments).softmax(-1)
     log_q = module.exported(tokens, segments).log_softmax(-1)
-    terms = [
-        (p[b, t - 1] * (p[b, t - 1].log() - log_q[b, t - 1])).sum() for b, t in mask.nonzero()
-    ]
+    terms = [(p[b, t - 1] * (p[b, t - 1].log() - log_q[b, t - 1])).sum() for b, t in mask.nonzero()]
     torch.testing.assert_close(module.loss_terms(batch).loss, torch.stack(terms).mean())
 
 
@@ -153,6 +152,23 @@ def test_two_half_batches_are_one_batch(workspace, tmp_path):
         assert (ours["step"], ours["tokens_seen"]) == (theirs["step"], theirs["tokens_seen"])
         assert ours["lr"] == theirs["lr"]
         assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=0.3)
+
+
+def test_two_processes_train_the_same_curve(workspace, tmp_path):
+    """Global batch of 4 rows on one rank, or 2 on each of two: gradients are averaged over tokens,
+    whichever rank holds them, so only the order of sums differs."""
+    more = (*random_drafter(), "--trainer.limit_val_batches", "0", "--data.batch_size")
+    one, two = (distill_arguments(workspace, tmp_path / name, *more, steps=4) for name in "ab")
+    distill.main([*one, "4"])
+    command = [sys.executable, distill.__file__, *two, "2"]
+    command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (metric_rows(tmp_path / name) for name in "ab")
+    for row, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "simulated_acceptance", "grad_norm", "lr"):
+            assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
 
 
 def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
