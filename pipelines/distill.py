@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from stree.errors import exit_with_reason
+from stree.models.config import HybridConfig
 from stree_pipelines.eval_context import checkpoint_sha256
 from stree_pipelines.training import Distillation
 from stree_pipelines.training_cli import TrainingCLI
@@ -22,9 +23,19 @@ from stree_pipelines.training_cli import TrainingCLI
 class DistillCLI(TrainingCLI):
     """Data is tokenised with the target's own tokenizer; exports are drafters."""
 
+    description = (
+        "Distil a drafter from a frozen target; the same command goes on where it stopped."
+    )
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.link_arguments("model.target", "data.tokenizer")
+
+    def before_instantiate_classes(self) -> None:
+        drafter = self.options["model"]["drafter"]
+        if drafter is not None:
+            HybridConfig(**drafter)  # its own reasons read better than the parser's about a union
+        super().before_instantiate_classes()
 
     def origin(self) -> dict[str, Any]:
         return {

@@ -184,7 +184,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 student_CD = student_MD[rows].to(compute_dtype)
                 student_CV = (student_CD @ student_VD.T).float()
                 teacher_CV = None
-                if teacher_MD is not None:
+                if teacher_MD is not None and teacher_VD is not None:
                     teacher_CV = (teacher_MD[rows].to(compute_dtype) @ teacher_VD.T).float()
                 grad_CV = _chunk_terms(
                     student_CV, teacher_CV, None if labels_M is None else labels_M[rows],

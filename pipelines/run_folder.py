@@ -20,7 +20,7 @@ import yaml
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import UsageError
+from stree.errors import CannotWrite, UsageError
 from stree.files import sweep_leftovers, write_atomically
 from stree_pipelines.eval_context import describe_environment
 from stree_pipelines.records import config_hash
@@ -66,6 +66,12 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
         CannotWrite: the folder or disk refuses.
         UsageError: RUN was made with another model, other data or another seed.
     """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
+        ) from error
     path = run_dir / "config.yaml"
     # A run that never got to its first checkpoint has nothing that another config could spoil.
     if path.is_file() and any((run_dir / "checkpoints").glob("step-*")):

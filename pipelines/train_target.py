@@ -28,6 +28,7 @@ TOKENIZER_DEADLINE_S = 1800.0
 class TargetCLI(TrainingCLI):
     """Exports are targets; with `tokenizer.vocab_size` the tokenizer is trained first."""
 
+    description = "Train a hybrid target; the same command goes on where it stopped."
     export_folder = "target"
     evaluates = False
 

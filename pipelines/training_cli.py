@@ -56,6 +56,7 @@ NOISE = (
 class TrainingCLI(LightningCLI):
     """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
 
+    description = "Train in a run folder that the same command resumes."
     export_folder = "drafter"
     evaluates = True
 
@@ -68,7 +69,12 @@ class TrainingCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            parser_kwargs={"allow_abbrev": False, "fit": {"allow_abbrev": False}},
+            # A misspelt option must not pass for an abbreviation.
+            parser_kwargs={
+                "description": self.description,
+                "allow_abbrev": False,
+                "fit": {"description": self.description, "allow_abbrev": False},
+            },
             args=args,
         )
 

@@ -247,10 +247,17 @@ def test_weights_that_are_not_finite_are_never_written(workspace, tmp_path, monk
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(tmp_path):
+@pytest.mark.parametrize("place", ["file/run", "/proc/run"])
+def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(place, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CannotWrite):
-        distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / "file/run"))
+    with pytest.raises(CannotWrite, match="choose another"):
+        distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / place))
+
+
+def test_a_drafter_that_does_not_fit_together_says_why(workspace, tmp_path):
+    more = random_drafter(attn_layers=[5])
+    with pytest.raises(UsageError, match=r"attn_layers \(5,\) must be distinct layer indices"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(workspace, tmp_path):
