@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for anything narrower, else the dtype itself."""
@@ -189,6 +191,116 @@ def conv_replay(tail: Tensor, inputs: Tensor, path: Tensor, path_length: Tensor)
     seen = torch.cat([tail, inputs[rows, path].to(tail.dtype)], dim=1)
     newest = path_length[:, None] + torch.arange(tail.shape[1], device=path.device)
     return seen[rows, newest]
+
+
+def mamba_tree(
+    projected: Tensor,
+    rows: Tensor,
+    state: Tensor,
+    weights: MixerWeights,
+    shape: MixerShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """Everything between a Mamba-2 layer's projections, for nodes first … first + Q − 1 of a tree.
+
+    With first = 0 a new tree begins: the last one's accepted path is replayed into the state,
+    and the new one's inputs go to the other half of `rows`. Else the tree grows.
+
+    Args: projected (B, Q, H·P + C + H), z and then what `rows` keeps; rows (2, B, W − 1 + N, C + H)
+    raw conv inputs and dt of [committed tail, nodes], twice: `steering.parity` says where the last
+    tree is, and the caller flips it after all layers; state (B, H, P, S).
+    Returns y (B, Q, H·P) in projected's dtype, before the gate. Writes `rows` and `state`.
+    """
+    batch, num_new, _ = projected.shape
+    half = steering.parity
+    if first == 0:
+        tail = mamba_replay(rows, state, weights, shape, steering)
+        half = 1 - half
+        rows[half, :, : shape.tail] = tail[None]
+    kept = projected[..., shape.d_inner :]
+    nodes = slice(shape.tail + first, shape.tail + first + num_new)
+    rows[half, :, nodes] = kept[None]
+    seen = rows.index_select(0, half)[0, :, : nodes.stop]
+    outputs = []
+    for row in range(batch):  # each sequence may have its own tree
+        variant = steering.variant[row : row + 1]
+        windows = topology.windows.index_select(0, variant)[0, : first + num_new].long()
+        ancestors = topology.ancestors.index_select(0, variant)[0]
+        ancestors = ancestors[: first + num_new, : first + num_new]
+        inputs = conv_channels(seen[row : row + 1, :, : shape.num_channels], shape)
+        convolved = tree_conv(
+            inputs[:, shape.tail :], inputs[:, : shape.tail], weights.conv, weights.conv_bias, windows
+        )
+        x, B, C = split_channels(F.silu(convolved), shape)
+        dt = positive_dt(seen[row : row + 1, shape.tail :, shape.num_channels :], weights, shape)
+        A = -weights.A_log.to(dt.dtype).exp()
+        y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state[row : row + 1])
+        outputs.append(y[:, first:].flatten(-2))
+    return torch.cat(outputs)
+
+
+def mamba_replay(
+    rows: Tensor, state: Tensor, weights: MixerWeights, shape: MixerShape, steering: Steering
+) -> Tensor:
+    """Advance a layer's state, in place, along the accepted path of the tree that `rows` holds.
+
+    Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
+    """
+    seen = rows.index_select(0, steering.parity)[0]
+    sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
+    path, path_length = steering.path, steering.path_length
+    counts = torch.arange(path.shape[1], device=path.device) < path_length[:, None]
+    path = torch.where(counts, path, 0)
+    # where(), not a product: an uncounted node may hold anything, NaN included
+    walked = torch.where(counts[..., None], seen[sequences, shape.tail + path], 0.0)
+    line = torch.cat([seen[:, : shape.tail], walked.to(seen.dtype)], dim=1)
+    inputs = conv_channels(line[..., : shape.num_channels], shape)
+    steps = torch.arange(path.shape[1], device=path.device)
+    windows = steps[:, None] + torch.arange(shape.width, device=path.device)
+    convolved = tree_conv(
+        inputs[:, shape.tail :], inputs[:, : shape.tail], weights.conv, weights.conv_bias, windows
+    )
+    x, B, _ = split_channels(F.silu(convolved), shape)
+    dt = positive_dt(walked[..., shape.num_channels :], weights, shape)
+    A = -weights.A_log.to(dt.dtype).exp()
+    state.copy_(replay(state, x, dt, A, B, steps.expand_as(path), path_length))
+    newest = path_length[:, None] + torch.arange(shape.tail, device=path.device)
+    return line[sequences, newest]
+
+
+def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
+    """Projected x, B and C (…, C) as the conv takes them: x and B repeated a head if need be."""
+    if not shape.repeat_before_conv:
+        return projected
+    x, B, C = projected.split(shape.xbc_dims, dim=-1)
+    repeated = [
+        part.unflatten(-1, (groups, -1))
+        .repeat_interleave(shape.num_heads // groups, dim=-2)
+        .flatten(-2)
+        for part, groups in ((x, shape.x_groups), (B, shape.b_groups))
+    ]
+    return torch.cat([*repeated, C], dim=-1)
+
+
+def split_channels(convolved: Tensor, shape: MixerShape) -> tuple[Tensor, Tensor, Tensor]:
+    """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of the conv's output."""
+    x_groups, b_groups, c_groups = shape.scan_groups
+    x, B, C = convolved.split(
+        [x_groups * shape.head_dim, b_groups * shape.d_state, c_groups * shape.d_state], dim=-1
+    )
+    return (
+        x.unflatten(-1, (x_groups, -1)),
+        B.unflatten(-1, (b_groups, -1)),
+        C.unflatten(-1, (c_groups, -1)),
+    )
+
+
+def positive_dt(dt: Tensor, weights: MixerWeights, shape: MixerShape) -> Tensor:
+    """dt (…, H) after bias, softplus and clamp, in the accumulation dtype."""
+    dtype = accumulation_dtype(dt.dtype)
+    return F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype)).clamp(*shape.dt_limit)
 
 
 def segment_conv(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stree.errors import UsageError
 
-MAX_NODES = 128
+MAX_NODES = 256
 _SHIPPED = Path(__file__).resolve().parent.parent / "configs" / "trees"
 
 
@@ -22,7 +22,7 @@ class TokenTree:
     """A static token tree; node 0 is the root, the last token that is already certain.
 
     Args: parents, one index a node, −1 for the root, each before its children. Raises
-    `UsageError` for any other order, for more than 128 nodes, or for an empty tree.
+    `UsageError` for any other order, for more than 256 nodes, or for an empty tree.
     """
 
     parents: tuple[int, ...]

@@ -37,7 +37,7 @@ def test_shapes():
         ((-1, 1), "node 1 has parent 1"),
         ((-1, -1), "node 1 has parent -1"),
         ((-1, 0.5), "whole numbers"),
-        (tuple(range(-1, 128)), "129 nodes"),
+        (tuple(range(-1, 256)), "257 nodes"),
     ],
 )
 def test_bad_trees_are_refused(parents, complaint):

@@ -1,0 +1,107 @@
+"""What the ops of a tree call share: a mixer's dimensions, the trees, and what steers a call.
+
+Shapes: B batch, N tree nodes, H heads, P head dim, S state, G groups, C channels, W conv width,
+K slots of an accepted path, Z trees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MixerShape:
+    """Dimensions of a Mamba-2 mixer whose projection gives [z, x, B, C, dt] side by side.
+
+    Head h reads x from group h // (num_heads // x_groups), likewise B and C. With
+    `repeat_before_conv`, x and B have a conv channel a head all the same.
+    """
+
+    num_heads: int
+    head_dim: int
+    d_state: int
+    x_groups: int
+    b_groups: int
+    c_groups: int
+    width: int  # of the conv
+    repeat_before_conv: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def xbc_dims(self) -> tuple[int, int, int]:
+        """Projected channels of x, B and C."""
+        return (
+            self.x_groups * self.head_dim,
+            self.b_groups * self.d_state,
+            self.c_groups * self.d_state,
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """Projected channels of x, B and C together."""
+        return sum(self.xbc_dims)
+
+    @property
+    def num_kept(self) -> int:
+        """Channels that a call keeps of a node: x, B, C and dt."""
+        return self.num_channels + self.num_heads
+
+    @property
+    def scan_groups(self) -> tuple[int, int, int]:
+        """Groups of x, B and C as conv and scan see them."""
+        if self.repeat_before_conv:
+            return self.num_heads, self.num_heads, self.c_groups
+        return self.x_groups, self.b_groups, self.c_groups
+
+    @property
+    def tail(self) -> int:
+        """Committed inputs that the conv looks back on."""
+        return self.width - 1
+
+
+@dataclass(frozen=True)
+class MixerWeights:
+    """Parameters of conv and scan: conv (C, W) and (C,) or None; dt_bias, A_log and D (H,)."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Z trees of N nodes on a device; every parent comes before its children.
+
+    ancestors (Z, N, N) bool: [z, i, j] is true when j is i or an ancestor of i. depths (Z, N)
+    int32. windows (Z, N, W) int32: what a causal conv sees at a node, oldest first, as indices
+    into [the W − 1 last committed inputs, the nodes].
+    """
+
+    ancestors: Tensor
+    depths: Tensor
+    windows: Tensor
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Device-side integers that tell a captured call where it stands; all int64.
+
+    length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
+    first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
+    `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
+    """
+
+    length: Tensor
+    path: Tensor
+    path_length: Tensor
+    variant: Tensor
+    parity: Tensor
