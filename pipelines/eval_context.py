@@ -179,12 +179,15 @@ def _on_cpu(device: str) -> bool:
 
 
 def _git_sha() -> str | None:
-    """The commit of the code that runs; None outside a clone, `-dirty` when it was changed."""
+    """The commit of the code that runs, `-dirty` when it was changed; None when unknown.
+
+    Outside a clone (a copied tree, a container) the environment's STREE_GIT_SHA says it.
+    """
     here = str(Path(__file__).resolve().parent)
     command = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--dirty"]
     command += ["--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+        return os.environ.get("STREE_GIT_SHA")
+    return answer.stdout.strip() if answer.returncode == 0 else os.environ.get("STREE_GIT_SHA")

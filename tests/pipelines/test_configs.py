@@ -60,8 +60,8 @@ def test_every_shipped_config_parses_and_fits_together(path):
 
 
 def test_there_is_something_to_test():
-    assert {path.stem for path in DISTILL} >= {"quickstart", "chat-100m", "llama3.1-8b"}
-    assert {path.stem for path in TARGET} >= {"python-docs", "chat-100m"}
+    assert {path.stem for path in DISTILL} >= {"quickstart", "chat-75m", "llama3.1-8b"}
+    assert {path.stem for path in TARGET} >= {"python-docs", "chat-75m"}
 
 
 @pytest.mark.parametrize("path", TARGET, ids=lambda path: path.stem)
@@ -79,9 +79,9 @@ def test_the_shipped_target_is_at_most_16_mb():
 
 
 def test_the_chat_drafter_is_at_most_an_eighth_of_its_target():
-    options = parse(CONFIGS / "distill/chat-100m.yaml")
+    options = parse(CONFIGS / "distill/chat-75m.yaml")
     drafter = HybridConfig.from_dict(dict(options["model"]["drafter"]))
-    target = architecture("target/chat-100m.yaml")
+    target = architecture("target/chat-75m.yaml")
     assert 60e6 <= count_parameters(target) <= 120e6
     assert 8 * count_parameters(drafter) <= count_parameters(target)
     assert drafter.attn_layers == () and drafter.num_layers == 2
