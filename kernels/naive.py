@@ -323,19 +323,68 @@ def segment_conv(
     return y if bias is None else y + bias.to(inputs.dtype)
 
 
+def attend_tree(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rotary: Tensor,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    bound: int,
+) -> Tensor:
+    """Everything between an attention layer's projections, for nodes first … first + Q − 1.
+
+    With first = 0 a new tree begins: the accepted keys of the last one are made contiguous.
+    The new nodes' keys and values are rotated to their depths and take the slots behind.
+
+    Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
+    (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
+    many slots to look at, at least those in use after this call.
+    Returns (B, Q, H·D) in qkv's dtype.
+    """
+    batch, num_new, _ = qkv.shape
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    num_nodes = first + num_new
+    length = steering.length
+    if first == 0:
+        counts = torch.arange(steering.path.shape[1], device=qkv.device)
+        path = torch.where(counts < steering.path_length[:, None], steering.path, counts)
+        move_accepted(keys, length, path)
+        move_accepted(values, length, path)
+        length = length + steering.path_length
+    depths = topology.depths[steering.variant][:, first:num_nodes]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
+    cos, sin = rotary[:, length[:, None] + depths][:, :, :, None]
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    rows = torch.arange(batch, device=qkv.device)[:, None]
+    slots = length[:, None] + torch.arange(first, num_nodes, device=qkv.device)
+    keys[rows, :, slots] = k
+    values[rows, :, slots] = v
+    ancestors = topology.ancestors[steering.variant][:, first:num_nodes, :num_nodes]
+    return tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors).flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding on halves: x (…, D), cos and sin broadcasting to (…, D / 2)."""
+    low, high = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
 def tree_attention(
     q: Tensor, keys: Tensor, values: Tensor, length: Tensor, ancestors: Tensor
 ) -> Tensor:
     """Attention of tree nodes to the committed keys and to their ancestors.
 
-    Args: q (B, N, H, D), keys and values (B, Hkv, L, D) whose slots [0, length) are committed and
-    [length, length + N) are the tree's nodes, length (B,), ancestors (N, N) bool.
-    Slots past them may hold anything. Returns (B, N, H, D) in q's dtype.
+    Args: q (B, Q, H, D), keys and values (B, Hkv, L, D) whose slots [0, length) are committed and
+    [length, length + N) are the tree's nodes, length (B,), ancestors (Q, N) or (B, Q, N) bool.
+    Slots past them may hold anything. Returns (B, Q, H, D) in q's dtype.
     """
     batch, num_nodes, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     dtype = accumulation_dtype(q.dtype)
-    visible = _visible_slots(length, ancestors, num_slots)  # (B, N, L)
+    visible = _visible_slots(length, ancestors, num_slots)  # (B, Q, L)
     grouped = q.view(batch, num_nodes, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = grouped @ keys[:, :, None].transpose(-1, -2)
     scores = scores.to(dtype) * head_dim**-0.5
@@ -347,14 +396,14 @@ def tree_attention(
 
 
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
-    """(B, N, L): committed slots are seen by all nodes, the tree's by their descendants."""
-    num_nodes = ancestors.shape[0]
-    table = torch.zeros(num_nodes, num_nodes + 2, dtype=torch.bool, device=ancestors.device)
-    table[:, 0] = True
-    table[:, 1:-1] = ancestors
+    """(B, Q, L): committed slots are seen by all nodes, the tree's by their descendants."""
+    batch, num_nodes = length.shape[0], ancestors.shape[-1]
+    ancestors = ancestors.expand(batch, *ancestors.shape[-2:])
+    table = F.pad(ancestors, (1, 1))
+    table[..., 0] = True
     slots = torch.arange(num_slots, device=ancestors.device)
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
-    return table[:, column].transpose(0, 1)
+    return table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
 
 
 def move_accepted(cache: Tensor, length: Tensor, path: Tensor) -> None:

@@ -1,0 +1,116 @@
+"""The fused tree attention against its naive twin in fp64.
+
+Tolerances: fp32 inputs leave about 1e-6 of a norm (three tf32 products for one), 1e-5 leaves
+room. With bf16 inputs the rotated queries, the softmax weights and the output are rounded to
+bf16 (2⁻⁹ each), and the twin in fp64 is not: about 4e-3, 1e-2 leaves room.
+"""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, comb, normal, relative_error, star, steering_of, topology_of
+
+from stree.tree import TokenTree
+from stree_kernels import naive, tree_attention
+from stree_kernels.shapes import Steering
+
+TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(40)]
+TREES_ON_CUDA = [comb(65), star(256), comb(256), TokenTree.chain(255)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def make(tree, lengths, paths, dtype, heads=4, kv_heads=2, head_dim=16, slack=7):
+    """Inputs of `attend_tree`: slots beyond the last tree hold NaN, rows have strides."""
+    batch, N = len(lengths), tree.num_nodes
+    slots = max(lengths) + 2 * N + slack
+    last = max(max(path, default=0) for path in paths) + 1
+    keys, values = (
+        normal(batch, slots, kv_heads, head_dim, seed=seed, dtype=dtype).transpose(1, 2)
+        for seed in (1, 2)
+    )
+    for row, length in enumerate(lengths):
+        for cache in (keys, values):
+            cache[row, :, length + last :] = torch.nan
+    qkv = normal(batch, N, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[..., :-3]
+    angles = torch.arange(slots)[:, None] * 0.7 ** torch.arange(head_dim // 2)
+    rotary = torch.stack([angles.cos(), angles.sin()]).to(DEVICE, torch.float32)
+    return qkv, keys, values, rotary
+
+
+def compare(tree, lengths, paths, dtype=torch.float32, **options):
+    qkv, keys, values, rotary = make(tree, lengths, paths, dtype, **options)
+    exact = [qkv.double(), keys.double(), values.double(), rotary.double()]
+    topology = topology_of([tree])
+    steering = steering_of(lengths, paths, 1, max(1, *(len(path) for path in paths)) + 1)
+    wanted = naive.attend_tree(*exact, topology, steering, 0, keys.shape[2])
+    got = tree_attention.attend_tree(qkv, keys, values, rotary, topology, steering, 0, 0)
+    tolerance = TOLERANCE[dtype]
+    assert got.dtype == dtype and got.shape == wanted.shape
+    assert relative_error(got, wanted) < tolerance
+    for row, length in enumerate(lengths):
+        used = slice(0, length + len(paths[row]) + tree.num_nodes)
+        for ours, theirs in ((keys, exact[1]), (values, exact[2])):
+            assert relative_error(ours[row, :, used], theirs[row, :, used]) < tolerance
+    return got
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+def test_trees(tree):
+    path = tree.path_to(tree.num_nodes - 1)
+    compare(tree, [70, 3], [path, path[:1]])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+def test_large_trees(tree, dtype):
+    path = tree.path_to(tree.num_nodes - 1)
+    options = dict(heads=32, kv_heads=8, head_dim=128)
+    compare(tree, [1027, 0, 63], [path, [], path[:2]], dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 20), (6, 2, 64), (3, 1, 8)], ids=str)
+def test_shapes(heads, dtype):
+    heads, kv_heads, head_dim = heads
+    options = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    compare(TokenTree.paper(), [33, 0, 65], [[0, 1, 4, 7, 11], [], [0, 3]], dtype, **options)
+
+
+@pytest.mark.parametrize("piece", [1, 6])
+def test_growing_a_tree_in_pieces(piece):
+    tree, lengths, paths = comb(20), [37, 2], [[0, 1, 4], [0]]
+    whole, parts = (make(tree, lengths, paths, torch.float32) for _ in range(2))
+    topology, steering = topology_of([tree]), steering_of(lengths, paths, 1, 4)
+    wanted = tree_attention.attend_tree(*whole, topology, steering, 0, 0)
+    later = Steering(
+        steering.length + steering.path_length,
+        steering.path,
+        steering.path_length * 0,
+        steering.variant,
+        steering.parity,
+    )
+    for start in range(0, 20, piece):
+        new = parts[0][:, start : start + piece]
+        now = steering if start == 0 else later
+        exact = [new.double(), *(each.double() for each in parts[1:])]
+        bound = parts[1].shape[2]
+        for got in (
+            naive.attend_tree(*exact, topology, now, start, bound),
+            tree_attention.attend_tree(new, *parts[1:], topology, now, start, bound),
+        ):
+            assert relative_error(got, wanted[:, start : start + piece]) < 1e-5
+    for ours, theirs in zip(parts[1:3], whole[1:3], strict=True):
+        assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
+
+
+def test_siblings_are_invisible():
+    tree, steering = TokenTree.paper(), steering_of([9], [[0]], 1, 2)
+    outputs = []
+    for change in (0.0, 1.0):
+        qkv, *rest = make(tree, [9], [[0]], torch.float32)
+        qkv[:, 2] += change  # nodes 2 and 6 are its only readers
+        outputs.append(
+            tree_attention.attend_tree(qkv, *rest, topology_of([tree]), steering, 0, 0)
+        )
+    moved = (outputs[0] != outputs[1]).any(-1).any(0).nonzero().flatten().tolist()
+    assert moved == [2, 6]
