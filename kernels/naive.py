@@ -395,6 +395,54 @@ def tree_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, num_nodes, num_heads, head_dim)
 
 
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype."""
+    if added is not None:
+        x = x + added
+    return x, rms_norm(x, weight, eps)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, groups: int = 1, gate: Tensor | None = None
+) -> Tensor:
+    """Root-mean-square norm of x·silu(gate), (…, D) in x's dtype, over groups of channels."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    if gate is not None:
+        wide = wide * F.silu(gate.to(wide.dtype))
+    grouped = wide.unflatten(-1, (groups, -1))
+    grouped = grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return weight.to(x.dtype) * grouped.flatten(-2).to(x.dtype)
+
+
+def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """Mamba-2's norm of y·silu(gate), both (…, C), over groups of channels."""
+    return rms_norm(y, weight, eps, groups, gate)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate)·up of gate and up side by side, (…, 2·I) → (…, I)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def advance(steering: Steering) -> None:
+    """The end of a tree call: the path that it replayed is committed, its own tree is the last."""
+    steering.length += steering.path_length
+    steering.path_length.zero_()
+    steering.parity.bitwise_xor_(1)
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of each row, (R, count), and the highest logit, (R,) in fp32.
+
+    The highest is not finite when any logit of the row is NaN or +∞.
+    """
+    highest = logits.amax(-1)
+    return logits.topk(count, dim=-1).indices, highest.to(accumulation_dtype(logits.dtype))
+
+
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
     """(B, Q, L): committed slots are seen by all nodes, the tree's by their descendants."""
     batch, num_nodes = length.shape[0], ancestors.shape[-1]

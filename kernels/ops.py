@@ -1,0 +1,113 @@
+"""The ops of a tree call: Triton on CUDA in 16 or 32 bits, else plain PyTorch (`naive`).
+
+Both give the same results up to rounding. This is the one place that chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree_kernels import naive
+from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
+
+
+def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> bool:
+    """Whether the Triton kernels serve this device, type and largest head or state dimension.
+
+    `STREE_KERNELS=naive` in the environment says no, for comparisons. A CUDA device that they
+    cannot serve is warned about once a reason.
+    """
+    if device.type != "cuda" or os.environ.get("STREE_KERNELS") == "naive":
+        return False
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed"
+    elif dtype not in DTYPES:
+        reason = f"they have no {dtype}"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reason = f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    elif largest_dim > MAX_DIM:
+        reason = f"a dimension of {largest_dim} is above their {MAX_DIM}"
+    else:
+        return True
+    _warn_once(f"decoding runs on plain PyTorch, not on the fused kernels: {reason}")
+    return False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _module(name: str, tensor: Tensor, largest_dim: int = 0) -> Any:
+    """The Triton module of an op, imported when first needed, or `naive`."""
+    if fused(tensor.device, tensor.dtype, largest_dim):
+        return importlib.import_module(f"stree_kernels.{name}")
+    return naive
+
+
+def mamba_tree(
+    projected: Tensor,
+    rows: Tensor,
+    state: Tensor,
+    weights: MixerWeights,
+    shape: MixerShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """See `naive.mamba_tree`."""
+    module = _module("tree_scan", projected, max(shape.head_dim, shape.d_state))
+    return module.mamba_tree(projected, rows, state, weights, shape, topology, steering, first)
+
+
+def attend_tree(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rotary: Tensor,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    bound: int,
+) -> Tensor:
+    """See `naive.attend_tree`."""
+    module = _module("tree_attention", qkv, keys.shape[3])
+    return module.attend_tree(qkv, keys, values, rotary, topology, steering, first, bound)
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `naive.add_rms_norm`."""
+    return _module("pointwise", x).add_rms_norm(x, added, weight, eps)
+
+
+def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """See `naive.gated_rms_norm`."""
+    return _module("pointwise", y).gated_rms_norm(y, gate, weight, eps, groups)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `naive.swiglu`."""
+    return _module("pointwise", gate_up).swiglu(gate_up)
+
+
+def advance(steering: Steering, like: Tensor) -> None:
+    """See `naive.advance`; `like` is a tensor of the call that ends."""
+    _module("pointwise", like).advance(steering)
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `naive.top_tokens`."""
+    return _module("top", logits).top_tokens(logits, count)

@@ -1,0 +1,115 @@
+"""The small ops between matrix products, each in one launch (Triton).
+
+Norm with residual, gated norm, SwiGLU, and the end of a tree call. Roundings follow the naive
+twins: what they store in a narrow type in between is rounded here too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.shapes import Steering
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`naive.add_rms_norm` in one launch; x and added (…, D) contiguous."""
+    assert x.is_contiguous() and (added is None or added.is_contiguous())
+    width = x.shape[-1]
+    total = x if added is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    norm_kernel[(x.numel() // width, 1)](
+        x, width, added, width, None, 0, weight, total, out,
+        width, eps, BLOCK=triton.next_power_of_2(width),
+        num_warps=_warps(width),
+    )  # fmt: skip
+    return total, out
+
+
+def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """`naive.gated_rms_norm` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    width = y.shape[-1] // groups
+    assert y.is_contiguous() and gate.stride(-1) == 1
+    gate = gate.flatten(0, -2)
+    out = torch.empty_like(y)
+    norm_kernel[(y.numel() // y.shape[-1], groups)](
+        y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
+        width, eps, BLOCK=triton.next_power_of_2(width),
+        num_warps=_warps(width),
+    )  # fmt: skip
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`naive.swiglu` in one launch; gate_up (…, 2·I) contiguous."""
+    assert gate_up.is_contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    swiglu_kernel[(out.numel() // width, triton.cdiv(width, 1024))](
+        gate_up, out, width, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+def advance(steering: Steering) -> None:
+    """`naive.advance` in one launch."""
+    batch = steering.length.shape[0]
+    advance_kernel[(1,)](
+        steering.length, steering.path_length, steering.parity, batch,
+        BLOCK=triton.next_power_of_2(batch), num_warps=1,
+    )  # fmt: skip
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 2048 else 8
+
+
+@triton.jit
+def norm_kernel(
+    x, x_stride, added, added_stride, gate, gate_stride, weight, total, out,
+    width, eps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    at += group * width
+    value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    if added is not None:
+        more = tl.load(added + row * added_stride + at, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * x_stride + at, value, mask=mask)
+    wide = value.to(tl.float32)
+    if gate is not None:
+        z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
+        wide = wide * (z * tl.sigmoid(z))
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    scale = tl.load(weight + at, mask=mask, other=0.0).to(value.dtype).to(tl.float32)
+    normed = scale * wide.to(value.dtype).to(tl.float32)
+    tl.store(out + row * x_stride + at, normed.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * width + at, (silu * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def advance_kernel(lengths, path_lengths, parities, batch, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)
+    mask = row < batch
+    length = tl.load(lengths + row, mask=mask, other=0)
+    more = tl.load(path_lengths + row, mask=mask, other=0)
+    tl.store(lengths + row, length + more, mask=mask)
+    tl.store(path_lengths + row, more * 0, mask=mask)
+    tl.store(parities, 1 - tl.load(parities))

@@ -1,0 +1,75 @@
+"""The small ops against their naive twins.
+
+Both round at the same places, but sum in another order: fp32 agrees to a few 2⁻²³ of a norm; in
+bf16 a sum that lies between two bf16 numbers may go either way, which a share of elements shows
+as one rounding (2⁻⁸ of their size). The interpreter cuts off where CUDA rounds: up to 2⁻⁷ each.
+"""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, normal, relative_error, steering_of
+
+from stree_kernels import naive, pointwise, top
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-3 if DEVICE == "cuda" else 1.5e-2}
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (1, 5, 1000)], ids=str)
+def test_add_rms_norm(shape, dtype):
+    x, added = normal(*shape, dtype=dtype), normal(*shape, seed=1, dtype=dtype)
+    weight = normal(shape[-1], seed=2, dtype=dtype)
+    for more in (None, added):
+        got = pointwise.add_rms_norm(x, more, weight, 1e-5)
+        wanted = naive.add_rms_norm(x, more, weight, 1e-5)
+        if dtype == torch.float32 or DEVICE == "cuda":
+            assert torch.equal(got[0], wanted[0])
+        assert relative_error(got[1], wanted[1]) < TOLERANCE[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gated_rms_norm(groups, dtype):
+    y, wide = normal(2, 5, 90, dtype=dtype), normal(2, 5, 133, seed=1, dtype=dtype)
+    gate, weight = wide[..., :90], normal(90, seed=2, dtype=dtype)
+    got = pointwise.gated_rms_norm(y, gate, weight, 1e-5, groups)
+    wanted = naive.gated_rms_norm(y, gate, weight, 1e-5, groups)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [7, 1024, 1100])
+def test_swiglu(width, dtype):
+    gate_up = normal(2, 3, 2 * width, dtype=dtype)
+    assert relative_error(pointwise.swiglu(gate_up), naive.swiglu(gate_up)) < TOLERANCE[dtype]
+
+
+def test_advance():
+    ours, theirs = (steering_of([5, 9, 0], [[0, 1], [], [0]], 1, 3) for _ in range(2))
+    pointwise.advance(ours)
+    naive.advance(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values()))
+
+
+@each_dtype
+@pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
+def test_top_tokens(vocabulary, dtype):
+    wide = normal(3, vocabulary + 2, dtype=dtype)
+    logits = wide[:, :vocabulary]
+    logits[1] = logits[1].round()  # ties
+    for count in (1, 4):
+        tokens, highest = top.top_tokens(logits, count)
+        wanted = logits.float().topk(count, dim=-1).values
+        assert torch.equal(logits.float().gather(1, tokens), wanted)
+        assert torch.equal(highest, wanted[:, 0])
+        assert all(len(set(row)) == count for row in tokens.tolist())
+    first = (logits[1] == logits[1].max()).nonzero()[0]
+    assert top.top_tokens(logits, 1)[0][1] == first
+    logits[2, vocabulary // 2] = torch.nan
+    finite = top.top_tokens(logits, 2)[1].isfinite().tolist()
+    assert finite == naive.top_tokens(logits, 2)[1].isfinite().tolist() == [True, True, False]
+    logits[0] = -torch.inf
+    tokens, highest = top.top_tokens(logits, 3)
+    assert tokens[0].tolist() == [0, 1, 2] and not highest[0].isfinite()
+    assert DEVICE == tokens.device.type
