@@ -429,7 +429,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def advance(steering: Steering) -> None:
     """The end of a tree call: the path that it replayed is committed, its own tree is the last."""
-    steering.length += steering.path_length
+    steering.length.add_(steering.path_length)
     steering.path_length.zero_()
     steering.parity.bitwise_xor_(1)
 
