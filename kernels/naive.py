@@ -181,18 +181,6 @@ def tree_conv(
     return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
 
 
-def conv_replay(tail: Tensor, inputs: Tensor, path: Tensor, path_length: Tensor) -> Tensor:
-    """The last W − 1 conv inputs after the accepted path.
-
-    Args: tail (B, W − 1, C), inputs (B, N, C), path (B, K), path_length (B,).
-    Returns the new tail, (B, W − 1, C) in tail's dtype.
-    """
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    seen = torch.cat([tail, inputs[rows, path].to(tail.dtype)], dim=1)
-    newest = path_length[:, None] + torch.arange(tail.shape[1], device=path.device)
-    return seen[rows, newest]
-
-
 def mamba_tree(
     projected: Tensor,
     rows: Tensor,
@@ -230,9 +218,8 @@ def mamba_tree(
         ancestors = topology.ancestors.index_select(0, variant)[0]
         ancestors = ancestors[: first + num_new, : first + num_new]
         inputs = conv_channels(seen[row : row + 1, :, : shape.num_channels], shape)
-        convolved = tree_conv(
-            inputs[:, shape.tail :], inputs[:, : shape.tail], weights.conv, weights.conv_bias, windows
-        )
+        tail, nodes_in = inputs[:, : shape.tail], inputs[:, shape.tail :]
+        convolved = tree_conv(nodes_in, tail, weights.conv, weights.conv_bias, windows)
         x, B, C = split_channels(F.silu(convolved), shape)
         dt = positive_dt(seen[row : row + 1, shape.tail :, shape.num_channels :], weights, shape)
         A = -weights.A_log.to(dt.dtype).exp()
@@ -348,10 +335,8 @@ def attend_tree(
     num_nodes = first + num_new
     length = steering.length
     if first == 0:
-        counts = torch.arange(steering.path.shape[1], device=qkv.device)
-        path = torch.where(counts < steering.path_length[:, None], steering.path, counts)
-        move_accepted(keys, length, path)
-        move_accepted(values, length, path)
+        move_accepted(keys, length, steering.path, steering.path_length)
+        move_accepted(values, length, steering.path, steering.path_length)
         length = length + steering.path_length
     depths = topology.depths[steering.variant][:, first:num_nodes]
     heads = qkv.unflatten(-1, (-1, head_dim))
@@ -363,7 +348,8 @@ def attend_tree(
     keys[rows, :, slots] = k
     values[rows, :, slots] = v
     ancestors = topology.ancestors[steering.variant][:, first:num_nodes, :num_nodes]
-    return tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors).flatten(-2)
+    y = tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors)
+    return y.flatten(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -454,13 +440,13 @@ def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
     return table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
 
 
-def move_accepted(cache: Tensor, length: Tensor, path: Tensor) -> None:
+def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tensor) -> None:
     """Make the keys (or values) of an accepted path contiguous, in place.
 
-    Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices. Slots
-    length … length + K − 1 are written; those past the path's true length stay uncommitted.
+    Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices of which
+    the first path_length (B,) count. Slots length … length + K − 1 may be written.
     """
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    source = length[:, None] + path
-    target = length[:, None] + torch.arange(path.shape[1], device=path.device)
-    cache[rows, :, target] = cache[rows, :, source]
+    steps = torch.arange(path.shape[1], device=path.device)
+    path = torch.where(steps < path_length[:, None], path, steps)
+    cache[rows, :, length[:, None] + steps] = cache[rows, :, length[:, None] + path]

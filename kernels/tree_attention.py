@@ -103,7 +103,8 @@ def _rotated(pointer, stride, row, known, position, rotary, rotary_stride, posit
 def _dot(a, b, PRECISION: tl.constexpr):
     if PRECISION == "as given":
         return tl.dot(a, b)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -223,9 +224,9 @@ def attend_kernel(
         for start in range(0, num_new, 16):
             new = start + tl.arange(0, 16)
             used = new < num_new
-            depth = tl.load(depths + first + new, mask=used, other=0)
+            new_depth = tl.load(depths + first + new, mask=used, other=0)
             k_low, k_high = _rotated(
-                key_at, qkv_stride, new, used, length + depth,
+                key_at, qkv_stride, new, used, length + new_depth,
                 rotary, rotary_stride, position_stride, HEAD_DIM, BLOCK_HALF,
             )  # fmt: skip
             v = tl.load(

@@ -34,9 +34,7 @@ def mamba_tree(
     assert first + num_new <= topology.depths.shape[1]
     assert rows.shape[2] >= shape.tail + first + num_new
     kept = projected[..., shape.d_inner :]
-    y = torch.empty(
-        batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype
-    )
+    y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
     block_p = max(16, min(32, triton.next_power_of_2(shape.head_dim)))
     num_blocks = triton.cdiv(shape.head_dim, block_p)
     x_dim, b_dim, _ = shape.xbc_dims

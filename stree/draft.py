@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from stree.graphs import Capture
 from stree.models.cache import HybridCache
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import HybridModel, topology_of
 from stree.sampling import Chooser, RandomChooser, sample_siblings, sampling_law
 from stree.tree import TokenTree, index_tensor
+from stree_kernels import ops
+from stree_kernels.shapes import Topology
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,17 @@ def law_rows(tree: TokenTree) -> tuple[int, ...]:
 
 
 class ModelDrafter:
-    """A small language model that drafts, level by level, one batch a level.
+    """A small language model that drafts, level by level, one call a level.
 
-    A recurrent drafter copies its state along every branch and only ever commits tokens that
-    are certain, so it never has to go back. One with attention layers calls itself on the part
-    of the tree that is known so far. On CUDA a recurrent drafter's whole draft is one graph.
+    It first reads the tokens that became certain since its last draft, as a chain, then the
+    inner nodes of the tree as trees of their own that grow level by level. Nothing of a draft
+    but the certain tokens reaches its states. On CUDA a whole draft is one graph.
     """
 
     def __init__(self, model: HybridModel, max_length: int, max_nodes: int) -> None:
         self.model = model
         self.cache = model.new_cache(max_length, max_nodes)
+        self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.captured: dict[Any, CapturedDraft] = {}
 
     def reset(self) -> None:
@@ -93,132 +97,141 @@ class ModelDrafter:
         """Commit what the cache lacks of `sequence`."""
         missing = sequence[self.cache.num_committed :]
         if missing:
-            self.model.prefill(self._row(missing), self.cache)
+            self.model.prefill(torch.tensor([missing], device=self.model.device), self.cache)
 
     def draft(
         self, sequence: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
     ) -> Draft:
-        if self.model.is_recurrent and isinstance(choose, RandomChooser) and choose.on_cuda:
-            key = (tree, rule, choose)
+        if len(sequence) - self.cache.num_committed > tree.max_depth + 1:
+            self.catch_up(sequence[:-1])
+        tokens = sequence[self.cache.num_committed :]
+        key: Any = (tree, rule, choose)
+        if isinstance(choose, RandomChooser) and choose.on_cuda:
             if key not in self.captured:
-                self.captured[key] = CapturedDraft(self, tree, rule, choose)
-            return self.captured[key](sequence[self.cache.num_committed :])
-        if self.model.is_recurrent:
-            root_logits = self._advance(sequence[self.cache.num_committed :])
-            return grow_recurrent(
-                self.model, root_logits, self.model.step_states(self.cache),
-                self._row(sequence[-1:])[0], tree, rule, choose,
-            )  # fmt: skip
-        self.catch_up(sequence[:-1])
-        return self._grow_by_trees(sequence[-1], tree, rule, choose)
-
-    def _advance(self, tokens: list[int]) -> Tensor:
-        """Commit certain tokens, the root last; the logits (1, V) after it."""
-        if len(tokens) > self.cache.max_nodes:
-            return self.model.prefill(self._row(tokens), self.cache)
-        chain = TokenTree.chain(len(tokens) - 1)
-        logits = self.model.tree_forward(self._row(tokens), chain, self.cache)
-        self.cache.commit(range(len(tokens)))
-        self.model.settle(self.cache)
-        return logits[:, -1]
-
-    def _grow_by_trees(
-        self, root: int, tree: TokenTree, rule: SamplingRule, choose: Chooser
-    ) -> Draft:
-        tokens = self._row([root] + [0] * (tree.num_nodes - 1))[0]
-        laws, finite = [], torch.tensor(True, device=self.model.device)
-        for depth in range(tree.max_depth):
-            part, nodes = known_part(tree, depth)
-            logits = self.model.tree_forward(tokens[list(nodes)][None], part, self.cache)[0]
-            parents = [node for node in tree.levels[depth] if tree.children[node]]
-            logits = logits[[nodes.index(node) for node in parents]]
-            drawn, law, is_finite = draw_children(logits, parents, tree, rule, choose)
-            tokens[[child for node in parents for child in tree.children[node]]] = drawn
-            laws.append(law)
-            finite = finite & is_finite
-        return Draft(tokens, _stack(laws), finite)
-
-    def _row(self, tokens: list[int]) -> Tensor:
-        return torch.tensor([tokens], device=self.model.device)
+                self.captured[key] = CapturedDraft(self, *key)
+            return self.captured[key](tokens)
+        return StaticDraft(self, *key)(tokens)
 
 
-class CapturedDraft:
-    """Catching up with the accepted tokens and growing a tree, as one CUDA graph."""
+class StaticDraft:
+    """Drafts of one tree shape: reads the certain tokens, then grows the tree.
+
+    All that it reads and writes is static tensors, and nothing waits for the device.
+    """
+
+    def __init__(
+        self, drafter: ModelDrafter, tree: TokenTree, rule: SamplingRule, choose: Chooser
+    ) -> None:
+        model = drafter.model
+        self.model, self.cache = model, drafter.cache
+        self.tree, self.rule, self.choose = tree, rule, choose
+        self.chain = topology_of(TokenTree.chain(tree.max_depth), model.config.d_conv, model.device)
+        self.inner = inner_nodes(tree, model.config.d_conv, model.device)
+        self.tokens = torch.zeros(1, tree.max_depth + 1, dtype=torch.long, device=model.device)
+        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+
+    def __call__(self, tokens: list[int]) -> Draft:
+        """Draft after 1 to max_depth + 1 certain tokens, the root last."""
+        self._read(tokens)
+        return self._run(self.cache, self.choose)
+
+    def _read(self, tokens: list[int]) -> None:
+        self.cache.reserve(len(tokens))
+        padded = tokens + [0] * (self.tokens.shape[1] - len(tokens))
+        self.tokens.copy_(torch.tensor([padded]))
+        self.count.fill_(len(tokens))
+        self.cache.num_committed += len(tokens)
+
+    def _run(self, cache: HybridCache, choose: Chooser, bound: int | None = None) -> Draft:
+        model = self.model
+        hidden = model.tree_hidden(self.tokens, self.chain, cache, bound=bound)[0]
+        cache.path_length.copy_(self.count)
+        last, first = self.count - 1, 0
+
+        def advance(tokens: Tensor, nodes: list[int]) -> Tensor:
+            nonlocal first
+            hidden = model.tree_hidden(tokens[None], self.inner, cache, first, bound)[0]
+            first += len(nodes)
+            return model.logits(hidden)
+
+        root = self.tokens[0].index_select(0, last)
+        root_logits = model.logits(hidden.index_select(0, last))
+        return grow(advance, root_logits, root, self.tree, self.rule, choose)
+
+
+class CapturedDraft(StaticDraft):
+    """A `StaticDraft` that runs as one CUDA graph."""
 
     def __init__(
         self, drafter: ModelDrafter, tree: TokenTree, rule: SamplingRule, choose: RandomChooser
     ) -> None:
-        self.drafter, self.tree, self.rule = drafter, tree, rule
-        model = drafter.model
-        self.chain = TokenTree.chain(tree.max_depth)
-        self.tokens = torch.zeros(1, self.chain.num_nodes, dtype=torch.long, device=model.device)
-        self.count = torch.ones(1, dtype=torch.long, device=model.device)
-        scratch = model.new_cache(self.chain.num_nodes, drafter.cache.max_nodes)
-        for cache in (scratch, drafter.cache):
-            cache.path[:, : self.chain.num_nodes] = torch.arange(self.chain.num_nodes)
+        super().__init__(drafter, tree, rule, choose)
+        model, cache = self.model, self.cache
+        scratch = model.new_cache(tree.num_nodes, cache.max_nodes)
+        scratch.path.copy_(cache.path)
         scratch_choose = RandomChooser(0, model.device)
         self.capture = Capture(
-            lambda: self._run(drafter.cache, choose),
-            lambda: self._run(scratch, scratch_choose),
+            lambda: self._run(cache, choose, cache.num_slots),
+            lambda: self._rehearse(scratch, scratch_choose),
             (choose.generator,),
         )
 
     def __call__(self, tokens: list[int]) -> Draft:
-        """Draft after 1 to max_depth + 1 certain tokens, the root last."""
-        cache = self.drafter.cache
-        cache.reserve(len(tokens))
-        padded = tokens + [0] * (self.chain.num_nodes - len(tokens))
-        self.tokens.copy_(torch.tensor([padded]))
-        self.count.fill_(len(tokens))
-        cache.num_committed += len(tokens)
+        self._read(tokens)
         return self.capture.replay()
 
-    def _run(self, cache: HybridCache, choose: Chooser) -> Draft:
-        model = self.drafter.model
-        logits = model.tree_forward(self.tokens, self.chain, cache)[0]
-        cache.path_length.copy_(self.count)
-        model.settle(cache)
-        last = self.count - 1
-        return grow_recurrent(
-            model, logits.index_select(0, last), model.step_states(cache),
-            self.tokens[0].index_select(0, last), self.tree, self.rule, choose,
-        )  # fmt: skip
+    def _rehearse(self, scratch: HybridCache, choose: RandomChooser) -> None:
+        scratch.reset()
+        self._run(scratch, choose, scratch.num_slots)
 
 
-def grow_recurrent(
-    model: HybridModel,
+@functools.lru_cache(maxsize=256)
+def inner_nodes(tree: TokenTree, width: int, device: torch.device) -> Topology:
+    """The nodes that a drafter must read to grow a tree, in the order it reads them.
+
+    These are the nodes with children, without the root: by then the root is committed, so its
+    children begin trees of their own.
+    """
+    nodes = [node for level in tree.levels[1:] for node in level if tree.children[node]]
+    index = {node: row for row, node in enumerate(nodes)}
+    paths = [[index[each] for each in tree.path_to(node)[1:]] for node in nodes]
+    ancestors = torch.zeros(1, len(nodes), len(nodes), dtype=torch.bool)
+    windows = torch.zeros(1, len(nodes), width, dtype=torch.int32)
+    for row, path in enumerate(paths):
+        ancestors[0, row, path] = True
+        seen = list(range(width - 1)) + [width - 1 + each for each in path]
+        windows[0, row] = torch.tensor(seen[-width:])
+    depths = torch.tensor([[len(path) - 1 for path in paths]], dtype=torch.int32)
+    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+
+
+def grow(
+    advance: Callable[[Tensor, list[int]], Tensor],
     root_logits: Tensor,
-    states: list[tuple[Tensor, Tensor]],
     root: Tensor,
     tree: TokenTree,
     rule: SamplingRule,
     choose: Chooser,
 ) -> Draft:
-    """Grow a tree from the state after its root, copying states along the branches.
+    """Grow a tree level by level from the logits (1, V) after its root (1,).
 
-    Args: root_logits (1, V), states of the root (`HybridModel.step_states`), root (1,).
-    Nothing in it waits for the device.
+    advance(tokens (n,), nodes) gives the logits (n, V) after the nodes with children of one
+    level, in the order of `TokenTree.levels`. Nothing here waits for the device.
     """
-    tokens: list[Tensor] = [root[0]] * tree.num_nodes
-    logits, laws = root_logits, []
-    finite = torch.ones((), dtype=torch.bool, device=root.device)
-    rows = {0: 0}  # the row of a parent in `states` and `logits`
+    tokens = root.new_zeros(tree.num_nodes)
+    tokens[:1] = root
+    logits, laws, finite = root_logits, [], []
     for level in tree.levels[:-1]:
         parents = [node for node in level if tree.children[node]]
-        logits = _rows(logits, [rows[node] for node in parents])
+        if level != (0,):
+            rows = index_tensor(tuple(parents), tokens.device)
+            logits = advance(tokens.index_select(0, rows), parents)
         drawn, law, is_finite = draw_children(logits, parents, tree, rule, choose)
+        children = tuple(child for node in parents for child in tree.children[node])
+        tokens.index_copy_(0, index_tensor(children, tokens.device), drawn)
         laws.append(law)
-        finite = finite & is_finite
-        children = [child for node in parents for child in tree.children[node]]
-        for index, child in enumerate(children):
-            tokens[child] = drawn[index]
-        grown = [child for child in children if tree.children[child]]
-        if grown:
-            origin = [rows[tree.parents[child]] for child in grown]
-            copies = [(_rows(tail, origin), _rows(state, origin)) for tail, state in states]
-            logits, states = model.step(torch.stack([tokens[child] for child in grown]), copies)
-            rows = {child: row for row, child in enumerate(grown)}
-    return Draft(torch.stack(tokens), _stack(laws), finite)
+        finite.append(is_finite)
+    return Draft(tokens, _stack(laws), torch.cat(finite).all())
 
 
 def draw_children(
@@ -227,31 +240,21 @@ def draw_children(
     """Children of some nodes, from logits (n, V): the top k, or a sample without replacement.
 
     Returns the tokens of all children in order, the laws (n, V) (None when greedy), and whether
-    all logits that matter were finite.
+    each row's logits were finite where it matters, (n,).
     """
     counts = [len(tree.children[node]) for node in parents]
-    finite = logits.amax(-1).isfinite().all()
+    law = None
     if rule.greedy:
-        law = None
-        drawn = logits.topk(max(counts), dim=-1).indices
+        drawn, highest = ops.top_tokens(logits, max(counts))
     else:
-        law = rule.law(logits)
+        law, highest = rule.law(logits), logits.amax(-1)
         drawn = sample_siblings(law, counts, choose)
-    return torch.cat([drawn[row, :count] for row, count in enumerate(counts)]), law, finite
-
-
-@functools.lru_cache(maxsize=256)
-def known_part(tree: TokenTree, depth: int) -> tuple[TokenTree, tuple[int, ...]]:
-    """The tree cut below `depth`, and which nodes of the whole it keeps."""
-    nodes = tuple(node for node in range(tree.num_nodes) if tree.depths[node] <= depth)
-    parents = tuple(nodes.index(tree.parents[node]) if node else -1 for node in nodes)
-    return TokenTree(parents, f"{tree.name}/{depth}"), nodes
-
-
-def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    if rows == list(range(tensor.shape[0])):
-        return tensor
-    return tensor.index_select(0, index_tensor(tuple(rows), tensor.device))
+    wanted = tuple(
+        row * max(counts) + rank for row, count in enumerate(counts) for rank in range(count)
+    )
+    if len(wanted) < drawn.numel():
+        drawn = drawn.flatten().index_select(0, index_tensor(wanted, drawn.device))
+    return drawn.flatten(), law, highest.isfinite()
 
 
 def _stack(laws: list[Tensor | None]) -> Tensor | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
+from stree_kernels import ops
 
-BUCKET = 256  # cache slots are read in multiples of this, one graph each
+BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
 
 
 class Capture:
@@ -57,8 +58,10 @@ class CapturedTree:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits (1, N, V) of tokens (1, N)."""
-        needed = self.cache.num_committed + self.tree.num_nodes
-        bound = min(-(-needed // BUCKET) * BUCKET, self.cache.num_slots)
+        bound = self.cache.num_slots  # the fused kernels read lengths on the device: one graph
+        if not ops.fused(self.model.device, self.model.dtype):
+            needed = self.cache.num_committed + self.tree.num_nodes
+            bound = min(-(-needed // BUCKET) * BUCKET, bound)
         if bound not in self.captures:
             self.captures[bound] = self._capture(bound)
         self.tokens.copy_(tokens)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
+from stree.models.rotary import rotary_angles
 from stree_kernels import naive
+from stree_kernels.shapes import MixerShape, MixerWeights, Steering
 
 
 @dataclass
@@ -24,37 +26,40 @@ class AttentionCache:
 
     keys: Tensor
     values: Tensor
+    rotary: Tensor  # (2, slots, D / 2), shared by all layers
 
-    def settle(self, length: Tensor, path: Tensor) -> None:
-        """Make the accepted path's keys and values contiguous. length (B,), path (B, K)."""
-        naive.move_accepted(self.keys, length, path)
-        naive.move_accepted(self.values, length, path)
+    def settle(self, steering: Steering) -> None:
+        """Make the accepted path's keys and values contiguous."""
+        for cache in (self.keys, self.values):
+            naive.move_accepted(cache, steering.length, steering.path, steering.path_length)
 
 
 @dataclass
 class MambaCache:
-    """A state (B, H, P, S), the last conv inputs (B, W − 1, C), and the last tree's inputs."""
+    """A state (B, H, P, S), and raw conv inputs and dt of [committed tail, last tree], twice.
+
+    A call writes the new tree into the half that does not hold the last one (`Steering.parity`).
+    """
 
     state: Tensor
-    tail: Tensor
-    conv_inputs: Tensor  # (B, N, C), before the conv
-    x: Tensor  # (B, N, Gx, P), after it
-    B: Tensor  # (B, N, Gb, S)
-    dt: Tensor  # (B, N, H), after softplus
+    rows: Tensor  # (2, B, W − 1 + N, C + H)
+    shape: MixerShape
+    parity: Tensor  # (1,), shared by all layers
 
-    def keep(self, conv_inputs: Tensor, x: Tensor, B: Tensor, dt: Tensor) -> None:
-        """Keep what replaying any path of this tree needs."""
-        num_nodes = dt.shape[1]
-        self.conv_inputs[:, :num_nodes] = conv_inputs
-        self.x[:, :num_nodes] = x
-        self.B[:, :num_nodes] = B
-        self.dt[:, :num_nodes] = dt
+    @property
+    def tail(self) -> Tensor:
+        """The last committed conv inputs, (B, W − 1, C)."""
+        current = self.rows.index_select(0, self.parity)[0]
+        return current[:, : self.shape.tail, : self.shape.num_channels]
 
-    def settle(self, A: Tensor, path: Tensor, path_length: Tensor) -> None:
-        """Advance the state along the accepted path. A (H,), path (B, K), path_length (B,)."""
-        state = naive.replay(self.state, self.x, self.dt, A, self.B, path, path_length)
-        self.state.copy_(state)
-        self.tail.copy_(naive.conv_replay(self.tail, self.conv_inputs, path, path_length))
+    @tail.setter
+    def tail(self, tail: Tensor) -> None:
+        self.rows[self.parity, :, : self.shape.tail, : self.shape.num_channels] = tail[None]
+
+    def settle(self, weights: MixerWeights, steering: Steering) -> None:
+        """Advance state and tail along the accepted path."""
+        tail = naive.mamba_replay(self.rows, self.state, weights, self.shape, steering)
+        self.tail = tail[..., : self.shape.num_channels]
 
 
 class HybridCache:
@@ -84,26 +89,31 @@ class HybridCache:
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(batch, *shape, device=device, dtype=dtype)
 
-        x_groups, b_groups, _ = config.scan_groups
-        for layer in range(config.num_layers):
-            if config.is_attention(layer):
-                shape = (config.num_kv_heads, self.num_slots, config.head_dim)
-                self.layers.append(AttentionCache(zeros(*shape), zeros(*shape)))
-                continue
-            heads, head_dim, d_state = config.num_ssm_heads, config.ssm_head_dim, config.d_state
-            self.layers.append(
-                MambaCache(
-                    state=zeros(heads, head_dim, d_state, dtype=state_dtype),
-                    tail=zeros(config.d_conv - 1, config.conv_dim),
-                    conv_inputs=zeros(max_nodes, config.conv_dim),
-                    x=zeros(max_nodes, x_groups, head_dim),
-                    B=zeros(max_nodes, b_groups, d_state),
-                    dt=zeros(max_nodes, heads, dtype=state_dtype),
-                )
-            )
         self.length = zeros(dtype=torch.long)  # (B,) tokens in the state
         self.path = zeros(max_nodes, dtype=torch.long)  # (B, K) nodes to replay
         self.path_length = zeros(dtype=torch.long)  # (B,) how many of them count
+        self.variant = zeros(dtype=torch.long)  # (B,) the tree of each sequence, if several
+        self.parity = torch.zeros(1, device=device, dtype=torch.long)
+        self.steering = Steering(
+            self.length, self.path, self.path_length, self.variant, self.parity
+        )
+        shape = config.mixer_shape
+        rotary = None
+        if config.attn_layers:
+            positions = torch.arange(self.num_slots, device=device)
+            rotary = rotary_angles(config, positions, state_dtype)
+        for layer in range(config.num_layers):
+            if rotary is not None and config.is_attention(layer):
+                dims = (config.num_kv_heads, self.num_slots, config.head_dim)
+                self.layers.append(AttentionCache(zeros(*dims), zeros(*dims), rotary))
+                continue
+            dims = (shape.num_heads, shape.head_dim, shape.d_state)
+            rows = torch.zeros(
+                2, batch, shape.tail + max_nodes, shape.num_kept, device=device, dtype=dtype
+            )
+            self.layers.append(
+                MambaCache(zeros(*dims, dtype=state_dtype), rows, shape, self.parity)
+            )
         self.num_committed = 0  # the host's count, the pending path included
 
     def reset(self) -> None:
@@ -111,7 +121,7 @@ class HybridCache:
         for layer in self.layers:
             if isinstance(layer, MambaCache):
                 layer.state.zero_()
-                layer.tail.zero_()
+                layer.rows[:, :, : layer.shape.tail].zero_()
         self.length.zero_()
         self.path_length.zero_()
         self.num_committed = 0
@@ -136,5 +146,6 @@ class HybridCache:
 
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        layers = [tensor for layer in self.layers for tensor in vars(layer).values()]
-        return sum(each.nbytes for each in [*layers, self.length, self.path, self.path_length])
+        tensors = {id(each): each for layer in [*self.layers, self.steering]
+                   for each in vars(layer).values() if isinstance(each, Tensor)}  # fmt: skip
+        return sum(each.nbytes for each in tensors.values())

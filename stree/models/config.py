@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stree.errors import UsageError
+from stree_kernels.shapes import MixerShape
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ class HybridConfig:
     @property
     def d_inner(self) -> int:
         return self.num_ssm_heads * self.ssm_head_dim
+
+    @property
+    def mixer_shape(self) -> MixerShape:
+        """Dimensions of a Mamba-2 mixer, as the kernels take them."""
+        return MixerShape(
+            self.num_ssm_heads, self.ssm_head_dim, self.d_state,
+            self.num_x_groups, self.num_b_groups, self.num_c_groups,
+            self.d_conv, self.repeat_before_conv, self.dt_limit,
+        )  # fmt: skip
 
     @property
     def xbc_dims(self) -> tuple[int, int, int]:

@@ -3,8 +3,8 @@
 Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width, H heads, P head dim,
 S state, C conv channels, W conv width. Parameters carry MambaInLlama's names.
 
-Every recurrent layer keeps one contract: project → conv → scan → gate, norm, out; the four
-ways to run it (`forward`, `extend`, `tree`, `step`) differ in the two ops in the middle.
+Every recurrent layer keeps one contract: project → conv → scan → gate, norm, out; the three
+ways to run it (`forward`, `extend`, `tree`) differ in the two ops in the middle.
 """
 
 from __future__ import annotations
@@ -22,42 +22,41 @@ from torch import Tensor, nn
 from stree.errors import UsageError
 from stree.models.cache import AttentionCache, HybridCache, MambaCache
 from stree.models.config import HybridConfig
+from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
-from stree_kernels import naive
+from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
+from stree_kernels.shapes import MixerWeights, Steering, Topology
 
-StepState = list[tuple[Tensor, Tensor]]  # a (conv tail, state) pair a layer, rows first
 
-
-@dataclass(frozen=True)
-class TreeTensors:
-    """A token tree's topology on a device."""
-
-    ancestors: Tensor  # (N, N) bool
-    depths: Tensor  # (N,)
-    windows: Tensor  # (N, W)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def of(tree: TokenTree, width: int, device: torch.device) -> TreeTensors:
-        depths = torch.tensor(tree.depths)
-        return TreeTensors(
-            tree.ancestors.to(device), depths.to(device), tree.windows(width).to(device)
-        )
+@functools.lru_cache(maxsize=256)
+def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
+    """One tree on a device, for a conv of that width."""
+    return Topology(
+        tree.ancestors.to(device)[None],
+        torch.tensor(tree.depths, dtype=torch.int32, device=device)[None],
+        tree.windows(width).int().to(device)[None],
+    )
 
 
 @dataclass
 class Context:
-    """What all layers of one call share."""
+    """What all layers of one pass over whole sequences share."""
 
-    cos: Tensor | None = None  # (B, T, 1, D)
-    sin: Tensor | None = None
+    rotary: Tensor | None = None  # (2, B, T, 1, D / 2)
     segment_ids: Tensor | None = None  # (B, T)
     mask: Tensor | None = None  # (B, 1, T, L) bool; None is causal
-    tree: TreeTensors | None = None
-    length: Tensor | None = None  # (B,) committed tokens
-    start: int = 0  # the same on the host, in `extend`
-    bound: int = 0  # cache slots to read
+    start: int = 0  # committed tokens, in `extend`
+
+
+@dataclass(frozen=True)
+class TreeCall:
+    """What all layers of one tree call share."""
+
+    topology: Topology
+    steering: Steering
+    first: int  # the tree's nodes that earlier calls have seen
+    bound: int  # cache slots to look at
 
 
 class RMSNorm(nn.Module):
@@ -70,12 +69,7 @@ class RMSNorm(nn.Module):
         self.groups = groups
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        wide = x.to(naive.accumulation_dtype(x.dtype))
-        if gate is not None:
-            wide = wide * F.silu(gate.to(wide.dtype))
-        grouped = wide.unflatten(-1, (self.groups, -1))
-        grouped = grouped * (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return self.weight.to(x.dtype) * grouped.flatten(-2).to(x.dtype)
+        return naive.rms_norm(x, self.weight, self.eps, self.groups, gate)
 
 
 class Attention(nn.Module):
@@ -96,8 +90,8 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        assert context.cos is not None and context.sin is not None
-        q, k = (_rotate(part, context.cos, context.sin) for part in (q, k))
+        assert context.rotary is not None
+        q, k = (naive.rotate(part, *context.rotary) for part in (q, k))
         return q, k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -106,28 +100,18 @@ class Attention(nn.Module):
 
     def extend(self, x: Tensor, cache: AttentionCache, context: Context) -> Tensor:
         q, k, v = self._project(x, context)
-        slots = slice(context.start, context.bound)
-        cache.keys[:, :, slots] = k
-        cache.values[:, :, slots] = v
-        return self._attend(
-            q, cache.keys[:, :, : context.bound], cache.values[:, :, : context.bound], context
-        )
+        bound = context.start + x.shape[1]
+        cache.keys[:, :, context.start : bound] = k
+        cache.values[:, :, context.start : bound] = v
+        return self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
 
-    def tree(self, x: Tensor, cache: AttentionCache, context: Context) -> Tensor:
-        q, k, v = self._project(x, context)
-        assert context.tree is not None and context.length is not None
-        rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        slots = context.length[:, None] + torch.arange(x.shape[1], device=x.device)
-        cache.keys[rows, :, slots] = k.transpose(1, 2)
-        cache.values[rows, :, slots] = v.transpose(1, 2)
-        y = naive.tree_attention(
-            q,
-            cache.keys[:, :, : context.bound],
-            cache.values[:, :, : context.bound],
-            context.length,
-            context.tree.ancestors,
-        )
-        return self.o_proj(y.flatten(-2))
+    def tree(self, x: Tensor, cache: AttentionCache, call: TreeCall) -> Tensor:
+        y = ops.attend_tree(
+            project_together(x, (self.q_proj, self.k_proj, self.v_proj)),
+            cache.keys, cache.values, cache.rotary,
+            call.topology, call.steering, call.first, call.bound,
+        )  # fmt: skip
+        return self.o_proj(y)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         y = F.scaled_dot_product_attention(
@@ -142,7 +126,8 @@ class Mamba2(nn.Module):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        self.config = config
+        self.chunk_size = config.chunk_size
+        self.shape = config.mixer_shape
         heads = config.num_ssm_heads
         self.in_proj = nn.Linear(config.d_model, config.in_proj_dim, bias=False)
         self.conv1d = nn.Conv1d(
@@ -160,96 +145,63 @@ class Mamba2(nn.Module):
         """(H,), negative, in fp32 or wider."""
         return -self.A_log.to(naive.accumulation_dtype(self.A_log.dtype)).exp()
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z (…, H·P), conv inputs (…, C) and dt (…, H) after softplus."""
-        config = self.config
-        z, *xbc, dt = self.in_proj(x).split(
-            [config.d_inner, *config.xbc_dims, config.num_ssm_heads], dim=-1
+    @property
+    def weights(self) -> MixerWeights:
+        """What conv and scan read."""
+        return MixerWeights(
+            self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D
         )
-        if config.repeat_before_conv:
-            groups = (config.num_x_groups, config.num_b_groups)
-            for part, group in enumerate(groups):
-                heads = xbc[part].unflatten(-1, (group, -1))
-                repeats = config.num_ssm_heads // group
-                xbc[part] = heads.repeat_interleave(repeats, dim=-2).flatten(-2)
-        dtype = naive.accumulation_dtype(dt.dtype)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*config.dt_limit)
-        return z, torch.cat(xbc, dim=-1), dt
 
-    def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) after the activation."""
-        config = self.config
-        x_groups, b_groups, c_groups = config.scan_groups
-        x, B, C = F.silu(convolved).split(
-            [x_groups * config.ssm_head_dim, b_groups * config.d_state, c_groups * config.d_state],
-            dim=-1,
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z (…, H·P), raw conv inputs (…, C) and dt (…, H) after softplus."""
+        shape = self.shape
+        z, inputs, dt = self.in_proj(x).split(
+            [shape.d_inner, shape.num_channels, shape.num_heads], dim=-1
         )
-        return (
-            x.unflatten(-1, (x_groups, -1)),
-            B.unflatten(-1, (b_groups, -1)),
-            C.unflatten(-1, (c_groups, -1)),
-        )
+        return z, inputs, naive.positive_dt(dt, self.weights, shape)
+
+    def _convolve(
+        self, inputs: Tensor, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of raw conv inputs (…, C)."""
+        weights = self.weights
+        inputs = naive.conv_channels(inputs, self.shape)
+        y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
+        return naive.split_channels(F.silu(y), self.shape)
 
     def _finish(self, y: Tensor, z: Tensor) -> Tensor:
         return self.out_proj(self.norm(y.flatten(-2), gate=z))
 
-    @property
-    def _conv_weight(self) -> Tensor:
-        return self.conv1d.weight[:, 0]
-
     def forward(self, x: Tensor, context: Context) -> Tensor:
         z, inputs, dt = self._project(x)
-        segment_ids = context.segment_ids
-        convolved = naive.segment_conv(inputs, self._conv_weight, self.conv1d.bias, segment_ids)
-        values, B, C = self._split(convolved)
+        values, B, C = self._convolve(inputs, context.segment_ids)
         y, _ = chunk_scan(
             values, dt, self.A, B, C, self.D,
-            chunk_size=self.config.chunk_size, segment_ids=segment_ids,
+            chunk_size=self.chunk_size, segment_ids=context.segment_ids,
         )  # fmt: skip
         return self._finish(y, z)
 
     def extend(self, x: Tensor, cache: MambaCache, context: Context) -> Tensor:
         z, inputs, dt = self._project(x)
         seen = torch.cat([cache.tail, inputs], dim=1)
-        convolved = naive.segment_conv(seen, self._conv_weight, self.conv1d.bias, None)
-        values, B, C = self._split(convolved[:, cache.tail.shape[1] :])
+        values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = chunk_scan(
             values, dt, self.A, B, C, self.D,
-            chunk_size=self.config.chunk_size, initial_state=cache.state,
+            chunk_size=self.chunk_size, initial_state=cache.state,
         )  # fmt: skip
         cache.state.copy_(state)
-        cache.tail.copy_(seen[:, -cache.tail.shape[1] :])
+        cache.tail = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
-    def tree(self, x: Tensor, cache: MambaCache, context: Context) -> Tensor:
-        assert context.tree is not None
-        z, inputs, dt = self._project(x)
-        convolved = naive.tree_conv(
-            inputs, cache.tail, self._conv_weight, self.conv1d.bias, context.tree.windows
-        )
-        values, B, C = self._split(convolved)
-        cache.keep(inputs, values, B, dt)
-        y = naive.tree_scan(values, dt, self.A, B, C, self.D, context.tree.ancestors, cache.state)
-        return self._finish(y, z)
-
-    def step(self, x: Tensor, tail: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One token a row, each with its own tail (B, W − 1, C) and state (B, H, P, S)."""
-        z, inputs, dt = self._project(x)
-        tail = torch.cat([tail, inputs[:, None]], dim=1)
-        window = torch.arange(tail.shape[1], device=x.device)[None]
-        convolved = naive.tree_conv(
-            tail[:, -1:], tail[:, :-1], self._conv_weight, self.conv1d.bias, window
-        )
-        values, B, C = self._split(convolved)
-        root = torch.zeros(x.shape[0], 1, dtype=torch.long, device=x.device)
-        one = torch.ones(x.shape[0], dtype=torch.long, device=x.device)
-        state = naive.replay(state, values, dt[:, None], self.A, B, root, one)
-        heads = self.config.num_ssm_heads
-        C_heads = C[:, 0].repeat_interleave(heads // C.shape[2], dim=1).to(state.dtype)
-        x_heads = values[:, 0].repeat_interleave(heads // values.shape[2], dim=1).to(state.dtype)
-        y = torch.einsum("bhps,bhs->bhp", state, C_heads)
-        y = y + x_heads * self.D.to(state.dtype)[:, None]
-        return self._finish(y.to(x.dtype), z), tail[:, 1:], state
+    def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
+        projected = self.in_proj(x)
+        y = ops.mamba_tree(
+            projected, cache.rows, cache.state, self.weights, self.shape,
+            call.topology, call.steering, call.first,
+        )  # fmt: skip
+        z = projected[..., : self.shape.d_inner]
+        norm = self.norm
+        return self.out_proj(ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups))
 
 
 class MLP(nn.Module):
@@ -263,6 +215,40 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def tree(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu(project_together(x, (self.gate_proj, self.up_proj))))
+
+
+def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
+    """Several projections of x (…, D) side by side; with the fused kernels, one product.
+
+    The one weight is made when first needed, and the projections' own become views of it: no
+    memory is doubled, and whatever writes them in place writes it. It is made anew when a
+    weight has been moved since.
+    """
+    if not ops.fused(x.device, x.dtype):
+        return torch.cat([projection(x) for projection in projections], dim=-1)
+    owner = projections[0]
+    joined = owner.__dict__.get("joined_weight")
+    if joined is None or not _lie_in(joined, projections):
+        weights = [projection.weight for projection in projections]
+        joined = torch.cat([weight.detach() for weight in weights])
+        pieces = joined.split([weight.shape[0] for weight in weights])
+        for weight, piece in zip(weights, pieces, strict=True):
+            weight.data = piece
+        owner.__dict__["joined_weight"] = joined
+    return F.linear(x, joined)
+
+
+def _lie_in(joined: Tensor, projections: Sequence[nn.Linear]) -> bool:
+    """Whether the projections' weights are what `joined` consists of, in order."""
+    address = joined.data_ptr()
+    for projection in projections:
+        if projection.weight.data_ptr() != address or projection.weight.dtype != joined.dtype:
+            return False
+        address += projection.weight.nbytes
+    return True
 
 
 class Layer(nn.Module):
@@ -379,7 +365,7 @@ class HybridModel(nn.Module):
             if self.config.attn_layers:
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]
                 mask = same.tril()[:, None]
-        context = Context(*self._rotary(positions), segment_ids=segment_ids, mask=mask)
+        context = Context(self._rotary(positions), segment_ids=segment_ids, mask=mask)
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, context)
@@ -421,7 +407,7 @@ class HybridModel(nn.Module):
         if start and self.config.attn_layers:
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = mask.tril(start)[None, None]
-        context = Context(*self._rotary(positions), mask=mask, start=start, bound=bound)
+        context = Context(self._rotary(positions), mask=mask, start=start)
         x = self.model.embed_tokens(tokens)
         for layer, layer_cache in self.model.pairs(cache.layers):
             x = x + layer.mixer.extend(layer.input_layernorm(x), layer_cache, context)
@@ -441,100 +427,55 @@ class HybridModel(nn.Module):
         """
         if tokens.shape[1] != tree.num_nodes:
             raise UsageError(f"{tokens.shape[1]} tokens for the {tree.num_nodes} nodes of {tree}")
-        self.settle(cache)
-        topology = TreeTensors.of(tree, self.config.d_conv, tokens.device)
-        positions = cache.length[:, None] + topology.depths
-        context = Context(
-            *self._rotary(positions),
-            tree=topology,
-            length=cache.length,
-            bound=bound or cache.num_committed + tree.num_nodes,
-        )
-        x = self.model.embed_tokens(tokens)
+        topology = topology_of(tree, self.config.d_conv, tokens.device)
+        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound))
+
+    @torch.no_grad()
+    def tree_hidden(
+        self,
+        tokens: Tensor,
+        topology: Topology,
+        cache: HybridCache,
+        first: int = 0,
+        bound: int | None = None,
+    ) -> Tensor:
+        """Hidden states (B, Q, D) after the final norm of nodes first … first + Q − 1 of trees.
+
+        With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
+        the calls before grow. tokens (B, Q); each sequence has the tree of `topology` that
+        `cache.variant` names; bound as in `tree_forward`.
+        """
+        used = cache.num_committed + first + tokens.shape[1]
+        call = TreeCall(topology, cache.steering, first, bound or used)
+        x, y = self.model.embed_tokens(tokens), None
         for layer, layer_cache in self.model.pairs(cache.layers):
-            x = x + layer.mixer.tree(layer.input_layernorm(x), layer_cache, context)
-            x = layer.feed_forward(x)
-        return self.logits(self.model.norm(x))
+            norm = layer.input_layernorm
+            x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)
+            y = layer.mixer.tree(normed, layer_cache, call)
+            if hasattr(layer, "mlp"):
+                norm = layer.post_attention_layernorm
+                x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)
+                y = layer.mlp.tree(normed)
+        norm = self.model.norm
+        _, hidden = ops.add_rms_norm(x, y, norm.weight, norm.eps)
+        if first == 0:
+            ops.advance(cache.steering, hidden)
+        return hidden
 
     @torch.no_grad()
     def settle(self, cache: HybridCache) -> None:
         """Replay the accepted path that is pending, if any, into states, tails and keys."""
         for layer, layer_cache in self.model.pairs(cache.layers):
             if isinstance(layer_cache, MambaCache):
-                layer_cache.settle(layer.mixer.A, cache.path, cache.path_length)
+                layer_cache.settle(layer.mixer.weights, cache.steering)
             else:
-                layer_cache.settle(cache.length, cache.path)
+                layer_cache.settle(cache.steering)
         cache.length += cache.path_length
         cache.path_length.zero_()
 
-    def step_states(self, cache: HybridCache) -> StepState:
-        """The settled states of a recurrent model, as `step` takes them."""
-        states = []
-        for layer in cache.layers:
-            if not isinstance(layer, MambaCache):
-                raise UsageError("only a model without attention layers can step on copied states")
-            states.append((layer.tail, layer.state))
-        return states
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, states: StepState) -> tuple[Tensor, StepState]:
-        """One token a row, tokens (B,), each on its own states. Returns logits (B, V)."""
-        x = self.model.embed_tokens(tokens)
-        advanced = []
-        for layer, (tail, state) in self.model.pairs(states):
-            y, tail, state = layer.mixer.step(layer.input_layernorm(x), tail, state)
-            x = layer.feed_forward(x + y)
-            advanced.append((tail, state))
-        return self.logits(self.model.norm(x)), advanced
-
-    # Rotary positions
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin (B, T, 1, head_dim) for positions (B, T); None without attention."""
+    def _rotary(self, positions: Tensor) -> Tensor | None:
+        """(2, B, T, 1, D / 2) for positions (B, T); None without attention."""
         if not self.config.attn_layers:
-            return None, None
-        frequencies = _rotary_frequencies(self.config, positions.device)
+            return None
         dtype = naive.accumulation_dtype(self.dtype)
-        angles = positions[..., None].to(dtype) * frequencies.to(dtype)
-        angles = torch.cat([angles, angles], dim=-1)[:, :, None]
-        return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on halves, x (B, T, H, P)."""
-    low, high = x.chunk(2, dim=-1)
-    rotated = torch.cat([-high, low], dim=-1)
-    return (x * cos + rotated * sin).to(x.dtype)
-
-
-def _rotary_frequencies(config: HybridConfig, device: torch.device) -> Tensor:
-    scaling = tuple(sorted((config.rope_scaling or {}).items()))
-    return _cached_frequencies(config.head_dim, config.rope_theta, scaling, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_frequencies(
-    head_dim: int, theta: float, scaling: tuple[tuple[str, object], ...], device: torch.device
-) -> Tensor:
-    """Inverse frequencies (head_dim / 2,) in fp64, with Llama 3.1's long-context scaling."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    frequencies = theta**-exponents
-    values = dict(scaling)
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "llama3":
-        factor, low, high, original = (
-            float(values[key])  # type: ignore[arg-type]
-            for key in (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            )
-        )
-        wavelengths = 2 * math.pi / frequencies
-        # 1 keeps a frequency, 0 divides it by the factor, between the two bands a blend
-        keep = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * (keep + (1 - keep) / factor)
-    elif kind != "default":
-        raise UsageError(f"rope type {kind!r} is not supported, wanted 'default' or 'llama3'")
-    return frequencies.to(device)
+        return rotary_angles(self.config, positions, dtype)[..., None, :]

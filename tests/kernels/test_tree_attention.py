@@ -109,8 +109,6 @@ def test_siblings_are_invisible():
     for change in (0.0, 1.0):
         qkv, *rest = make(tree, [9], [[0]], torch.float32)
         qkv[:, 2] += change  # nodes 2 and 6 are its only readers
-        outputs.append(
-            tree_attention.attend_tree(qkv, *rest, topology_of([tree]), steering, 0, 0)
-        )
+        outputs.append(tree_attention.attend_tree(qkv, *rest, topology_of([tree]), steering, 0, 0))
     moved = (outputs[0] != outputs[1]).any(-1).any(0).nonzero().flatten().tolist()
     assert moved == [2, 6]

@@ -129,7 +129,7 @@ def test_growing_a_tree_in_pieces(piece):
 
 def test_siblings_and_uncounted_path_slots_are_invisible():
     shape, tree = SHAPES["grouped"], TokenTree.paper()
-    inputs, steering, topology = compare(shape, [tree], [[0, 1], [0]])
+    _, steering, topology = compare(shape, [tree], [[0, 1], [0]])
     before = tree_scan.mamba_tree(*make(shape, [tree], torch.float32), shape, topology, steering, 0)
     changed = make(shape, [tree], torch.float32)
     changed[0][:, 2] += 1  # nodes 2 and 6 are its only readers

@@ -7,7 +7,7 @@ import torch
 from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree, generate
-from stree.draft import Draft, ModelDrafter
+from stree.draft import Draft, ModelDrafter, parents_of
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.sampling import RandomChooser
@@ -106,22 +106,26 @@ def test_greedy_with_model_drafters(tree, drafter):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_copied_states_draft_what_tree_calls_draft(temperature):
-    """Two ways to grow a tree, state copies and partial tree calls, agree on a recurrent model."""
-    model = tiny_model(4, num_layers=2, attn_layers=())
-    generation = GenerationConfig(temperature=temperature, seed=3)
-    drafts = []
-    for by_trees in (False, True):
-        drafter, choose = ModelDrafter(model, 64, 16), RandomChooser(3)
-        drafter.catch_up([5, 6, 7])
-        args = (TokenTree.paper(), generation.rule, choose)
-        if by_trees:
-            drafts.append(drafter._grow_by_trees(8, *args))
-        else:
-            drafts.append(drafter.draft([5, 6, 7, 8], *args))
-    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
-    if temperature:
-        torch.testing.assert_close(drafts[0].laws, drafts[1].laws, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize("tree", TREES)
+def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
+    """Each node's children come from the drafter's logits after the sequence and its path."""
+    model, tree = tiny_model(4, num_layers=2, attn_layers=attn_layers), TREES[tree]
+    rule, choose = GenerationConfig(temperature=temperature).rule, RandomChooser(3)
+    drafter, sequence = ModelDrafter(model, 64, tree.num_nodes), [5, 6, 7, 8]
+    drafter.catch_up(sequence[:-1])
+    for news in ([], [9], list(range(tree.max_depth + 1)), [3, 1]):  # certain since the last draft
+        sequence += news
+        draft = drafter.draft(sequence, tree, rule, choose)
+        assert draft.finite and draft.tokens[0] == sequence[-1]
+        for row, node in enumerate(parents_of(tree)):
+            path = draft.tokens[tree.path_to(node)[1:]].tolist()
+            logits = model(torch.tensor([sequence + path]))[0, -1]
+            if temperature:
+                torch.testing.assert_close(draft.laws[row], rule.law(logits), rtol=0, atol=1e-10)
+            else:
+                best = logits.topk(len(tree.children[node])).indices
+                assert draft.tokens[list(tree.children[node])].equal(best)
 
 
 def counting_target(vocabulary: int = 12, eos: tuple[int, ...] = ()) -> TableTarget:

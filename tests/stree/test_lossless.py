@@ -199,7 +199,7 @@ def top_k_drafts(logits: Tensor, parents, tree, rule, choose):
     counts = [len(tree.children[node]) for node in parents]
     drawn = logits.topk(max(counts), dim=-1).indices
     tokens = torch.cat([drawn[row, :count] for row, count in enumerate(counts)])
-    return tokens, rule.law(logits), torch.tensor(True)
+    return tokens, rule.law(logits), torch.ones(len(counts), dtype=torch.bool)
 
 
 def stale_after(share: float):

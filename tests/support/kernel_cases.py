@@ -1,8 +1,6 @@
-"""Where and how the Triton kernels are tested: on CUDA, or through the interpreter on the CPU."""
+"""Inputs for tests of the Triton kernels, on CUDA or through the interpreter on the CPU."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ import torch
 from stree.tree import TokenTree, balanced
 from stree_kernels.shapes import Steering, Topology
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from stree.draft import Draft, SamplingRule, grow_recurrent
+from stree.draft import Draft, SamplingRule, grow
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser
@@ -93,17 +93,15 @@ class TableDrafter:
     def draft(
         self, sequence: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
     ) -> Draft:
-        last = torch.tensor(sequence[-1:])
-        return grow_recurrent(
-            self, self.table[sequence[-2], sequence[-1]][None], [(last, last)], last,  # type: ignore[arg-type]
-            tree, rule, choose,
-        )  # fmt: skip
+        past = {0: (sequence[-2], sequence[-1])}
 
-    def step(
-        self, tokens: Tensor, states: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        ((before, _),) = states
-        return self.table[before, tokens], [(tokens, tokens)]
+        def advance(tokens: Tensor, nodes: list[int]) -> Tensor:
+            for node, token in zip(nodes, tokens.tolist(), strict=True):
+                past[node] = (past[tree.parents[node]][1], token)
+            return torch.stack([self.table[past[node]] for node in nodes])
+
+        root = torch.tensor(sequence[-1:])
+        return grow(advance, self.table[past[0]][None], root, tree, rule, choose)
 
 
 def exact_law(run: Callable[[Chooser], Hashable]) -> dict[Hashable, float]:
