@@ -88,7 +88,7 @@ def test_the_chat_drafter_is_at_most_an_eighth_of_its_target():
     assert drafter.vocab_size == target.vocab_size
     assert config_files(drafter, "float32")["mamba_config.json"]
     steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
-    assert steps == [40, 120, 400, 1200, 4000]
+    assert steps == [16, 50, 160, 500, 1600]
 
 
 def test_the_quickstart_drafter_is_sliced_and_exported_five_times():
