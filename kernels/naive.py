@@ -429,6 +429,37 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.topk(count, dim=-1).indices, highest.to(accumulation_dtype(logits.dtype))
 
 
+def accept_greedy(
+    best: Tensor,
+    highest: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    path: Tensor,
+    path_length: Tensor,
+    block: Tensor,
+    report: Tensor,
+) -> None:
+    """Follow the target's first choices down each tree; writes the last four tensors.
+
+    Args: best (B, N) and highest (B, N), the target's choice at each node and its logit; tokens
+    (B, N) and parents (N,) of the trees; path (B, K) and path_length (B,), the accepted nodes;
+    block (B, M), the new tokens, the target's own last one included, with M above the trees'
+    depth; report (B, 2 + M), how many they are, whether all logits were finite, and the tokens.
+    """
+    for row in range(tokens.shape[0]):
+        node, count = 0, 0
+        while True:
+            path[row, count] = node
+            block[row, count] = report[row, 2 + count] = best[row, node]
+            count += 1
+            matching = (parents == node) & (tokens[row] == best[row, node])
+            if not matching.any():
+                break
+            node = int(matching.int().argmax())
+        path_length[row] = report[row, 0] = count
+        report[row, 1] = highest[row].isfinite().all()
+
+
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
     """(B, Q, L): committed slots are seen by all nodes, the tree's by their descendants."""
     batch, num_nodes = length.shape[0], ancestors.shape[-1]

@@ -111,3 +111,19 @@ def advance(steering: Steering, like: Tensor) -> None:
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """See `naive.top_tokens`."""
     return _module("top", logits).top_tokens(logits, count)
+
+
+def accept_greedy(
+    best: Tensor,
+    highest: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    path: Tensor,
+    path_length: Tensor,
+    block: Tensor,
+    report: Tensor,
+) -> None:
+    """See `naive.accept_greedy`."""
+    _module("accept", highest).accept_greedy(
+        best, highest, tokens, parents, path, path_length, block, report
+    )

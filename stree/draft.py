@@ -105,12 +105,16 @@ class ModelDrafter:
         if len(sequence) - self.cache.num_committed > tree.max_depth + 1:
             self.catch_up(sequence[:-1])
         tokens = sequence[self.cache.num_committed :]
-        key: Any = (tree, rule, choose)
         if isinstance(choose, RandomChooser) and choose.on_cuda:
-            if key not in self.captured:
-                self.captured[key] = CapturedDraft(self, *key)
-            return self.captured[key](tokens)
-        return StaticDraft(self, *key)(tokens)
+            return self.capture(tree, rule, choose)(tokens)
+        return StaticDraft(self, tree, rule, choose)(tokens)
+
+    def capture(self, tree: TokenTree, rule: SamplingRule, choose: RandomChooser) -> CapturedDraft:
+        """The CUDA graph of such drafts, captured when first asked for."""
+        key = (tree, rule, choose)
+        if key not in self.captured:
+            self.captured[key] = CapturedDraft(self, *key)
+        return self.captured[key]
 
 
 class StaticDraft:

@@ -19,6 +19,7 @@ from stree.graphs import CapturedTree
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
+from stree.steps import GreedySteps
 from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_multi_step
 
@@ -150,6 +151,7 @@ class Decoder:
         self.max_length, self.tokenizer = max_length, tokenizer
         self.cache = target.new_cache(max_length, tree.num_nodes)
         self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
+        self._steps: GreedySteps | None = None
         if isinstance(target, HybridModel) and target.device.type == "cuda":
             self._verify: Callable[[Tensor], Tensor] = CapturedTree(target, tree, self.cache)
         else:
@@ -213,15 +215,10 @@ class Decoder:
         stats.prefill_s = clock.start_decoding()
         yield kept, reason
 
+        calls = self._calls_on_device if self._on_device(rule, choose) else self._calls
+        blocks = calls(sequence, rule, choose, stats, clock)
         while not reason:
-            draft = self._draft(sequence, rule, choose)
-            clock.mark("draft")
-            logits = self._verify(draft.tokens[None])[0]
-            clock.mark("verify")
-            path, block = self._accept(logits, draft, rule, choose, stats)
-            clock.mark("accept")
-            self.cache.commit(path)
-            clock.mark("commit")
+            block = next(blocks)
             kept, reason = stop.keep(block)
             sequence += kept
             stats.num_calls += 1
@@ -232,6 +229,58 @@ class Decoder:
             if reason:
                 stats.decode_s, stats.time_ms = clock.stop()
             yield kept, reason
+
+    def _calls(
+        self,
+        sequence: list[int],
+        rule: SamplingRule,
+        choose: Chooser,
+        stats: DecodingStats,
+        clock: PhaseClock,
+    ) -> Iterator[list[int]]:
+        """The new tokens of one call after the other; the host decides what is accepted."""
+        while True:
+            draft = self._draft(sequence, rule, choose)
+            clock.mark("draft")
+            logits = self._verify(draft.tokens[None])[0]
+            clock.mark("verify")
+            path, block = self._accept(logits, draft, rule, choose, stats)
+            clock.mark("accept")
+            self.cache.commit(path)
+            clock.mark("commit")
+            yield block
+
+    def _on_device(self, rule: SamplingRule, choose: Chooser) -> bool:
+        """Whether whole steps run on the device: greedy, with graphs of the fused kernels."""
+        if not (rule.greedy and choose is self._random and isinstance(self._verify, CapturedTree)):
+            return False
+        model_drafter = self.drafter is None or isinstance(self.drafter, ModelDrafter)
+        return self._verify.reads_lengths_on_device and model_drafter
+
+    def _calls_on_device(
+        self,
+        sequence: list[int],
+        rule: SamplingRule,
+        choose: Chooser,
+        stats: DecodingStats,
+        clock: PhaseClock,
+    ) -> Iterator[list[int]]:
+        """As `_calls`, decided on the device: each call starts before the last one is read."""
+        if self._steps is None:
+            draft = None
+            if isinstance(self.drafter, ModelDrafter):
+                draft = self.drafter.capture(self.tree, rule, self._random)
+            assert isinstance(self.target, HybridModel)
+            self._steps = GreedySteps(self.target, self.tree, self.cache, draft)
+        steps = self._steps
+        steps.begin(sequence[-1])
+        steps.launch(clock.mark)
+        while True:
+            steps.launch(clock.mark)
+            finite, block = steps.collect()
+            if not finite:
+                raise self._not_finite("target or the drafter", stats.num_calls)
+            yield block
 
     def _draft(self, sequence: list[int], rule: SamplingRule, choose: Chooser) -> Draft:
         if self.drafter is None:
@@ -268,8 +317,11 @@ class Decoder:
         return int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
 
     def _not_finite(self, who: str, step: int) -> InvariantBroken:
-        model = self.target if who == "target" else getattr(self.drafter, "model", None)
-        layer = model.first_non_finite() if isinstance(model, HybridModel) else None
+        models = [self.target, getattr(self.drafter, "model", None)]
+        if who in ("target", "drafter"):
+            models = models[:1] if who == "target" else models[1:]
+        layers = [each.first_non_finite() for each in models if isinstance(each, HybridModel)]
+        layer = next((each for each in layers if each), None)
         where = f"; its weights are not finite in {layer}" if layer else ""
         return InvariantBroken(
             f"the {who}'s logits are not finite at decoding step {step}{where}; "

@@ -56,10 +56,15 @@ class CapturedTree:
         self.tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long, device=model.device)
         self.captures: dict[int, Capture] = {}
 
+    @property
+    def reads_lengths_on_device(self) -> bool:
+        """Whether one graph serves every length: so it is with the fused kernels."""
+        return ops.fused(self.model.device, self.model.dtype)
+
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits (1, N, V) of tokens (1, N)."""
-        bound = self.cache.num_slots  # the fused kernels read lengths on the device: one graph
-        if not ops.fused(self.model.device, self.model.dtype):
+        bound = self.cache.num_slots
+        if not self.reads_lengths_on_device:
             needed = self.cache.num_committed + self.tree.num_nodes
             bound = min(-(-needed // BUCKET) * BUCKET, bound)
         if bound not in self.captures:

@@ -1,0 +1,92 @@
+"""Greedy decoding steps that run on the device from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stree.draft import CapturedDraft
+from stree.graphs import Capture
+from stree.models.cache import HybridCache
+from stree.models.hybrid import HybridModel
+from stree.tree import TokenTree
+from stree_kernels import ops
+
+
+class GreedySteps:
+    """Draft, verify, accept and commit as two CUDA graphs, without the host in between.
+
+    Tokens, the accepted path and all lengths stay on the device; the host reads a report of each
+    step, and may do so while later ones run.
+
+    Args: cache, the target's; draft, the drafter's graph, or None for autoregressive decoding.
+    """
+
+    def __init__(
+        self, model: HybridModel, tree: TokenTree, cache: HybridCache, draft: CapturedDraft | None
+    ) -> None:
+        self.model, self.tree, self.cache, self.draft = model, tree, cache, draft
+        longest, device = tree.max_depth + 1, model.device
+        if draft is not None:
+            self.block = draft.tokens  # a step's new tokens are what the drafter reads next
+            self.nodes = draft.capture.outputs.tokens[None]
+            self.drafts_are_finite = draft.capture.outputs.finite
+        else:
+            self.block = self.nodes = torch.zeros(1, 1, dtype=torch.long, device=device)
+            self.drafts_are_finite = torch.ones((), dtype=torch.bool, device=device)
+        self.parents = torch.tensor(tree.parents, device=device)
+        self.count = torch.ones(1, dtype=torch.long, device=device)
+        self.report = torch.zeros(1, 2 + longest, dtype=torch.long, device=device)
+        shape = (1, 3 + longest)
+        self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
+        self.read = [torch.cuda.Event() for _ in range(2)]
+        self.launched = self.collected = 0
+        scratch = model.new_cache(longest, cache.max_nodes)
+        some_nodes, some_block = torch.zeros_like(self.nodes), torch.zeros_like(self.block)
+        self.verify = Capture(
+            lambda: self._verify(cache, self.nodes, self.block),
+            lambda: self._verify(scratch, some_nodes, some_block),
+        )
+
+    def _verify(self, cache: HybridCache, nodes: Tensor, block: Tensor) -> Tensor:
+        logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots)[0]
+        best, highest = ops.top_tokens(logits, 1)
+        ops.accept_greedy(
+            best.T, highest[None], nodes, self.parents,
+            cache.path, cache.path_length, block, self.report,
+        )  # fmt: skip
+        (self.count if self.draft is None else self.draft.count).copy_(cache.path_length)
+        return torch.cat([self.report, self.drafts_are_finite.long().view(1, 1)], dim=1)
+
+    def begin(self, root: int) -> None:
+        """Start from a root that neither cache holds; the prompt before it is committed."""
+        self.block[:, 0] = root
+        if self.draft is not None:
+            self.draft.count.fill_(1)
+        self.launched = self.collected = 0
+
+    def launch(self, mark: Callable[[str], None]) -> None:
+        """Start the next step; `mark` is told when each phase has been started."""
+        if self.draft is not None:
+            self.draft.capture.replay()
+        mark("draft")
+        report = self.verify.replay()
+        mark("verify")
+        half = self.launched % 2
+        self.pinned[half].copy_(report, non_blocking=True)
+        self.read[half].record()
+        mark("accept")
+        self.launched += 1
+
+    def collect(self) -> tuple[bool, list[int]]:
+        """The oldest step not yet collected: whether all logits were finite, and its tokens."""
+        half = self.collected % 2
+        self.read[half].synchronize()
+        count, finite, *tokens, drafts_finite = self.pinned[half][0].tolist()
+        self.collected += 1
+        for cache in (self.cache, self.draft.cache if self.draft is not None else None):
+            if cache is not None:
+                cache.num_committed += count
+        return bool(finite and drafts_finite), tokens[:count]
