@@ -24,6 +24,7 @@ from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_multi_step
 
 PHASES = ("draft", "verify", "accept", "commit", "host")
+PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,25 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
-        if not self.temperature >= 0:
-            raise UsageError(f"temperature is {self.temperature}, wanted 0 (greedy) or more")
+        if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"temperature is {self.temperature}, wanted 0 (greedy) or at least 0.00001"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}, wanted 0 to 2⁶³ − 1")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        if not all(strings):
+            raise UsageError("a stop string is empty; every text would stop at once")
         object.__setattr__(self, "stop_strings", tuple(strings))
 
     @property
     def rule(self) -> SamplingRule:
+        if self.temperature == 0:  # one rule, so one graph, whatever top_k and top_p say
+            return SamplingRule()
         return SamplingRule(self.temperature, self.top_k, self.top_p)
 
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
@@ -139,6 +148,8 @@ class Decoder:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if drafter is None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
+        if tree.num_nodes == 1:
+            drafter = None  # a root alone leaves nothing to draft
         if isinstance(drafter, HybridModel):
             wanted, got = target.config.vocab_size, drafter.config.vocab_size
             if wanted != got:
@@ -159,7 +170,7 @@ class Decoder:
 
     def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
         generation: GenerationConfig = GenerationConfig(),
         *,
         streamer: Any = None,
@@ -167,18 +178,19 @@ class Decoder:
     ) -> GenerationOutput:
         """Generate after a prompt.
 
-        Args: prompt_ids, at least one token; streamer, an object with `put(tokens)` and `end()`
-        such as `transformers.TextStreamer`; choose, the source of randomness (default: seeded
-        by generation.seed).
+        Args: prompt_ids, at least one token, as a sequence or a tensor (T,) or (1, T);
+        streamer, an object with `put(tokens)` and `end()` such as `transformers.TextStreamer`;
+        choose, the source of randomness (default: seeded by generation.seed).
         Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits.
         """
         stats = DecodingStats(tree_max_depth=self.tree.max_depth)
         tokens: list[int] = []
         reason = "length"
+        prompt = torch.as_tensor(prompt_ids).flatten().long()
         if streamer is not None:
-            streamer.put(torch.tensor(list(prompt_ids)))
+            streamer.put(prompt.cpu())
         for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
-            list(prompt_ids), generation, choose, stats
+            prompt.tolist(), generation, choose, stats
         ):
             tokens += kept
             if streamer is not None:
@@ -209,11 +221,12 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.reset()
             self.drafter.catch_up(sequence)
-        token = self._first_token(logits, rule, choose)
+        token = self._first_token(logits, rule, choose, sequence)
         kept, reason = stop.keep([token])
         sequence.append(token)
         stats.prefill_s = clock.start_decoding()
         yield kept, reason
+        clock.mark(PAUSED)
 
         calls = self._calls_on_device if self._on_device(rule, choose) else self._calls
         blocks = calls(sequence, rule, choose, stats, clock)
@@ -229,6 +242,7 @@ class Decoder:
             if reason:
                 stats.decode_s, stats.time_ms = clock.stop()
             yield kept, reason
+            clock.mark(PAUSED)
 
     def _calls(
         self,
@@ -244,7 +258,7 @@ class Decoder:
             clock.mark("draft")
             logits = self._verify(draft.tokens[None])[0]
             clock.mark("verify")
-            path, block = self._accept(logits, draft, rule, choose, stats)
+            path, block = self._accept(logits, draft, rule, choose, sequence, stats.num_calls)
             clock.mark("accept")
             self.cache.commit(path)
             clock.mark("commit")
@@ -279,7 +293,7 @@ class Decoder:
             steps.launch(clock.mark)
             finite, block = steps.collect()
             if not finite:
-                raise self._not_finite("target or the drafter", stats.num_calls)
+                raise self._not_finite("target or the drafter", stats.num_calls, sequence)
             yield block
 
     def _draft(self, sequence: list[int], rule: SamplingRule, choose: Chooser) -> Draft:
@@ -289,7 +303,13 @@ class Decoder:
         return self.drafter.draft(sequence, self.tree, rule, choose)
 
     def _accept(
-        self, logits: Tensor, draft: Draft, rule: SamplingRule, choose: Chooser, stats: Any
+        self,
+        logits: Tensor,
+        draft: Draft,
+        rule: SamplingRule,
+        choose: Chooser,
+        sequence: list[int],
+        step: int,
     ) -> tuple[list[int], list[int]]:
         """The accepted path and the block of tokens it yields; waits for the device."""
         highest, best = logits.max(-1)
@@ -298,9 +318,9 @@ class Decoder:
         tokens, best_ids, highest_values = packed.tolist()
         tokens = [int(token) for token in tokens]
         if not all(map(_is_finite, highest_values)):
-            raise self._not_finite("target", stats.num_calls)
+            raise self._not_finite("target", step, sequence)
         if not bool(draft.finite):
-            raise self._not_finite("drafter", stats.num_calls)
+            raise self._not_finite("drafter", step, sequence)
         if rule.greedy:
             path, bonus = verify_greedy([int(each) for each in best_ids], tokens, self.tree)
         elif draft.laws is None:
@@ -311,20 +331,26 @@ class Decoder:
             )
         return path, [tokens[node] for node in path[1:]] + [bonus]
 
-    def _first_token(self, logits: Tensor, rule: SamplingRule, choose: Chooser) -> int:
+    def _first_token(
+        self, logits: Tensor, rule: SamplingRule, choose: Chooser, sequence: list[int]
+    ) -> int:
         if not bool(logits.amax().isfinite()):
-            raise self._not_finite("target", 0)
+            raise self._not_finite("target", 0, sequence)
         return int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
 
-    def _not_finite(self, who: str, step: int) -> InvariantBroken:
-        models = [self.target, getattr(self.drafter, "model", None)]
-        if who in ("target", "drafter"):
-            models = models[:1] if who == "target" else models[1:]
-        layers = [each.first_non_finite() for each in models if isinstance(each, HybridModel)]
-        layer = next((each for each in layers if each), None)
-        where = f"; its weights are not finite in {layer}" if layer else ""
+    def _not_finite(self, who: str, step: int, sequence: list[int]) -> InvariantBroken:
+        """Names the model, the step, and where the first value that is not finite appears."""
+        models = {"target": self.target, "drafter": getattr(self.drafter, "model", None)}
+        for name, model in models.items():
+            if name in who and isinstance(model, HybridModel):
+                where = model.first_non_finite(sequence)
+                if where:
+                    return InvariantBroken(
+                        f"the {name}'s logits are not finite at decoding step {step}: {where}; "
+                        "check the checkpoint, or run it in float32"
+                    )
         return InvariantBroken(
-            f"the {who}'s logits are not finite at decoding step {step}{where}; "
+            f"the {who}'s logits are not finite at decoding step {step}; "
             "check the checkpoint, or run it in float32"
         )
 
@@ -428,10 +454,11 @@ class PhaseClock:
         if self.on_cuda:
             torch.cuda.synchronize()
         decode_s = time.perf_counter() - self.started
-        times = dict.fromkeys(PHASES, 0.0)
+        times = dict.fromkeys((*PHASES, PAUSED), 0.0)
         for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
             elapsed = before.elapsed_time(after) if self.on_cuda else (after - before) * 1e3
             times[phase] += elapsed
+        decode_s -= times.pop(PAUSED) / 1e3
         times["host"] += max(0.0, decode_s * 1e3 - sum(times.values()))
         return decode_s, times
 

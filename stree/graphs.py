@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stree.models.cache import HybridCache
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import TokenTree
 from stree_kernels import ops
 
@@ -55,6 +55,8 @@ class CapturedTree:
         self.model, self.tree, self.cache = model, tree, cache
         self.tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long, device=model.device)
         self.captures: dict[int, Capture] = {}
+        # Graphs read it by address: it must outlive the function's own cache
+        self.topology = topology_of(tree, model.config.d_conv, model.device)
 
     @property
     def reads_lengths_on_device(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stree.draft import CapturedDraft
 from stree.graphs import Capture
 from stree.models.cache import HybridCache
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import TokenTree
 from stree_kernels import ops
 
@@ -37,6 +37,7 @@ class GreedySteps:
             self.block = self.nodes = torch.zeros(1, 1, dtype=torch.long, device=device)
             self.drafts_are_finite = torch.ones((), dtype=torch.bool, device=device)
         self.parents = torch.tensor(tree.parents, device=device)
+        self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
         self.count = torch.ones(1, dtype=torch.long, device=device)
         self.report = torch.zeros(1, 2 + longest, dtype=torch.long, device=device)
         shape = (1, 3 + longest)

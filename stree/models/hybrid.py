@@ -337,11 +337,22 @@ class HybridModel(nn.Module):
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def first_non_finite(self) -> str | None:
-        """The name of the first parameter with a NaN or an infinity, or None."""
+    @torch.no_grad()
+    def first_non_finite(self, tokens: Sequence[int]) -> str | None:
+        """Says where a NaN or an infinity first appears: in a weight, or after a layer.
+
+        tokens, a sequence to run through the model. None when everything is finite.
+        """
         for name, parameter in self.named_parameters():
             if not bool(parameter.isfinite().all()):
-                return name
+                return f"its weights are not finite in {name}"
+        row = torch.tensor([list(tokens)], device=self.device)
+        context = Context(self._rotary(torch.arange(row.shape[1], device=self.device)[None]))
+        x = self.model.embed_tokens(row)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, context)
+            if not bool(x.isfinite().all()):
+                return f"its finite weights overflow in layer {index}"
         return None
 
     # Training

@@ -1,6 +1,7 @@
 """One loop for autoregressive, chain and tree; greedy output never depends on the tree."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -238,9 +239,42 @@ def test_nan_is_named_with_layer_and_step():
         Decoder(tiny_model(1), drafter, max_length=99).generate([1, 2], GenerationConfig(8))
 
 
+def test_overflow_of_finite_weights_is_named_too():
+    target = tiny_model(1, torch.float32)
+    with torch.no_grad():
+        target.model.layers[2].mlp.down_proj.weight.fill_(1e38)
+    with pytest.raises(InvariantBroken, match=r"target.*step 0.*overflow in layer 2"):
+        Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
+
+
+def test_a_slow_streamer_is_not_decoding_time():
+    class Slow:
+        def put(self, value):
+            time.sleep(0.02)
+
+        def end(self): ...
+
+    decoder = Decoder(tiny_model(1), max_length=99)
+    decoder.generate([1, 2], GenerationConfig(8))
+    stats = decoder.generate([1, 2], GenerationConfig(8), streamer=Slow()).stats
+    assert stats.decode_s < 7 * 0.02
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
+
+
+def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, TokenTree.chain(0), max_length=99)
+    got = decoder.generate(torch.tensor([[1, 2, 3]]), GenerationConfig(8))
+    assert got.tokens == generate(target, [1, 2, 3], GenerationConfig(8)).tokens
+    assert got.stats.accepted_per_call == [0] * 7
+
+
 @pytest.mark.parametrize(
     "values, complaint",
     [
+        (dict(stop_strings=("a", "")), "stop string"),
+        (dict(temperature=1e-320), "temperature"),
+        (dict(seed=2**64), "seed"),
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
