@@ -132,7 +132,8 @@ class Decoder:
     Args: drafter, a model or anything that fills trees (`Drafter`); without one, decoding is
     autoregressive. tree, the token tree (default with a drafter: the paper's). max_length, the
     longest sequence, prompt included. tokenizer, needed for stop strings only.
-    Raises `UsageError` when target and drafter have different vocabularies.
+    Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
+    fingerprints in their checkpoints' manifests).
     """
 
     def __init__(
@@ -155,6 +156,12 @@ class Decoder:
             if wanted != got:
                 raise UsageError(
                     f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
+                    "draft with a model distilled from this target"
+                )
+            prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
+            if all(prints) and prints[0] != prints[1]:
+                raise UsageError(
+                    "drafter and target have different tokenizers of the same size; "
                     "draft with a model distilled from this target"
                 )
             drafter = ModelDrafter(drafter, max_length, tree.num_nodes)

@@ -60,17 +60,18 @@ def load_model(
 
     Each tensor goes straight to `device` and `dtype` (dt_bias, A_log and D at least fp32), so the
     peak is one model and one tensor. With MANIFEST.json every file is verified first. Rows that
-    state-spaces adds to round its vocabulary up are dropped.
+    state-spaces adds to round its vocabulary up are dropped. The manifest's tokenizer fingerprint
+    stays with the model, so that a `Decoder` can compare.
 
     Raises CheckpointRefused, with what was found and what was wanted, for a foreign or
     unsupported config, a damaged file, and missing, unexpected or misshapen tensors.
     """
     directory = Path(path)
     checkpoint = read_checkpoint_config(directory)
-    if (directory / MANIFEST_NAME).exists():
-        verify_manifest(directory)
+    manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
     with torch.device("meta"):
         model = HybridModel(checkpoint.model)
+    model.tokenizer_fingerprint = manifest.get("tokenizer_fingerprint")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with _open_weights(directory) as stored:
         sources = _match(checkpoint, expected, stored, directory)

@@ -297,6 +297,7 @@ class HybridModel(nn.Module):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config
+        self.tokenizer_fingerprint: str | None = None  # known for a checkpoint with a manifest
         self.model = Decoder(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)

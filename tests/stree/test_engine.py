@@ -291,6 +291,10 @@ def test_what_cannot_work_is_refused_at_start():
     target = tiny_model(1)
     with pytest.raises(UsageError, match="vocabulary has 50 tokens, the target's 61"):
         Decoder(target, tiny_model(2, vocab_size=50))
+    drafter = tiny_model(2, attn_layers=())
+    target.tokenizer_fingerprint, drafter.tokenizer_fingerprint = "a", "b"
+    with pytest.raises(UsageError, match="different tokenizers"):
+        Decoder(target, drafter)
     with pytest.raises(UsageError, match="needs a drafter"):
         Decoder(target, tree=TokenTree.paper())
     decoder = Decoder(target, max_length=32)
