@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.products import dot, precision_for
 from stree_kernels.shapes import Steering, Topology
 
 PROGRAMS = 132  # what the splits should fill: the multiprocessors of an H100 or H200
@@ -61,9 +60,12 @@ def attend_tree(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
         BLOCK_L=block_l, BLOCK_HALF=block_half, REPLAY=first == 0,
     )  # fmt: skip
+    precision = "as given" if qkv.is_cuda else "tf32"  # the interpreter has no bf16 products
+    if qkv.dtype == torch.float32:
+        precision = "tf32x3"
     attend_kernel[(num_splits + 1, row_blocks, batch * num_kv_heads)](
         *common, head_dim**-0.5, BLOCK_M=block_m,
-        PRECISION=precision_for(qkv),
+        PRECISION=precision,
         num_warps=4, num_stages=2, **constants,
     )  # fmt: skip
     combine_kernel[(num_rows + 1, batch * num_kv_heads)](
@@ -98,17 +100,25 @@ def _rotated(pointer, stride, row, known, position, rotary, rotary_stride, posit
 
 
 @triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    if PRECISION == "as given":
+        return tl.dot(a, b)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
     """One block of keys in the running softmax."""
-    scores = dot(q_low, tl.trans(k_low), PRECISION) + dot(q_high, tl.trans(k_high), PRECISION)
+    scores = _dot(q_low, tl.trans(k_low), PRECISION) + _dot(q_high, tl.trans(k_high), PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))
     now = tl.maximum(highest, tl.max(scores, axis=1))
     shift = tl.where(now == -float("inf"), 0.0, now)  # nothing seen yet
     weights = tl.exp(scores - shift[:, None])
     fade = tl.exp(highest - shift)
     total = total * fade + tl.sum(weights, axis=1)
-    out = out * fade[:, None] + dot(weights.to(v.dtype), v, PRECISION)
+    out = out * fade[:, None] + _dot(weights.to(v.dtype), v, PRECISION)
     return now, total, out
 
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.products import dot, precision_for
 from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
 
 
@@ -36,10 +35,7 @@ def mamba_tree(
     assert rows.shape[2] >= shape.tail + first + num_new
     kept = projected[..., shape.d_inner :]
     y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
-    block_p = max(
-        16,
-        min(int(__import__("os").environ.get("K_BP", 32)), triton.next_power_of_2(shape.head_dim)),
-    )
+    block_p = max(16, min(32, triton.next_power_of_2(shape.head_dim)))
     num_blocks = triton.cdiv(shape.head_dim, block_p)
     x_dim, b_dim, _ = shape.xbc_dims
     x_conv, b_conv, _ = shape.scan_groups
@@ -47,6 +43,7 @@ def mamba_tree(
     num_nodes = first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
     copied = triton.next_power_of_2(triton.cdiv(shape.num_kept, heads * num_blocks))
+    wide = projected.dtype == torch.float32
     mamba_tree_kernel[(num_blocks, heads, batch)](
         kept, kept.stride(0), kept.stride(1),
         rows, rows.stride(0), rows.stride(1), rows.stride(2),
@@ -69,10 +66,10 @@ def mamba_tree(
         REPLAY=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=min(block_n, max(16, triton.next_power_of_2(num_new))),
-        COPIED=copied, ONE_TILE=num_nodes <= block_n, PRECISION=precision_for(projected),
-        # The state is carried on: its update keeps more digits than bf16 has
-        STATE_PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
-        num_warps=int(__import__("os").environ.get("K_WARPS", 4 if block_n <= 32 else 8)),
+        COPIED=copied,
+        # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
+        PRECISION="tf32x3" if wide else "tf32",
+        num_warps=4 if block_n <= 32 else 8,
     )  # fmt: skip
     return y
 
@@ -191,40 +188,6 @@ def _log_decay(
 
 
 @triton.jit
-def _replay_block(
-    state, start, path_length, path, old, row_stride, x_column, in_p, x_channel,
-    b_column, in_s, b_channel, dt_column, dt_bias, A, conv_weight, conv_bias, weight_stride,
-    WIDTH: tl.constexpr, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The state (P, S) after up to 16 more nodes of the accepted path."""
-    k = start + tl.arange(0, 16)
-    accepted = k < path_length
-    x = _replayed_conv(
-        k, accepted, old, row_stride, x_column, in_p, x_channel, path,
-        conv_weight, conv_bias, weight_stride, WIDTH,
-    )  # fmt: skip
-    B = _replayed_conv(
-        k, accepted, old, row_stride, b_column, in_s, b_channel, path,
-        conv_weight, conv_bias, weight_stride, WIDTH,
-    )  # fmt: skip
-    row = _replayed(k + WIDTH - 1, path, accepted, WIDTH)
-    dt = tl.load(old + row * row_stride + dt_column, mask=accepted, other=0.0)
-    dt = _softplus_clamped(dt.to(tl.float32) + dt_bias, DT_MIN, DT_MAX)
-    dt = tl.where(accepted, dt, 0.0)
-    total = tl.sum(dt * A, axis=0)
-    after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
-    return tl.exp(total) * state + dot(tl.trans(x * after[:, None]), B, PRECISION)
-
-
-@triton.jit
-def _scan_weights(log_decay, other_decay, dt, above, is_self, scores, D):
-    """What each node takes of each other's x."""
-    # Off the ancestors the difference can be positive and overflow: mask it before exp
-    difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
-    return scores * tl.exp(difference) * dt[None, :] + tl.where(is_self, D, 0.0)
-
-
-@triton.jit
 def mamba_tree_kernel(
     projected, projected_batch_stride, projected_stride,
     rows, rows_parity_stride, rows_batch_stride, row_stride,
@@ -240,8 +203,7 @@ def mamba_tree_kernel(
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr,
     NUM_KEPT: tl.constexpr, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    COPIED: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
+    COPIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parity = tl.load(parities)
@@ -279,126 +241,33 @@ def mamba_tree_kernel(
     in_state = in_p[:, None] & in_s[None, :]
     state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
 
-    num_nodes = first + num_new
-    copied = (head * tl.num_programs(0) + block) * COPIED + tl.arange(0, COPIED)
-    in_copy = copied < NUM_KEPT
-
-    # 1. What needs no state, so that its loads run beside the state's
-    if ONE_TILE:
-        node = first + tl.arange(0, BLOCK_Q)
-        known = node < num_nodes
-        other = tl.arange(0, BLOCK_N)
-        other_known = other < num_nodes
-        C = _tree_conv(
-            node, known, projected, projected_stride, old, row_stride, c_column, in_s, c_channel,
-            windows, path, path_length, first, conv_weight, conv_bias, weight_stride,
-            WIDTH, REPLAY,
-        )  # fmt: skip
-        B = _tree_conv(
-            other, other_known, projected, projected_stride, old, row_stride, b_column, in_s,
-            b_channel, windows, path, path_length, first, conv_weight, conv_bias,
-            weight_stride, WIDTH, REPLAY,
-        )  # fmt: skip
-        x = _tree_conv(
-            other, other_known, projected, projected_stride, old, row_stride, x_column, in_p,
-            x_channel, windows, path, path_length, first, conv_weight, conv_bias,
-            weight_stride, WIDTH, REPLAY,
-        )  # fmt: skip
-        dt = _node_dt(
-            other, other_known, projected, projected_stride, old, row_stride, dt_column,
-            dt_bias, first, WIDTH, DT_MIN, DT_MAX,
-        )  # fmt: skip
-        above = tl.load(
-            ancestors + node[:, None] * tree_size + other[None, :],
-            mask=known[:, None] & other_known[None, :], other=0,
-        ) != 0  # fmt: skip
-        above_other = tl.load(
-            ancestors + other[:, None] * tree_size + other[None, :],
-            mask=other_known[:, None] & other_known[None, :], other=0,
-        ) != 0  # fmt: skip
-        log_decay = tl.sum(tl.where(above, dt[None, :] * A, 0.0), axis=1)
-        other_decay = tl.sum(tl.where(above_other, dt[None, :] * A, 0.0), axis=1)
-        weights = _scan_weights(
-            log_decay, other_decay, dt, above, node[:, None] == other[None, :],
-            dot(C, tl.trans(B), PRECISION), D,
-        )  # fmt: skip
-        y = dot(weights, x, PRECISION)
-
-    # 2. Advance the state along the accepted path; one block is the rule
+    # 1. Advance the state along the accepted path
     if REPLAY:
-        state = _replay_block(
-            state, 0, path_length, path, old, row_stride, x_column, in_p, x_channel,
-            b_column, in_s, b_channel, dt_column, dt_bias, A, conv_weight, conv_bias,
-            weight_stride, WIDTH, DT_MIN, DT_MAX, STATE_PRECISION,
-        )  # fmt: skip
-        for start in range(16, path_length, 16):
-            state = _replay_block(
-                state, start, path_length, path, old, row_stride, x_column, in_p, x_channel,
-                b_column, in_s, b_channel, dt_column, dt_bias, A, conv_weight, conv_bias,
-                weight_stride, WIDTH, DT_MIN, DT_MAX, STATE_PRECISION,
+        for start in range(0, path_length, 16):
+            k = start + tl.arange(0, 16)
+            accepted = k < path_length
+            x = _replayed_conv(
+                k, accepted, old, row_stride, x_column, in_p, x_channel, path,
+                conv_weight, conv_bias, weight_stride, WIDTH,
             )  # fmt: skip
+            B = _replayed_conv(
+                k, accepted, old, row_stride, b_column, in_s, b_channel, path,
+                conv_weight, conv_bias, weight_stride, WIDTH,
+            )  # fmt: skip
+            row = _replayed(k + WIDTH - 1, path, accepted, WIDTH)
+            dt = tl.load(old + row * row_stride + dt_column, mask=accepted, other=0.0)
+            dt = _softplus_clamped(dt.to(tl.float32) + dt_bias, DT_MIN, DT_MAX)
+            dt = tl.where(accepted, dt, 0.0)
+            total = tl.sum(dt * A, axis=0)
+            after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
+            added = tl.dot(tl.trans(x * after[:, None]), B, input_precision=PRECISION)
+            state = tl.exp(total) * state + added
         if path_length > 0:
             tl.store(state_at, state.to(state_pointer.dtype.element_ty), mask=in_state)
 
-    # 3. Scan the new nodes from the state
-    y_at = y_pointer + batch * y_batch_stride + head * HEAD_DIM + p[None, :] - first * y_stride
-    if ONE_TILE:
-        y += dot(C, tl.trans(state), PRECISION) * tl.exp(log_decay)[:, None]
-        tl.store(
-            y_at + node[:, None] * y_stride, y.to(y_pointer.dtype.element_ty),
-            mask=known[:, None] & in_p[None, :],
-        )  # fmt: skip
-    else:
-        for start in range(0, num_new, BLOCK_Q):
-            node = first + start + tl.arange(0, BLOCK_Q)
-            known = node < num_nodes
-            C = _tree_conv(
-                node, known, projected, projected_stride, old, row_stride, c_column, in_s,
-                c_channel, windows, path, path_length, first, conv_weight, conv_bias,
-                weight_stride, WIDTH, REPLAY,
-            )  # fmt: skip
-            log_decay = _log_decay(
-                node, known, num_nodes, ancestors, tree_size, projected, projected_stride, old,
-                row_stride, dt_column, dt_bias, A, first, WIDTH, DT_MIN, DT_MAX, BLOCK_N,
-            )  # fmt: skip
-            y = dot(C, tl.trans(state), PRECISION) * tl.exp(log_decay)[:, None]
-            for other_start in range(0, tl.minimum(first + start + BLOCK_Q, num_nodes), BLOCK_N):
-                other = other_start + tl.arange(0, BLOCK_N)
-                other_known = other < num_nodes
-                x = _tree_conv(
-                    other, other_known, projected, projected_stride, old, row_stride, x_column,
-                    in_p, x_channel, windows, path, path_length, first, conv_weight, conv_bias,
-                    weight_stride, WIDTH, REPLAY,
-                )  # fmt: skip
-                B = _tree_conv(
-                    other, other_known, projected, projected_stride, old, row_stride, b_column,
-                    in_s, b_channel, windows, path, path_length, first, conv_weight, conv_bias,
-                    weight_stride, WIDTH, REPLAY,
-                )  # fmt: skip
-                dt = _node_dt(
-                    other, other_known, projected, projected_stride, old, row_stride, dt_column,
-                    dt_bias, first, WIDTH, DT_MIN, DT_MAX,
-                )  # fmt: skip
-                other_decay = _log_decay(
-                    other, other_known, num_nodes, ancestors, tree_size, projected,
-                    projected_stride, old, row_stride, dt_column, dt_bias, A, first,
-                    WIDTH, DT_MIN, DT_MAX, BLOCK_N,
-                )  # fmt: skip
-                above = tl.load(
-                    ancestors + node[:, None] * tree_size + other[None, :],
-                    mask=known[:, None] & other_known[None, :], other=0,
-                ) != 0  # fmt: skip
-                weights = _scan_weights(
-                    log_decay, other_decay, dt, above, node[:, None] == other[None, :],
-                    dot(C, tl.trans(B), PRECISION), D,
-                )  # fmt: skip
-                y += dot(weights, x, PRECISION)
-            tl.store(
-                y_at + node[:, None] * y_stride, y.to(y_pointer.dtype.element_ty),
-                mask=known[:, None] & in_p[None, :],
-            )  # fmt: skip
-
-    # 4. Keep the new nodes' inputs and the new tail, each program a few columns of them
+    # 2. Keep the new nodes' inputs, each program a few columns of them
+    copied = (head * tl.num_programs(0) + block) * COPIED + tl.arange(0, COPIED)
+    in_copy = copied < NUM_KEPT
     for start in range(0, num_new, BLOCK_Q):
         q = start + tl.arange(0, BLOCK_Q)
         in_tile = (q < num_new)[:, None] & in_copy[None, :]
@@ -409,6 +278,58 @@ def mamba_tree_kernel(
         tl.store(at, value, mask=in_tile)
     if REPLAY:
         for tail_row in tl.static_range(WIDTH - 1):
-            row = _replayed(path_length + tail_row, path, True, WIDTH)
+            seq = path_length + tail_row
+            row = _replayed(seq, path, True, WIDTH)
             value = tl.load(old + row * row_stride + copied, mask=in_copy, other=0.0)
             tl.store(new + tail_row * row_stride + copied, value, mask=in_copy)
+
+    # 3. Scan the new nodes from the state
+    num_nodes = first + num_new
+    for start in range(0, num_new, BLOCK_Q):
+        node = first + start + tl.arange(0, BLOCK_Q)
+        known = node < num_nodes
+        C = _tree_conv(
+            node, known, projected, projected_stride, old, row_stride, c_column, in_s, c_channel,
+            windows, path, path_length, first, conv_weight, conv_bias, weight_stride,
+            WIDTH, REPLAY,
+        )  # fmt: skip
+        log_decay = _log_decay(
+            node, known, num_nodes, ancestors, tree_size, projected, projected_stride, old,
+            row_stride, dt_column, dt_bias, A, first, WIDTH, DT_MIN, DT_MAX, BLOCK_N,
+        )  # fmt: skip
+        y = tl.dot(C, tl.trans(state), input_precision=PRECISION) * tl.exp(log_decay)[:, None]
+        for other_start in range(0, tl.minimum(first + start + BLOCK_Q, num_nodes), BLOCK_N):
+            other = other_start + tl.arange(0, BLOCK_N)
+            other_known = other < num_nodes
+            x = _tree_conv(
+                other, other_known, projected, projected_stride, old, row_stride, x_column, in_p,
+                x_channel, windows, path, path_length, first, conv_weight, conv_bias,
+                weight_stride, WIDTH, REPLAY,
+            )  # fmt: skip
+            B = _tree_conv(
+                other, other_known, projected, projected_stride, old, row_stride, b_column, in_s,
+                b_channel, windows, path, path_length, first, conv_weight, conv_bias,
+                weight_stride, WIDTH, REPLAY,
+            )  # fmt: skip
+            dt = _node_dt(
+                other, other_known, projected, projected_stride, old, row_stride, dt_column,
+                dt_bias, first, WIDTH, DT_MIN, DT_MAX,
+            )  # fmt: skip
+            other_decay = _log_decay(
+                other, other_known, num_nodes, ancestors, tree_size, projected, projected_stride,
+                old, row_stride, dt_column, dt_bias, A, first, WIDTH, DT_MIN, DT_MAX, BLOCK_N,
+            )  # fmt: skip
+            above = tl.load(
+                ancestors + node[:, None] * tree_size + other[None, :],
+                mask=known[:, None] & other_known[None, :], other=0,
+            ) != 0  # fmt: skip
+            # Off the ancestors the difference can be positive and overflow: mask it before exp
+            difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
+            scores = tl.dot(C, tl.trans(B), input_precision=PRECISION)
+            scores = scores * tl.exp(difference) * dt[None, :]
+            scores += tl.where(node[:, None] == other[None, :], D, 0.0)
+            y += tl.dot(scores, x, input_precision=PRECISION)
+        q = node - first
+        at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride
+        at += head * HEAD_DIM + p[None, :]
+        tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])
