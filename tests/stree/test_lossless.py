@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from toys import TableCache, TableDrafter, TableTarget, exact_law
+from toys import TableCache, TableDrafter, TableTarget, exact_law, tiny_model
 
 import stree.draft
 import stree.engine
@@ -115,6 +115,48 @@ def test_output_law_over_several_calls(tree):
         lambda choose: tuple(decoder.generate(PROMPT, generation, choose=choose).tokens)
     )
     assert distance(law, target, rule, 4, start=tuple(PROMPT)) <= 1e-10
+
+
+class ModelAsTable:
+    """A model's next-token laws, asked for by whole context, in the place of a table."""
+
+    def __init__(self, model):
+        self.model, self.config = model, model.config
+        self.laws: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, context: tuple[int, ...]) -> Tensor:
+        if context not in self.laws:
+            with torch.no_grad():
+                self.laws[context] = self.model(torch.tensor([context]))[0, -1]
+        return self.laws[context]
+
+
+@pytest.mark.parametrize("drafter_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize("tree", [TokenTree.chain(2), TokenTree((-1, 0, 0, 1))], ids=str)
+def test_output_law_with_real_models(tree, drafter_layers):
+    """The same proof through `HybridModel` and `ModelDrafter`: caches, replay and drafts included.
+
+    Two calls are enumerated, so that the second one reads what the first one committed.
+    """
+    config = dict(vocab_size=3, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1,
+                  num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
+                  gated_norm_groups=2, intermediate_size=16)  # fmt: skip
+    target = tiny_model(1, attn_layers=(1,), **config)
+    decoder = Decoder(target, tiny_model(2, attn_layers=drafter_layers, **config), tree)
+    decoder._first_token = lambda *_: FIRST
+    generation = GenerationConfig(max_new_tokens=3, temperature=1.3)
+
+    law = exact_law(
+        lambda choose: tuple(decoder.generate(PROMPT, generation, choose=choose).tokens)
+    )
+    oracle, rule = ModelAsTable(target), generation.rule
+    for tokens in itertools.product(range(3), repeat=2):
+        wanted, context = 1.0, (*PROMPT, FIRST)
+        for token in tokens:
+            wanted *= float(rule.law(oracle.logits(context))[token])
+            context += (token,)
+        assert law.get((FIRST, *tokens), 0.0) == pytest.approx(wanted, abs=1e-10)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
 
 
 def test_acceptance_equals_its_closed_form():
