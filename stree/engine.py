@@ -5,6 +5,7 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -272,7 +273,13 @@ class Decoder:
             yield block
 
     def _on_device(self, rule: SamplingRule, choose: Chooser) -> bool:
-        """Whether whole steps run on the device: greedy, with graphs of the fused kernels."""
+        """Whether whole steps run on the device: greedy, with graphs of the fused kernels.
+
+        Only with `STREE_STEPS=device` in the environment: drafted steps of this kind are tested
+        on the CPU, but have not run on a GPU yet.
+        """
+        if os.environ.get("STREE_STEPS") != "device":
+            return False
         if not (rule.greedy and choose is self._random and isinstance(self._verify, CapturedTree)):
             return False
         model_drafter = self.drafter is None or isinstance(self.drafter, ModelDrafter)

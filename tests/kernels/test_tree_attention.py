@@ -76,9 +76,9 @@ def test_shapes(heads, dtype):
     compare(TokenTree.paper(), [33, 0, 65], [[0, 1, 4, 7, 11], [], [0, 3]], dtype, **options)
 
 
-@pytest.mark.parametrize("piece", [1, 6])
-def test_growing_a_tree_in_pieces(piece):
-    tree, lengths, paths = comb(20), [37, 2], [[0, 1, 4], [0]]
+@pytest.mark.parametrize("num_nodes, piece", [(6, 1), (20, 9)])
+def test_growing_a_tree_in_pieces(num_nodes, piece):
+    tree, lengths, paths = comb(num_nodes), [37, 2], [[0, 1, 4], [0]]
     whole, parts = (make(tree, lengths, paths, torch.float32) for _ in range(2))
     topology, steering = topology_of([tree]), steering_of(lengths, paths, 1, 4)
     wanted = tree_attention.attend_tree(*whole, topology, steering, 0, 0)
@@ -89,7 +89,7 @@ def test_growing_a_tree_in_pieces(piece):
         steering.variant,
         steering.parity,
     )
-    for start in range(0, 20, piece):
+    for start in range(0, num_nodes, piece):
         new = parts[0][:, start : start + piece]
         now = steering if start == 0 else later
         exact = [new.double(), *(each.double() for each in parts[1:])]
