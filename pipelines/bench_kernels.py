@@ -1,0 +1,137 @@
+"""Time the fused ops against their plain twins, one JSON line a case.
+
+python pipelines/bench_kernels.py runs/bench/kernels.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stree.errors import UsageError, exit_with_reason
+from stree.models.hybrid import topology_of
+from stree.tree import balanced
+from stree_kernels import naive, ops
+from stree_kernels.shapes import MixerShape, MixerWeights, Steering
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.timing import require_green, side_by_side, write_rows
+
+MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
+    "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),
+    "chat": MixerShape(12, 64, 64, 4, 4, 12, 4),
+    "tiny": MixerShape(2, 16, 16, 1, 1, 2, 4),
+}
+HEADS = {"8b": (32, 8, 128), "chat": (12, 4, 64), "tiny": (2, 1, 16)}
+TESTS = ["kernels/test_tree_scan.py", "kernels/test_tree_attention.py"]
+
+
+def measure(
+    shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Rows of µs a layer: replay + conv + scan, and attention over `context` tokens.
+
+    Each call goes through `layers` sets of buffers, so that none is found in the cache.
+    """
+    rows = []
+    for num_nodes in nodes:
+        for op, make in (("mamba_tree", _scan), ("attend_tree", _attention)):
+            functions = make(shape, num_nodes, context, layers, device)
+            times = side_by_side(functions, device, repeats)
+            a_layer = {
+                name: {key: value / layers for key, value in each.items()}
+                for name, each in times.items()
+            }
+            row = dict(op=op, shape=shape, num_nodes=num_nodes, context=context, layers=layers)
+            rows.append({**row, "us_fused": a_layer["fused"], "us_naive": a_layer["naive"]})
+    return rows
+
+
+def _steering(num_nodes: int, context: int, device: torch.device) -> Steering:
+    def whole(value: int) -> torch.Tensor:
+        return torch.full((1,), value, device=device)
+
+    path = torch.arange(num_nodes, device=device)[None]
+    return Steering(whole(context), path, whole(min(3, num_nodes)), whole(0), whole(0))
+
+
+def _normal(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, device=device).bfloat16()
+
+
+def _tree(num_nodes: int, device: torch.device) -> Any:
+    return topology_of(balanced([num_nodes - 1] if num_nodes > 1 else []), 4, device)
+
+
+def _scan(
+    name: str, num_nodes: int, context: int, layers: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    shape = MIXERS[name]
+    steering, topology = _steering(num_nodes, context, device), _tree(num_nodes, device)
+    groups = shape.scan_groups
+    conv_dim = groups[0] * shape.head_dim + (groups[1] + groups[2]) * shape.d_state
+    per_head = [_normal(shape.num_heads, device=device) for _ in range(3)]
+    sets = []
+    for _ in range(layers):
+        width = shape.d_inner + shape.num_kept
+        weights = MixerWeights(
+            _normal(conv_dim, shape.width, device=device), _normal(conv_dim, device=device),
+            *per_head,
+        )  # fmt: skip
+        state = torch.randn(1, shape.num_heads, shape.head_dim, shape.d_state, device=device)
+        projected = _normal(1, num_nodes, width, device=device)
+        kept = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
+        sets.append((projected, kept, state, weights, shape, topology, steering, 0))
+    return {
+        "fused": lambda: [ops.mamba_tree(*each) for each in sets],
+        "naive": lambda: [naive.mamba_tree(*each) for each in sets],
+    }
+
+
+def _attention(
+    name: str, num_nodes: int, context: int, layers: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    heads, kv_heads, dim = HEADS[name]
+    steering, topology = _steering(num_nodes, context, device), _tree(num_nodes, device)
+    slots = context + 2 * num_nodes
+    angles = torch.rand(2, slots, dim // 2, device=device)
+    sets = [
+        (
+            _normal(1, num_nodes, (heads + 2 * kv_heads) * dim, device=device),
+            *(_normal(1, kv_heads, slots, dim, device=device) for _ in range(2)),
+            angles, topology, steering, 0, slots,
+        )
+        for _ in range(layers)
+    ]  # fmt: skip
+    return {
+        "fused": lambda: [ops.attend_tree(*each) for each in sets],
+        "naive": lambda: [naive.attend_tree(*each) for each in sets],
+    }
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("bench_kernels.py", description=__doc__)
+    parser.add_argument("out", type=str, help="file to write, JSON lines")
+    parser.add_argument("--shape", type=str, default="8b", help=f"one of {sorted(MIXERS)}")
+    parser.add_argument("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--device", type=str, default="cuda")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device; --device cpu times the plain twins")
+    if options.shape not in MIXERS:
+        raise UsageError(f"shape {options.shape!r} is not one of {sorted(MIXERS)}")
+    require_green(TESTS)
+    rows = measure(
+        options.shape, options.nodes, options.context, options.layers, options.repeats, device
+    )
+    write_rows(options.out, rows, device)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
