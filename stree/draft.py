@@ -63,19 +63,6 @@ class Drafter(Protocol):
         ...
 
 
-@functools.lru_cache(maxsize=256)
-def parents_of(tree: TokenTree) -> tuple[int, ...]:
-    """Nodes with children, level by level: the rows of `Draft.laws`."""
-    return tuple(node for level in tree.levels for node in level if tree.children[node])
-
-
-@functools.lru_cache(maxsize=256)
-def law_rows(tree: TokenTree) -> tuple[int, ...]:
-    """(N,) the row of each node in `Draft.laws`, −1 for a leaf."""
-    rows = {node: row for row, node in enumerate(parents_of(tree))}
-    return tuple(rows.get(node, -1) for node in range(tree.num_nodes))
-
-
 class ModelDrafter:
     """A small language model that drafts, level by level, one call a level.
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule, law_rows
+from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule
 from stree.errors import InvariantBroken, UsageError
 from stree.graphs import CapturedTree
 from stree.models.config import HybridConfig
@@ -325,25 +325,34 @@ class Decoder:
         sequence: list[int],
         step: int,
     ) -> tuple[list[int], list[int]]:
-        """The accepted path and the block of tokens it yields; waits for the device."""
+        """The accepted path and the block of tokens it yields; waits for the device once."""
         highest, best = logits.max(-1)
-        # One copy for all that the host decides on; token ids are exact in fp64
-        packed = torch.stack([draft.tokens.double(), best.double(), highest.double()])
-        tokens, best_ids, highest_values = packed.tolist()
-        tokens = [int(token) for token in tokens]
-        if not all(map(_is_finite, highest_values)):
-            raise self._not_finite("target", step, sequence)
-        if not bool(draft.finite):
-            raise self._not_finite("drafter", step, sequence)
         if rule.greedy:
-            path, bonus = verify_greedy([int(each) for each in best_ids], tokens, self.tree)
+            decided = best  # what the target would say after each node
         elif draft.laws is None:
-            path, bonus = [0], int(choose(rule.law(logits[0])))
+            root = torch.zeros(1, dtype=torch.long, device=logits.device)
+            decided = torch.cat([root, root + 1, choose(rule.law(logits[:1]))])
         else:
-            path, bonus = verify_multi_step(
-                rule.law(logits), draft.laws, law_rows(self.tree), tokens, self.tree, choose
+            path, length, bonus = verify_multi_step(
+                rule.law(logits), draft.laws, draft.tokens, self.tree, choose
             )
-        return path, [tokens[node] for node in path[1:]] + [bonus]
+            decided = torch.cat([path, length, bonus])
+        # One copy for all that the host needs; token ids are exact in fp64
+        parts = (draft.tokens, decided, highest, draft.finite[None])
+        packed = torch.cat([part.double() for part in parts]).tolist()
+        num_nodes = self.tree.num_nodes
+        tokens = [int(token) for token in packed[:num_nodes]]
+        if not all(map(_is_finite, packed[-1 - num_nodes : -1])):
+            raise self._not_finite("target", step, sequence)
+        if not packed[-1]:
+            raise self._not_finite("drafter", step, sequence)
+        choices = [int(each) for each in packed[num_nodes : -1 - num_nodes]]
+        if rule.greedy:
+            nodes, next_token = verify_greedy(choices, tokens, self.tree)
+        else:
+            *walked, num_accepted, next_token = choices
+            nodes = walked[:num_accepted]
+        return nodes, [tokens[node] for node in nodes[1:]] + [next_token]
 
     def _first_token(
         self, logits: Tensor, rule: SamplingRule, choose: Chooser, sequence: list[int]

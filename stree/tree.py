@@ -14,7 +14,6 @@ from torch import Tensor
 from stree.errors import UsageError
 
 MAX_NODES = 256
-_SHIPPED = Path(__file__).resolve().parent.parent / "configs" / "trees"
 
 
 @dataclass(frozen=True)
@@ -58,23 +57,23 @@ class TokenTree:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> TokenTree:
-        """A tree by shipped name ("paper", "chain-4", …) or from a YAML file.
+        """A tree by name ("paper", "chain-4", …) or from a YAML file, as in configs/trees/.
 
         The file holds `name` and `parents`. Raises `UsageError` when it does not.
         """
         name = str(name_or_path)
         if name.startswith("chain-") and name[6:].isdigit():
             return cls.chain(int(name[6:]))
+        if name == "paper":
+            return cls.paper()
         path = Path(name)
-        if not path.suffix:
-            path = _SHIPPED / f"{name}.yaml"
         if not path.is_file():
-            shipped = sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
-            raise UsageError(f"no tree {name!r}: give a YAML file, chain-N, or one of {shipped}")
+            raise UsageError(f"no tree {name!r}: give paper, chain-N, or the path of a YAML file")
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(f"tree {path} is no YAML: {error}") from error
+            reason = " ".join(str(error).split())
+            raise UsageError(f"tree {path} is no YAML: {reason}") from error
         if not isinstance(content, dict) or not isinstance(content.get("parents"), list):
             raise UsageError(f"tree {path} must hold `parents: [-1, 0, …]`")
         unknown = sorted(set(content) - {"name", "parents", "description"})
@@ -156,3 +155,16 @@ def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
 def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
     return torch.tensor(values, dtype=torch.long, device=device)
+
+
+@cache
+def parents_of(tree: TokenTree) -> tuple[int, ...]:
+    """Nodes with children, level by level: the order of a draft's laws."""
+    return tuple(node for level in tree.levels for node in level if tree.children[node])
+
+
+@cache
+def law_rows(tree: TokenTree) -> tuple[int, ...]:
+    """(N,) the place of each node in `parents_of`, −1 for a leaf."""
+    rows = {node: row for row, node in enumerate(parents_of(tree))}
+    return tuple(rows.get(node, -1) for node in range(tree.num_nodes))

@@ -5,13 +5,14 @@ A path is a list of nodes from the root; its drafts are all but the first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stree.sampling import Chooser, without
-from stree.tree import TokenTree
+from stree.tree import TokenTree, law_rows
 
 
 def verify_greedy(
@@ -32,13 +33,8 @@ def verify_greedy(
 
 
 def verify_multi_step(
-    target_laws: Tensor,
-    draft_laws: Tensor,
-    law_rows: Sequence[int],
-    tokens: Sequence[int],
-    tree: TokenTree,
-    choose: Chooser,
-) -> tuple[list[int], int]:
+    target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
+) -> tuple[Tensor, Tensor, Tensor]:
     """Multi-step speculative sampling, for siblings drawn without replacement.
 
     At a node each child in turn is accepted with probability min(1, p(x) / q(x)); a rejection
@@ -46,34 +42,58 @@ def verify_multi_step(
     from p (SpecInfer, Algorithm 2; without replacement as in Jeon et al. 2024). The tokens that
     come out have the target's law exactly, whatever q is.
 
-    Args: target_laws (N, V), draft_laws (I, V) of the nodes with children, law_rows (N,) the row
-    of each such node in draft_laws, tokens (N,).
-    Returns the accepted path and the token after it.
+    The walk visits every place that a child could be in, and settles by masks whether it counts:
+    nothing waits for the device, and a choice that does not matter is certain.
+
+    Args: target_laws (N, V), draft_laws (I, V) of the nodes with children (`parents_of`),
+    tokens (N,).
+    Returns nodes (max_depth + 1,) of which the first `length` (1,) are the accepted path, and the
+    token (1,) after it.
     """
-    path = [0]
-    residual = target_laws[0]
-    while True:
-        node, accepted = path[-1], None
-        children = tree.children[node]
-        if children:
-            law = draft_laws[law_rows[node]]
-            taken = torch.zeros_like(law, dtype=torch.bool)
-        for child in children:
+    children, exists, rows = _tables(tree, target_laws.device)
+    node = torch.zeros(1, dtype=torch.long, device=target_laws.device)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    residual, path, length = target_laws[:1], [node], torch.ones_like(node)
+    for level in tree.levels[:-1]:
+        law = draft_laws.index_select(0, rows[node])
+        taken = torch.zeros_like(law, dtype=torch.bool)
+        accepted, child_accepted = torch.zeros_like(walking), node
+        for place in range(max(len(tree.children[each]) for each in level)):
+            child = children[node, place]
+            matters = walking & ~accepted & exists[node, place]
             proposal = without(law, taken)
-            token = tokens[child]
-            keep = (residual[token] / proposal[token]).clamp(max=1.0)
-            if int(choose(torch.stack([1.0 - keep, keep]))):
-                accepted = child
-                break
-            residual = _normalised((residual - proposal).clamp(min=0.0), otherwise=residual)
-            taken[token] = True
-        if accepted is None:
-            return path, int(choose(residual))
-        path.append(accepted)
-        residual = target_laws[accepted]
+            token = tokens[child][:, None]
+            keep = (residual.gather(1, token) / proposal.gather(1, token)).clamp(max=1.0)
+            keep = torch.where(matters[:, None], keep, 1.0)
+            kept = choose(torch.cat([1.0 - keep, keep], dim=1)).bool()
+            rejected = (matters & ~kept)[:, None]
+            left = _normalised((residual - proposal).clamp(min=0.0), otherwise=residual)
+            residual = torch.where(rejected, left, residual)
+            taken = taken.scatter(1, token, rejected | taken.gather(1, token))
+            child_accepted = torch.where(matters & kept, child, child_accepted)
+            accepted = accepted | (matters & kept)
+        node, walking = child_accepted, accepted
+        residual = torch.where(accepted[:, None], target_laws.index_select(0, node), residual)
+        path.append(node)
+        length = length + accepted
+    return torch.cat(path), length, choose(residual)
 
 
 def _normalised(law: Tensor, otherwise: Tensor) -> Tensor:
-    """`law` summing to 1. Its total is 0 only when p = q, and then nothing is ever rejected."""
-    total = law.sum()
+    """`law` (1, V) summing to 1. Its total is 0 only when p = q, and then nothing is rejected."""
+    total = law.sum(-1, keepdim=True)
     return torch.where(total > 0, law / total, otherwise)
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Children (N, widest) with 0 where `exists` (N, widest) is false, and rows of draft laws."""
+    widest = max(1, *map(len, tree.children))
+    padded = [[*nodes, *[0] * (widest - len(nodes))] for nodes in tree.children]
+    exists = [[place < len(nodes) for place in range(widest)] for nodes in tree.children]
+    rows = [max(row, 0) for row in law_rows(tree)]
+    return (
+        torch.tensor(padded, device=device),
+        torch.tensor(exists, device=device),
+        torch.tensor(rows, device=device),
+    )

@@ -8,11 +8,11 @@ import torch
 from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree, generate
-from stree.draft import Draft, ModelDrafter, parents_of
+from stree.draft import Draft, ModelDrafter
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.sampling import RandomChooser
-from stree.tree import balanced
+from stree.tree import balanced, parents_of
 
 TREES = {
     "chain-1": TokenTree.chain(1),

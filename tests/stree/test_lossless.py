@@ -17,10 +17,10 @@ from toys import TableCache, TableDrafter, TableTarget, exact_law, tiny_model
 
 import stree.draft
 import stree.engine
-from stree.draft import SamplingRule, law_rows
+from stree.draft import SamplingRule
 from stree.engine import Decoder, GenerationConfig
 from stree.sampling import RandomChooser, without
-from stree.tree import TokenTree
+from stree.tree import TokenTree, law_rows
 from stree.verify import verify_multi_step
 
 TREES = [
@@ -195,9 +195,14 @@ def wrong_verifier(
     *, on_reject="residual", tested_against="residual", renormalise=True, shared_uniform=False,
     generous=1.0, bonus="target",
 ):  # fmt: skip
-    """The verifier with one thing wrong; with nothing wrong it equals the product's."""
+    """The verifier as a plain walk, with one thing wrong; with nothing wrong it is a twin."""
 
-    def verify(target_laws, draft_laws, rows, tokens, tree, choose):
+    def verify(target_laws, draft_laws, tokens, tree, choose):
+        nodes, bonus = walk(target_laws, draft_laws, law_rows(tree), tokens.tolist(), tree, choose)
+        padded = nodes + [0] * (tree.max_depth + 1 - len(nodes))
+        return torch.tensor(padded), torch.tensor([len(nodes)]), torch.tensor([bonus])
+
+    def walk(target_laws, draft_laws, rows, tokens, tree, choose):
         path, residual = [0], target_laws[0]
         while True:
             node, accepted = path[-1], None
@@ -306,8 +311,8 @@ def test_verifier_by_hand():
     tree = TokenTree.chain(1)
 
     def run(choose):
-        path, bonus = verify_multi_step(p, q, law_rows(tree), [2, 0], tree, choose)
-        return tuple(path), bonus
+        path, length, bonus = verify_multi_step(p, q, torch.tensor([2, 0]), tree, choose)
+        return tuple(path[: int(length)].tolist()), int(bonus)
 
     assert exact_law(run) == {((0, 1), 2): 0.5, ((0,), 1): 0.5}
 
