@@ -8,7 +8,6 @@ somebody's text (`<|end|>` typed by a user) is encoded as plain text.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stree.errors import BadData, UsageError, exit_with_reason
+from stree_pipelines.command_line import PlainParser
 from stree_pipelines.conversations import Turn, read_conversations
 
 STREE_CHAT = """\
@@ -325,7 +325,7 @@ def show_mask(
 def main() -> None:
     from stree.tokenizer import load_tokenizer
 
-    parser = argparse.ArgumentParser(description="Print conversations with their loss mask.")
+    parser = PlainParser(description="Print conversations with their loss mask.")
     parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer")
     parser.add_argument("--template", help="name, .jinja file or text; default: the tokenizer's")

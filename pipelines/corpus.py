@@ -8,7 +8,6 @@ rows) and `prompts.jsonl` (benchmark rows: id, category, turns, reference).
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import inspect
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.errors import BadData, exit_with_reason
-from stree.files import write_atomically
+from stree.files import make_directory, write_atomically
+from stree_pipelines.command_line import PlainParser
 
 # Tests, bundled tools and generated tables; `this` and `antigravity` are jokes, not documentation.
 SKIPPED_FOLDERS = {
@@ -124,8 +124,11 @@ def build_corpus(out_dir: str | Path) -> dict[str, int]:
     """Write the three files into `out_dir` and return how many rows each has, with the number of
     `docstrings`, `topics` and `chars` (of answers). The same Python always writes the same bytes.
 
-    Raises `BadData` when this Python's library has no sources to read.
+    Raises `BadData` when this Python's library has no sources to read, `CannotWrite` when the
+    folder refuses.
     """
+    out = Path(out_dir)
+    make_directory(out)
     docstrings = list(docstring_entries(Path(sysconfig.get_path("stdlib"))))
     topics = list(topic_entries())
     entries = _without_repeats([*docstrings, *topics])
@@ -141,8 +144,6 @@ def build_corpus(out_dir: str | Path) -> dict[str, int]:
     for unit, members in by_unit.items():
         split = split_of(unit)
         rows[split] += prompts_of(members) if split == "prompts" else conversations_of(members)
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
     for split, found in rows.items():
         found.sort(key=lambda row: _hash("order", row["id"]))
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
@@ -326,12 +327,10 @@ def _hash(*parts: str) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(parts).encode()).digest()[:8], "big")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Build the embedded corpus from Python's own docs."
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = PlainParser(description="Build the embedded corpus from Python's own docs.")
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     made = build_corpus(options.out)
     print(
         f"{made['docstrings']:,} docstrings and {made['topics']:,} topic sections "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from stree.errors import UsageError, exit_with_reason
 from stree.files import publish_directory
 from stree_pipelines.chat import TEMPLATES
+from stree_pipelines.command_line import PlainParser
 from stree_pipelines.conversations import read_conversations
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -91,9 +91,7 @@ def texts_of(source: str, limit: int | None = None) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level BPE tokenizer on conversations."
-    )
+    parser = PlainParser(description="Train a byte-level BPE tokenizer on conversations.")
     parser.add_argument("out", help="folder to write")
     parser.add_argument(
         "--data", required=True, nargs="+", help="JSONL(.gz), Parquet, datasets name"

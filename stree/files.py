@@ -44,7 +44,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
     """
     path = Path(path)
     content = data.encode() if isinstance(data, str) else data
-    with _reporting_refusals(path, needed_bytes=len(content)):
+    with _reporting_refusals(path, needed_bytes=len(content), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_path(path.parent)
         try:
@@ -59,6 +59,13 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
             _in_use.discard(temporary)
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Create a folder and those above it; CannotWrite when that is refused."""
+    path = Path(path)
+    with _reporting_refusals(path, needed_bytes=0, codes=None):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -80,8 +87,8 @@ def publish_directory(
     path = Path(path)
     if _lexists(path) and not overwrite:
         raise CannotWrite(f"{path} exists already: choose another name or allow overwriting")
+    make_directory(path.parent)
     with _reporting_refusals(path, needed_bytes):
-        path.parent.mkdir(parents=True, exist_ok=True)
         _require_space(path.parent, needed_bytes)
         temporary = _temporary_path(path.parent)
         try:
@@ -289,15 +296,18 @@ def _require_space(directory: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def _reporting_refusals(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn the disk's refusals into CannotWrite with what was needed and what is free."""
+def _reporting_refusals(
+    path: Path, needed_bytes: int, codes: set[int] | None = _REFUSED_WRITE
+) -> Iterator[None]:
+    """Turn the disk's refusals into CannotWrite with what was needed and what is free. `codes`
+    None: any error of the system's is one, since nothing but writing happens inside."""
     try:
         yield
     except CannotWrite:
         raise
     except Exception as error:
         code = _errno_of(error)
-        if code not in _REFUSED_WRITE:
+        if code is None or (codes is not None and code not in codes):
             raise
         raise CannotWrite(_explain(path, code, needed_bytes)) from error
 

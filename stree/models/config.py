@@ -77,6 +77,10 @@ class HybridConfig:
             for name in groups:
                 self._require_divides(name, "num_ssm_heads")
             self._require_divides("gated_norm_groups", "d_inner")
+            if self.d_conv < 2:
+                raise UsageError(
+                    f"d_conv is {self.d_conv}, a Mamba-2 layer's convolution sees at least 2 tokens"
+                )
 
     def _require_positive(self, kind: str, *names: str) -> None:
         missing = [name for name in names if getattr(self, name) < 1]

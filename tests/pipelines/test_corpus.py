@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from stree.errors import BadData
+from stree.errors import BadData, CannotWrite
 from stree_pipelines import corpus
 from stree_pipelines.conversations import read_conversations
 from stree_pipelines.corpus import Entry, build_corpus, conversations_of, split_text, topic_sections
@@ -130,6 +130,14 @@ def test_a_python_without_sources_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(BadData, match="no Python sources"):
         build_corpus(tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file", "file/x"])
+def test_a_folder_that_refuses_is_told_before_anything_is_read(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(corpus, "docstring_entries", None)
+    with pytest.raises(CannotWrite, match="cannot write"):
+        build_corpus(tmp_path / place)
 
 
 def test_topics_split_at_their_headings():

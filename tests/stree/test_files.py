@@ -17,6 +17,7 @@ from stree import files
 from stree.errors import CannotWrite, CheckpointRefused
 from stree.files import (
     MANIFEST_NAME,
+    make_directory,
     publish_directory,
     sweep_leftovers,
     verify_manifest,
@@ -88,6 +89,22 @@ def test_a_folder_that_is_a_file_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="choose a folder"):
         write_atomically(tmp_path / "file" / "inner", "data")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs procfs")
+def test_a_place_where_nothing_can_be_made_is_told():
+    """The system's answer there is ENOENT, which elsewhere means a file that is not there."""
+    with pytest.raises(CannotWrite, match="cannot write /proc/x"):
+        write_atomically("/proc/x/file", "data")
+    with pytest.raises(CannotWrite, match="cannot write /proc/x"):
+        make_directory("/proc/x")
+    with pytest.raises(CannotWrite, match="cannot write /proc/x"), publish_directory("/proc/x/y"):
+        pass
+
+
+def test_a_missing_file_read_while_publishing_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError), publish_directory(tmp_path / "step"):
+        (tmp_path / "absent").read_text()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

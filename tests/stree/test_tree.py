@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -60,6 +62,28 @@ def test_bad_files_are_refused(tmp_path, content, complaint):
     path.write_text(content)
     with pytest.raises(UsageError, match=complaint):
         TokenTree.load(path)
+
+
+def test_a_yaml_mistake_is_one_line(tmp_path):
+    path = tmp_path / "tree.yaml"
+    path.write_text("parents: [\n  - 1: {")
+    with pytest.raises(UsageError) as refused:
+        TokenTree.load(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_shipped_files_are_what_their_names_say():
+    found = sorted((Path(__file__).parents[2] / "configs/trees").glob("*.yaml"))
+    assert found
+    for path in found:
+        assert TokenTree.load(path) == TokenTree.load(path.stem)
+
+
+def test_names_need_no_files_beside_the_package(tmp_path, monkeypatch):
+    """As after an installation that is not editable."""
+    monkeypatch.setattr(Path, "read_text", None)
+    monkeypatch.chdir(tmp_path)
+    assert TokenTree.load("paper") == TokenTree.paper()
 
 
 def test_unknown_name_lists_what_ships():
