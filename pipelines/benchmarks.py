@@ -11,9 +11,13 @@ from stree.errors import BadData, UsageError
 from stree_pipelines.records import config_hash
 
 DEFAULT_DIRECTORY = Path("../shared/data/benchmarks")
-# The corpus builder calls its held-out prompts so, whatever folder they lie in.
+# What pipelines/corpus.py writes: its file, the prefix of its rows' ids, and the benchmark's name.
 CORPUS_PROMPTS = "prompts.jsonl"
+CORPUS_PREFIX = "python-docs-"
 CORPUS_BENCHMARK = "python_docs"
+PROMPT_FORMAT = (
+    'a line is {"id": "q1", "turns": ["What the user says first", "then"]}; "category" may be given'
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ def load_benchmark(
     Args:
         name_or_path: `mt_bench`, `humaneval`, `gsm8k` or any other NAME.jsonl of `directory`, or
             the path of a JSONL file whose lines hold `id`, `turns` and, if you like, `category`.
-            A file called prompts.jsonl is the embedded corpus' benchmark, `python_docs`.
+            It is called as the file, a prompts.jsonl as its folder and the file (`sums_prompts`),
+            the embedded corpus' own, known by its ids, `python_docs`.
         directory: where names are looked up; ../shared/data/benchmarks when not given.
         limit: keep the first so many prompts. The order is the file's.
 
@@ -56,8 +61,15 @@ def load_benchmark(
         raise UsageError(f"limit is {limit}, wanted at least 1 prompt")
     path = _find(name_or_path, Path(directory) if directory is not None else DEFAULT_DIRECTORY)
     prompts = _read(path)
-    name = CORPUS_BENCHMARK if path.name == CORPUS_PROMPTS else path.stem
-    return Benchmark(name, tuple(prompts[:limit]))
+    return Benchmark(_name(path, prompts), tuple(prompts[:limit]))
+
+
+def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
+    if all(prompt.id.startswith(CORPUS_PREFIX) for prompt in prompts):
+        return CORPUS_BENCHMARK
+    if path.name == CORPUS_PROMPTS:  # everybody's name for such a file
+        return f"{path.resolve().parent.name}_{path.stem}"
+    return path.stem
 
 
 def _find(name_or_path: str, directory: Path) -> Path:
@@ -77,7 +89,7 @@ def _find(name_or_path: str, directory: Path) -> Path:
     known = sorted(path.stem for path in directory.glob("*.jsonl"))
     raise UsageError(
         f"no benchmark {name_or_path!r} in {directory} (found {', '.join(known) or 'none'}): give "
-        "--benchmark_dir, or the path of a JSONL file with id and turns"
+        f"--benchmark_dir, or the path of a JSONL file ({PROMPT_FORMAT})"
     )
 
 
@@ -90,7 +102,7 @@ def _read(path: Path) -> list[BenchmarkPrompt]:
         try:
             prompt = _parse(json.loads(line))
         except (ValueError, TypeError) as error:
-            raise BadData(f"{path}:{number}: {error}") from error
+            raise BadData(f"{path}:{number}: {error}; {PROMPT_FORMAT}") from error
         if prompt.id in seen:
             raise BadData(f"{path}:{number}: id {prompt.id!r} is on line {seen[prompt.id]} already")
         seen[prompt.id] = number

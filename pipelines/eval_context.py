@@ -25,6 +25,7 @@ from stree_pipelines.records import Environment
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
+UNCOUNTED = (MANIFEST_NAME, "provenance.json")
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.
 PATIENCE = timedelta(hours=12)
@@ -100,7 +101,9 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
-    """What identifies a checkpoint: a sha256 over its weights' and config's own.
+    """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
+    tokenizer and chat template. Only where it comes from (provenance.json) and what it says to
+    people (*.md) do not count.
 
     Taken from the manifest where there is one (loading verifies that it is true), else read from
     the files. Raises CheckpointRefused when there are no weights.
@@ -109,10 +112,9 @@ def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
     manifest = directory / MANIFEST_NAME
     if not directory.is_dir():
         raise CheckpointRefused(f"no checkpoint folder {directory}")
-    files = sorted(p.name for p in directory.iterdir() if p.suffix in WEIGHT_SUFFIXES)
-    if not files:
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
         raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
-    names = [*files, "config.json"] if (directory / "config.json").is_file() else files
     listed: dict[str, Any] = {}
     if manifest.is_file():
         try:
@@ -122,6 +124,7 @@ def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
     parts = [
         f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
         for name in names
+        if not name.startswith(".") and not name.endswith(".md") and name not in UNCOUNTED
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

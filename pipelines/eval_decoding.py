@@ -46,9 +46,10 @@ class Answerer:
         self.dtype = pick_dtype(settings.dtype)
         self.device = pick_device(settings.device)
         self._target = target_model
-        self._decoders: dict[tuple[Drafter | None, Any], Any] = {}
+        # With the length that each has room for.
+        self._decoders: dict[tuple[Drafter | None, Any], tuple[int, Any]] = {}
         self._drafters: dict[Drafter, Any] = {}
-        self._warm: set[tuple[Drafter | None, Any, bool]] = set()
+        self._warm: set[tuple[Drafter | None, Any, float]] = set()
         if target_model is not None:
             self.device = target_model.device
             if target_model.dtype != self.dtype:
@@ -67,13 +68,13 @@ class Answerer:
         """Hold the prompt's conversation by the job's method. `baseline` is the autoregressive run
         of the same prompt in this process: its timing is kept beside, and at T = 0 its tokens are
         compared."""
-        decoder = self._decoder(job)
-        self._warm_up(job, decoder, prompt)
         turns: list[Turn] = []
         stats = []
         for index in range(len(prompt.turns)):
             prompt_ids = self._prompt_ids(prompt, turns, index)
             seed = prompt_seed(job.seed, job.benchmark.name, prompt.id, index)
+            decoder = self._decoder(job, len(prompt_ids))
+            self._warm_up(job, decoder, prompt)
             output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
             turn = Turn(
                 user=prompt.turns[index],
@@ -165,17 +166,24 @@ class Answerer:
             ignore_eos=self.settings.ignore_eos,
         )
 
-    def _decoder(self, job: Job) -> Any:
+    def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
+        """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
+        through the tokenizer may be cut into more tokens than were generated."""
         key = (job.drafter, job.tree)
-        if key not in self._decoders:
-            self._decoders[key] = self.make_decoder(
+        needed = num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
+        room, decoder = self._decoders.get(key, (0, None))
+        if decoder is None or room < needed:
+            room = max(needed, self._max_length)
+            decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
                 tree=job.tree,
-                max_length=self._max_length,
+                max_length=room,
                 tokenizer=self.tokenizer,
             )
-        return self._decoders[key]
+            self._decoders[key] = room, decoder
+            self._warm = {warm for warm in self._warm if warm[:2] != key}
+        return decoder
 
     def _drafter(self, drafter: Drafter) -> Any:
         if drafter not in self._drafters:
@@ -183,8 +191,9 @@ class Answerer:
         return self._drafters[drafter]
 
     def _warm_up(self, job: Job, decoder: Any, prompt: BenchmarkPrompt) -> None:
-        """Pay for first calls (kernels, graphs, allocator) outside the measurement."""
-        key = (job.drafter, job.tree, job.temperature > 0)
+        """Pay for first calls (kernels, graphs, allocator) outside the measurement. Graphs may hold
+        the temperature itself."""
+        key = (job.drafter, job.tree, job.temperature)
         if key in self._warm:
             return
         generation = GenerationConfig(
@@ -198,8 +207,8 @@ class Answerer:
 
     @cached_property
     def _max_length(self) -> int:
-        """Room for every conversation. Answers come back through the tokenizer, which may cut
-        them into more tokens than were generated: twice as many are allowed for."""
+        """Room for about every conversation, with answers that come back as twice as many tokens
+        as were generated."""
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
         longest = 0
         for prompt in (prompt for benchmark in self.benchmarks for prompt in benchmark.prompts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,12 @@ def make_job(
     benchmark: Benchmark,
     temperature: float,
     target_sha256: str,
+    chat_template: str,
     device_type: str,
 ) -> Job:
     """The job, with the hash of everything that decides its tokens and its speed but for the
-    drafter, the prompts and the seed, which are in its key by name."""
+    drafter, the prompts and the seed, which are in its key by name. `chat_template` is its text: a
+    file's name says nothing about what is in it."""
     tree = settings.method_tree(method)
     decoding = {
         "target": target_sha256,
@@ -126,7 +128,7 @@ def make_job(
         "temperature": float(temperature),
         "max_new_tokens": settings.max_new_tokens,
         "ignore_eos": settings.ignore_eos,
-        "chat_template": settings.chat_template,
+        "chat_template": chat_template,
         "dtype": settings.dtype,
         "device": device_type,
     }
@@ -162,7 +164,18 @@ def resolve(
     for name in ("target", "out"):
         if options[name] is None:
             raise UsageError(f"--{name} is missing: give it, or a --run that implies it")
-    return EvaluationSettings(**options), checkpoints or [None]
+    settings = EvaluationSettings(**options)
+    if not checkpoints and AUTOREGRESSIVE not in settings.methods:
+        raise UsageError(
+            f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"
+        )
+    return settings, checkpoints or [None]
+
+
+def settings_of(options: Mapping[str, Any]) -> EvaluationSettings:
+    """The settings among the command's options, whichever checkpoints they are for."""
+    names = {field.name for field in fields(EvaluationSettings)}
+    return EvaluationSettings(**{name: options[name] for name in names})
 
 
 def prompt_seed(seed: int, benchmark: str, prompt_id: str, turn: int) -> int:

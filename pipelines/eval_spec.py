@@ -9,11 +9,14 @@ Two CPU processes:      accelerate launch --multi_gpu --num_processes 2 pipeline
 
 from __future__ import annotations
 
+import sys
 from argparse import RawDescriptionHelpFormatter
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import StreeError, exit_with_reason
+from stree_pipelines.benchmarks import PROMPT_FORMAT
+from stree_pipelines.command_line import CommandParser
 from stree_pipelines.eval_plan import METHODS, resolve
 from stree_pipelines.evaluation import Evaluation
 
@@ -22,16 +25,16 @@ class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Keeps the examples on lines of their own."""
 
 
-def build_parser() -> ArgumentParser:
+def build_parser() -> CommandParser:
     """Options; each is also a key of the YAML file given with --config."""
-    parser = ArgumentParser("eval_spec.py", description=__doc__, formatter_class=_Help)
+    parser = CommandParser("eval_spec.py", description=__doc__, formatter_class=_Help)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[], help="drafter folders to evaluate")
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
     add("--benchmarks", type=str, nargs="+", default=["mt_bench", "humaneval", "gsm8k"],
-        help="names in --benchmark_dir, or JSONL files with id and turns")  # fmt: skip
+        help=f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None,
         help="where names are looked up (default: ../shared/data/benchmarks)")  # fmt: skip
     add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
@@ -64,13 +67,19 @@ def main(arguments: list[str] | None = None) -> None:
             evaluation.evaluate(checkpoint)
         except StreeError as error:
             failures.append((checkpoint, error))
-            evaluation.progress.say(f"{checkpoint or settings.target}: {error}")
+            if len(checkpoints) > 1:
+                evaluation.progress.say(f"{checkpoint} failed: {error}")
     evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
     evaluation.workers.part()
+    if failures and not evaluation.workers.is_main:
+        sys.exit(failures[0][1].exit_code)  # the main process says why
+    if failures and len(checkpoints) == 1:
+        raise failures[0][1]
     if failures:
+        names = ", ".join(str(checkpoint) for checkpoint, _ in failures)
         raise type(failures[0][1])(
-            f"{len(failures)} of {len(checkpoints)} checkpoints failed, first "
-            f"{failures[0][0] or settings.target}: {failures[0][1]}"
+            f"{len(failures)} of {len(checkpoints)} checkpoints failed, for the reasons above: "
+            f"{names}"
         )
 
 

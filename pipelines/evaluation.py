@@ -17,10 +17,11 @@ import torch
 
 from stree import metrics
 from stree.engine import Decoder
-from stree.errors import OutOfMemory, StreeError, UsageError
+from stree.errors import InvariantBroken, OutOfMemory, StreeError, UsageError
 from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
+from stree_pipelines.chat import resolve_template
 from stree_pipelines.eval_context import (
     Workers,
     checkpoint_sha256,
@@ -39,6 +40,9 @@ from stree_pipelines.records import (
     SampleRow,
     Tree,
 )
+
+# Logits by which a target's first choice may lead where two exact decodings part, by dtype.
+LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
 
 
 class Evaluation:
@@ -76,6 +80,7 @@ class Evaluation:
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
         self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
+        self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
         self.store = ResultStore(settings.out)
         self._baselines: dict[SampleKey, SampleRow] = {}
         self._published: set[ResultKey] = set()
@@ -95,6 +100,7 @@ class Evaluation:
         baseline's included. Rows that exist are returned as they are, unless `overwrite`.
 
         Raises the first worker's StreeError on every worker; finished prompts stay journalled.
+        Raises InvariantBroken, with all rows saved, as `require_lossless` does.
         """
         drafter = None
         if checkpoint is not None:
@@ -124,16 +130,19 @@ class Evaluation:
                     if pending:
                         self._measure(pending, benchmark, temperature)
         self.answerer.release(drafter)
-        rows = {row.key: row for row in self.store.results()}
-        return [rows[job.result_key] for job in jobs]
+        found = {row.key: row for row in self.store.results()}
+        rows = [found[job.result_key] for job in jobs]
+        require_lossless(rows)
+        return rows
 
     def _job(
         self, method: str, drafter: Drafter | None, benchmark: Benchmark, temperature: float
     ) -> Job:
-        device_type = self.answerer.device.type
         return make_job(
-            self.settings, method, drafter, benchmark, temperature, self.target_sha256, device_type
-        )
+            self.settings, method, drafter, benchmark, temperature,
+            target_sha256=self.target_sha256, chat_template=self.chat_template,
+            device_type=self.answerer.device.type,
+        )  # fmt: skip
 
     def _measure(self, jobs: list[Job], benchmark: Benchmark, temperature: float) -> None:
         done = {key for job in jobs for key in self.store.journalled(job.samples_name)}
@@ -251,14 +260,6 @@ class Evaluation:
         )
 
 
-def evaluate_checkpoint(
-    checkpoint: str | Path | None, settings: EvaluationSettings, **parts: Any
-) -> list[ResultRow]:
-    """Evaluate one checkpoint; `parts` are `Evaluation`'s. For several use one `Evaluation`, which
-    measures the baseline once."""
-    return Evaluation(settings, **parts).evaluate(checkpoint)
-
-
 def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
     """Over the prompts that were compared; None when none was (T > 0, or no baseline)."""
     checked = [sample for sample in samples if sample.lossless is not None]
@@ -271,6 +272,33 @@ def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
         num_identical=identical,
         divergences=tuple(s.divergence for s in checked if s.divergence is not None),
     )
+
+
+def require_lossless(rows: Sequence[ResultRow]) -> None:
+    """Raise InvariantBroken when a greedy answer differs where rounding cannot be the reason.
+
+    Two orders of summation give logits that differ by a few hundred roundings of the largest: a
+    unit roundoff of 6e-8 in fp32 and logits of some tens make about 1e-4, in fp64 1e-13. Behind
+    `LARGEST_TIE`, ten and more times that, the target's first choice is its first choice in any
+    order, so another token is a fault. An answer that ends earlier or later than the other one
+    holds no other token to tie with and is a fault at any gap. In bf16 and fp16 neighbouring
+    numbers are 0.1 apart at that size, no bound separates the two, and divergences are reported
+    only.
+    """
+    for row in rows:
+        bound = LARGEST_TIE.get(row.environment.dtypes["weights"])
+        if row.lossless is None or bound is None:
+            continue
+        for each in row.lossless.divergences:
+            ended = each.token is None or each.autoregressive_token is None
+            if ended or each.logit_gap > bound:
+                raise InvariantBroken(
+                    f"{row.method} is not lossless: {row.benchmark} prompt {each.prompt_id}, turn "
+                    f"{each.turn}, position {each.position} has token {each.token}, autoregressive "
+                    f"decoding {each.autoregressive_token}, and the target prefers its first "
+                    f"choice by {each.logit_gap:.3g} logits (rounding explains {bound:g} in "
+                    f"{row.environment.dtypes['weights']}); the rows are saved, don't use them"
+                )
 
 
 def _verifier(job: Job) -> str | None:

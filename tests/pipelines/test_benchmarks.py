@@ -32,9 +32,25 @@ def test_by_name_and_by_path_are_the_same(tmp_path):
 
 @pytest.mark.parametrize("how", ["name", "file", "folder"])
 def test_the_corpus_prompts_are_python_docs(tmp_path, how):
-    path = write(tmp_path / "corpus/prompts.jsonl", ROWS)
+    rows = [{"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    path = write(tmp_path / "corpus/prompts.jsonl", rows)
     given = {"name": "python_docs", "file": str(path), "folder": str(path.parent)}[how]
     assert load_benchmark(given, path.parent).name == "python_docs"
+
+
+def test_other_prompts_are_not_called_python_docs(tmp_path):
+    mixed = [*ROWS, {"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    assert load_benchmark(str(write(tmp_path / "sums/prompts.jsonl", ROWS))).name == "sums_prompts"
+    assert load_benchmark(str(write(tmp_path / "both/prompts.jsonl", mixed))).name == "both_prompts"
+    assert load_benchmark(str(write(tmp_path / "mine.jsonl", mixed))).name == "mine"
+
+
+def test_errors_show_what_a_line_looks_like(tmp_path):
+    path = write(tmp_path / "b.jsonl", [{"prompt": "Hello"}])
+    with pytest.raises(BadData, match=r'"turns": \["What the user says first"'):
+        load_benchmark(str(path))
+    with pytest.raises(UsageError, match=r'"turns": \['):
+        load_benchmark("absent", tmp_path)
 
 
 def test_limit_takes_the_first_and_the_hash_follows_the_prompts(tmp_path):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,14 @@ from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
-from stree_pipelines.eval_context import Workers
+from stree_pipelines import eval_decoding
+from stree_pipelines.eval_context import Workers, checkpoint_sha256
 from stree_pipelines.eval_plan import EvaluationSettings, prompt_seed, resolve
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
-from stree_pipelines.evaluation import Evaluation
+from stree_pipelines.evaluation import Evaluation, require_lossless
 from stree_pipelines.progress import EvaluationProgress
-from stree_pipelines.records import ResultStore
+from stree_pipelines.records import Divergence, ResultStore
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -380,7 +383,10 @@ class Lies:
 
 def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
     evaluation = quiet(settings_for(world, tmp_path, limit=1), make_decoder=Lies)
-    baseline, chain, tree = evaluation.evaluate(export(world, 100))
+    with pytest.raises(InvariantBroken, match=r"prompt a, turn 0, position 3 has token") as fault:
+        evaluation.evaluate(export(world, 100))
+    assert fault.value.exit_code == 70
+    baseline, chain, tree = ResultStore(tmp_path).results()  # saved all the same
     for row in (chain, tree):
         assert row.lossless.share == 0
         (divergence,) = row.lossless.divergences
@@ -394,6 +400,100 @@ def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
             logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1]
         first, second = logits.topk(2).values.tolist()
         assert divergence.logit_gap == pytest.approx(first - second, abs=1e-6)
+    # Rows that exist are still no good.
+    with pytest.raises(InvariantBroken, match="not lossless"):
+        quiet(settings_for(world, tmp_path, limit=1)).evaluate(export(world, 100))
+
+
+def test_in_bf16_divergences_are_only_reported(world, tmp_path):
+    settings = settings_for(world, tmp_path, limit=1, dtype="bfloat16")
+    rows = quiet(settings, make_decoder=Lies).evaluate(export(world, 100))
+    assert [row.lossless.share for row in rows if row.lossless] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "token", "is_fault"),
+    [
+        ("float32", 9e-4, 5, False),
+        ("float32", 2e-3, 5, True),
+        ("float32", 0.0, None, True),  # it ended: nothing to tie with
+        ("float64", 9e-4, 5, True),
+        ("float64", 1e-10, 5, False),
+        ("bfloat16", 1.0, 5, False),
+    ],
+)
+def test_a_tie_of_rounding_s_size_is_no_fault(complete, dtype, gap, token, is_fault):
+    row = row_of(complete, 10, "stree")
+    divergence = Divergence(
+        prompt_id="a", turn=0, position=2, token=token, autoregressive_token=6, logit_gap=gap
+    )
+    lossless = row.lossless.model_copy(update={"divergences": (divergence,)})
+    environment = row.environment.model_copy(update={"dtypes": {"weights": dtype}})
+    row = row.model_copy(update={"lossless": lossless, "environment": environment})
+    with pytest.raises(InvariantBroken) if is_fault else nullcontext():
+        require_lossless([row])
+
+
+def test_each_temperature_is_warmed_up(world, tmp_path):
+    warmed = []
+
+    def listening(*args, **kwargs):
+        decoder = Decoder(*args, **kwargs)
+        generate = decoder.generate
+
+        def heard(prompt_ids, generation):
+            if generation.max_new_tokens == 3:
+                warmed.append((kwargs["tree"] is not None, generation.temperature))
+            return generate(prompt_ids, generation)
+
+        decoder.generate = heard
+        return decoder
+
+    settings = settings_for(
+        world, tmp_path, limit=1, methods=("autoregressive", "stree"),
+        temperatures=(0.0, 0.5, 1.0), max_new_tokens=4,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_decoding, "WARMUP_TOKENS", 3)
+        quiet(settings, make_decoder=listening).evaluate(export(world, 10))
+    assert sorted(warmed) == [(tree, t) for tree in (False, True) for t in (0.0, 0.5, 1.0)]
+
+
+def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
+    """As when an answer comes back through the tokenizer as many more tokens than it had."""
+    monkeypatch.setattr(eval_decoding.Answerer, "_max_length", 1)
+    rows = quiet(settings_for(world, tmp_path)).evaluate(export(world, 10))
+    by_key = {row.key: row for row in complete.results()}
+    assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])
+
+
+def test_a_checkpoint_is_all_its_files(world, tmp_path):
+    shutil.copytree(export(world, 10), tmp_path / "copy")
+    before = checkpoint_sha256(tmp_path / "copy")
+    assert before == checkpoint_sha256(export(world, 10))
+    (tmp_path / "copy/MANIFEST.json").unlink()
+    assert checkpoint_sha256(tmp_path / "copy") == before
+    (tmp_path / "copy/provenance.json").write_text("{}")
+    (tmp_path / "copy/README.md").write_text("about")
+    assert checkpoint_sha256(tmp_path / "copy") == before
+    changed = {before}
+    for name in ("mamba_config.json", "tokenizer.json", "chat_template.jinja", "config.json"):
+        with open(tmp_path / "copy" / name, "a") as file:
+            file.write(" ")
+        changed.add(checkpoint_sha256(tmp_path / "copy"))
+    assert len(changed) == 5
+
+
+def test_another_template_under_the_same_name_is_another_decoding(world, tmp_path):
+    template = tmp_path / "mine.jinja"
+    hashes = set()
+    for word in ("user", "human"):
+        template.write_text("{% for m in messages %}" + word + ": {{ m.content }}{% endfor %}")
+        settings = settings_for(world, tmp_path, chat_template=str(template))
+        evaluation = quiet(settings)
+        job = evaluation._job("autoregressive", None, evaluation.benchmarks[0], 0.0)
+        hashes.add(job.decoding_hash)
+    assert len(hashes) == 2
 
 
 def test_without_the_baseline_nothing_is_relative(world, tmp_path):
@@ -462,6 +562,37 @@ def test_command_says_what_is_missing(tmp_path):
         eval_spec(["--out", str(tmp_path)])
     with pytest.raises(UsageError, match="no step-"):
         eval_spec(["--run", str(tmp_path)])
+    with pytest.raises(UsageError, match="stree need a drafter: give --checkpoint or --run"):
+        eval_spec(["--out", str(tmp_path), "--target", "t", "--methods", "stree"])
+
+
+def test_a_failure_is_told_once(world, tmp_path):
+    """One checkpoint: by the last line alone. Several: each where it happened, the last line names
+    them."""
+    command = [
+        sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"), "--out",
+        str(tmp_path / "out"), "--benchmarks", str(world / "talk.jsonl"), "--device", "cpu",
+        "--checkpoint",
+    ]  # fmt: skip
+    for missing in (["nowhere-1"], ["nowhere-1", "nowhere-2"]):
+        done = subprocess.run(
+            [*command, *missing], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 66
+        for name in missing:
+            assert done.stderr.count(f"no folder {name}") == 1
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unknown_option_is_one_line(tmp_path, capsys):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("benchmarks: [\n  a: 3")
+    for arguments in (["--nope", "3"], ["--config", str(broken)], ["--limit", "few"]):
+        with pytest.raises(SystemExit) as refused:
+            eval_spec(arguments)
+        assert refused.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "eval_spec.py --help" in error
 
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/eval").glob("*.yaml")))
