@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jsonargparse import ArgumentParser
 from matplotlib.figure import Figure
 
 from stree.errors import exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines import report_plots as plots
+from stree_pipelines.command_line import CommandParser
 from stree_pipelines.report_data import RunData, load_run
 from stree_pipelines.report_page import page_context
 from stree_pipelines.report_tables import advise, table6, table6_markdown
@@ -82,7 +82,7 @@ def _figures(data: RunData) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = ArgumentParser("report.py", description=__doc__)
+    parser = CommandParser("report.py", description=__doc__)
     parser.add_argument("run", type=str, help="run folder, or an evaluation's folder")
     parser.add_argument("--out", type=str | None, help="where to write (default: the run folder)")
     options = parser.parse_args(arguments)

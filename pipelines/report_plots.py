@@ -40,7 +40,8 @@ def tau_vs_step(data: RunData) -> Figure | None:
     figure, axes = _figure()
     for method in data.methods:
         for number, temperature in enumerate(data.temperatures):
-            _plot_over_steps(axes, data, method, temperature, "acceptance_length", LINES[number])
+            line = LINES[number % len(LINES)]
+            _plot_over_steps(axes, data, method, temperature, "acceptance_length", line)
     for name in ("val_simulated_acceptance", "simulated_acceptance"):
         points = data.curves.get(name)
         if points:
@@ -54,9 +55,10 @@ def tau_vs_step(data: RunData) -> Figure | None:
 def speed_vs_step(data: RunData) -> Figure | None:
     figure, axes = _figure()
     for number, temperature in enumerate(data.temperatures):
+        line = LINES[number % len(LINES)]
         for method in data.methods:
-            _plot_over_steps(axes, data, method, temperature, "tokens_per_second", LINES[number])
-        _plot_baseline(axes, data, temperature, LINES[number])
+            _plot_over_steps(axes, data, method, temperature, "tokens_per_second", line)
+        _plot_baseline(axes, data, temperature, line)
     axes.set_ylim(bottom=0)
     return _finish(figure, axes, "tokens per second", data)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stree import metrics
-from stree_pipelines.eval_plan import AUTOREGRESSIVE, CHAIN
+from stree_pipelines.eval_plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.records import SampleRow
 from stree_pipelines.report_data import Cell, RunData, checkpoint_title, method_label
 
 MISSING = "–"
@@ -35,7 +36,8 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     """Speed and τ against distillation steps, in the paper's layout.
 
     A speed's bracket is the interval of its speedup, a τ's that of τ. The autoregressive speed of
-    a column is the one that its speedups are relative to: measured in the same process.
+    a column is the one that its speedups are relative to: measured in the same process. With a
+    chain and a tree a last row has the difference of their τ, over the same prompts.
     """
     heads = ("", *(checkpoint_title(data, checkpoint) for checkpoint in data.checkpoints))
     baseline = [_baseline_speed(data, c, benchmark, temperature) for c in data.checkpoints]
@@ -45,6 +47,7 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
         label = method_label(method)
         rows.append((f"Speed ({label})", *map(_speed, cells)))
         rows.append((f"τ ({label})", *map(_tau, cells)))
+    rows += _gains(data, benchmark, temperature)
     prompts = {
         cell.num_prompts
         for key, cell in data.cells.items()
@@ -62,7 +65,8 @@ def table6_markdown(data: RunData) -> str:
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
         "ratio to autoregressive decoding of the same prompts in the same process. τ: new tokens "
         "per target call, bonus included. Brackets: 95 % bootstrap intervals over prompts (of the "
-        "ratio, paired, behind a speed; of τ behind a τ).\n"
+        "ratio, paired, behind a speed; of τ behind a τ; of the difference, paired, behind a "
+        "gain).\n"
     )
     tables = [
         table6(data, benchmark, temperature).to_markdown()
@@ -127,14 +131,46 @@ def _noun(method: str) -> str:
     return f"tree {tree}" if tree else "tree"
 
 
+def _gains(data: RunData, benchmark: str, temperature: float) -> list[tuple[str, ...]]:
+    """A row for each tree: its τ minus the chain's, with the paired interval."""
+    chains = [method for method in data.methods if method.startswith(CHAIN)]
+    trees = [method for method in data.methods if method.startswith(TREE)]
+    if len(chains) != 1:
+        return []
+    rows = []
+    for tree in trees:
+        texts = []
+        for checkpoint in data.checkpoints:
+            mine = data.cell(checkpoint, tree, benchmark, temperature)
+            theirs = data.cell(checkpoint, chains[0], benchmark, temperature)
+            texts.append(_gain(mine, theirs))
+        rows.append((f"τ gain ({method_label(tree)} − {method_label(chains[0])})", *texts))
+    return rows
+
+
+def _gain(cell: Cell | None, other: Cell | None) -> str:
+    if cell is None or other is None:
+        return MISSING
+    mine, theirs = cell["acceptance_length"], other["acceptance_length"]
+    if mine is None or theirs is None:
+        return MISSING
+    interval = metrics.acceptance_gain_interval(*_pairs(cell, other))
+    return f"{mine - theirs:+.2f}" + _bracket(interval, "+.2f")
+
+
 def _ratio_interval(cell: Cell, other: Cell) -> metrics.Interval | None:
+    return metrics.speedup_interval(*_pairs(cell, other))
+
+
+def _pairs(cell: Cell, other: Cell) -> tuple[list[SampleRow], list[SampleRow]]:
+    """The samples of both, prompt by prompt."""
     theirs = {(s.benchmark, s.prompt_id): s for s in other.samples}
     pairs = [
         (s, theirs[s.benchmark, s.prompt_id])
         for s in cell.samples
         if (s.benchmark, s.prompt_id) in theirs
     ]
-    return metrics.speedup_interval([mine for mine, _ in pairs], [their for _, their in pairs])
+    return [mine for mine, _ in pairs], [their for _, their in pairs]
 
 
 def _baseline_speed(
@@ -166,5 +202,5 @@ def _tau(cell: Cell | None) -> str:
     return _number(cell["acceptance_length"]) + _bracket(cell.interval("acceptance_length"))
 
 
-def _bracket(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+def _bracket(interval: tuple[float, float] | None, form: str = ".2f") -> str:
+    return "" if interval is None else f" [{interval[0]:{form}}, {interval[1]:{form}}]"

@@ -209,35 +209,15 @@ def speedup_interval(
     prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int = 0
 ) -> Interval | None:
     """Interval of the ratio of two speeds, paired: element q of both is the same prompt."""
-    _require_pairs(prompts, baseline)
-    tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
-    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
-    return bootstrap_interval(
-        lambda i_RQ: (
-            (tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
-            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
-        ),
-        len(prompts),
-        seed,
-    )
+    return _ratio_to_speed_interval("num_new_tokens", prompts, baseline, seed)
 
 
 def speedup_per_tau_interval(
     prompts: Sequence[PromptCounts], baseline: Sequence[Timing], seed: int = 0
 ) -> Interval | None:
     """Interval of speedup_per_tau, paired as in `speedup_interval`."""
-    _require_pairs(prompts, baseline)
-    calls_Q, seconds_Q = _column(prompts, "num_calls"), _column(prompts, "decode_s")
-    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
     # speedup / τ = (tokens / s) / baseline / (tokens / calls): the method's own tokens cancel.
-    return bootstrap_interval(
-        lambda i_RQ: (
-            (calls_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
-            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
-        ),
-        len(prompts),
-        seed,
-    )
+    return _ratio_to_speed_interval("num_calls", prompts, baseline, seed)
 
 
 def summarise(
@@ -265,6 +245,23 @@ def summarise(
         "time_ms": time_ms(prompts),
         "confidence_intervals": intervals,
     }
+
+
+def _ratio_to_speed_interval(
+    counted: str, prompts: Sequence[Timing], baseline: Sequence[Timing], seed: int
+) -> Interval | None:
+    """Interval of what the prompts `counted` per second over the baseline's tokens per second."""
+    _require_pairs(prompts, baseline)
+    counts_Q, seconds_Q = _column(prompts, counted), _column(prompts, "decode_s")
+    others_Q, their_seconds_Q = _column(baseline, "num_new_tokens"), _column(baseline, "decode_s")
+    return bootstrap_interval(
+        lambda i_RQ: (
+            (counts_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1))
+            / (others_Q[i_RQ].sum(1) / their_seconds_Q[i_RQ].sum(1))
+        ),
+        len(prompts),
+        seed,
+    )
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

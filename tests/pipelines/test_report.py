@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from stree import metrics
-from stree.errors import BadData, UsageError
+from stree.errors import BadData, CannotWrite, UsageError
 from stree_pipelines.evaluation import summarise_lossless
 from stree_pipelines.records import (
     BaselineTiming,
@@ -112,12 +112,15 @@ def test_table6_has_the_papers_layout_and_the_records_numbers(run):
     data = load_run(run)
     rows = {(r.step, r.method): r for r in data.rows
             if (r.benchmark, r.temperature) == ("mt_bench", 0)}  # fmt: skip
-    head, plain, chain_speed, chain_tau, tree_speed, tree_tau = table6(data, "mt_bench", 0.0).rows
+    (
+        head, plain, chain_speed, chain_tau, tree_speed, tree_tau, gains,
+    ) = table6(data, "mt_bench", 0.0).rows  # fmt: skip
     assert head == ("", "100 step", "1000 step", "10000 step")
     assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
         "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
         "τ (STree)",
     ]  # fmt: skip
+    assert gains[0] == "τ gain (STree − Vanilla SD)"
     for column, step in enumerate(STEPS, start=1):
         for method, speed, tau in (
             ("vanilla_sd", chain_speed, chain_tau),
@@ -135,6 +138,7 @@ def test_table6_by_hand(run):
     """Step 10000: the tree takes 20 calls of 13 ms for what plain decoding takes 60 of 10 ms."""
     table = table6(load_run(run), "mt_bench", 1.0)
     assert table.rows[5][3] == "3.00 [3.00, 3.00]"
+    assert table.rows[6][3] == "+1.00 [+1.00, +1.00]"  # the chain takes 30
     assert "(2.31×) [2.31, 2.31]" in table.rows[4][3]  # 600 / 260
 
 
@@ -150,7 +154,7 @@ def test_markdown_is_a_table_that_lines_up(run):
     assert len(tables) == 6  # (pool + 2 benchmarks) × 2 temperatures
     for table in tables:
         lines = table.splitlines()
-        assert len(lines) == 7
+        assert len(lines) == 8
         assert len({len(line) for line in lines}) == 1
         assert len({line.count("|") for line in lines}) == 1
 
@@ -261,6 +265,20 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
     store.publish(other, samples)
     heads = [row[0] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows]
     assert "τ (STree, paper)" in heads and "τ (STree, wide)" in heads
+    assert "τ gain (STree, wide − Vanilla SD)" in heads
+
+
+def test_many_temperatures_are_drawn(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0, 0.25, 0.5, 0.75, 1.0))
+    write_report(tmp_path)
+    assert "T = 0.75" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file/x", "/dev/null/x"])
+def test_a_folder_that_refuses_is_one_clear_error(run, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="cannot write"):
+        write_report(run, tmp_path / place)
 
 
 def test_the_latest_of_rows_with_other_settings_counts_and_that_is_said(tmp_path):
