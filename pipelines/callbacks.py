@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -81,7 +81,7 @@ class LogMetrics(pl.Callback):
         eta = clock(left_s) if num_steps or step == trainer.max_steps else "?"
         print(
             f"step {step}/{trainer.max_steps}  loss {row['loss']:.4f}  "
-            f"simulated acceptance {row['simulated_acceptance']:.3f}  "
+            f"{_acceptance(row, 'simulated_acceptance')}"
             f"{row['tokens_per_second']:,.0f} tokens/s  ETA {eta}",
             flush=True,
         )
@@ -98,9 +98,17 @@ class LogMetrics(pl.Callback):
             print(
                 f"step {trainer.global_step}/{trainer.max_steps}  "
                 f"validation loss {row['val_loss']:.4f}  "
-                f"simulated acceptance {row['val_simulated_acceptance']:.3f}",
+                f"{_acceptance(row, 'val_simulated_acceptance')}".rstrip(),
                 flush=True,
             )
+
+
+class EvaluationFailed(StreeError):
+    """The training is done, some of its evaluations are not; ends with the first one's code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class EvaluateExports(pl.Callback):
@@ -108,6 +116,9 @@ class EvaluateExports(pl.Callback):
 
     `inline` evaluates in this process, between two steps, and leaves the random numbers of the
     training as they were. `process` starts `eval_spec.py` and does not wait until the fit's end.
+    Either way options, benchmarks and trees are checked before the first step, the training state
+    of the same step is saved first, and an evaluation that fails is told but stops nothing:
+    `raise_failures` does so at the end.
     """
 
     def __init__(
@@ -129,25 +140,33 @@ class EvaluateExports(pl.Callback):
         self._evaluation: Any = None
         self._processes: list[tuple[str, subprocess.Popen]] = []
         self._evaluated_step = -1
+        self._evaluate_after_validation = False
+        self._failures: list[tuple[str, int]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "off":
             return
         if self.exports is None or self.out is None or not self.target:
             raise UsageError("EvaluateExports needs exports, target and out before fit")
-        if self.mode == "inline":
-            # Options that do not fit are refused now, not after the first export.
-            self._settings()
+        from stree_pipelines.eval_context import Workers
+        from stree_pipelines.evaluation import Evaluation
+
+        with untouched_training_state():
+            if self.mode == "inline":
+                self._evaluation = Evaluation(self._settings())
+            else:
+                # Only to have it refused now what the processes would refuse after an export.
+                Evaluation(self._settings(), workers=Workers())
 
     def _options(self) -> list[str]:
         options = ["--config", self.config] if self.config else []
         return [*options, "--target", self.target, "--out", str(self.out)]
 
     def _settings(self) -> Any:
-        from stree_pipelines.eval_spec import build_parser, resolve
+        from stree_pipelines.eval_plan import settings_of
+        from stree_pipelines.eval_spec import build_parser
 
-        settings, _ = resolve(build_parser().parse_args(self._options()).as_dict())
-        return settings
+        return settings_of(build_parser().parse_args(self._options()).as_dict())
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
@@ -155,13 +174,28 @@ class EvaluateExports(pl.Callback):
         step = trainer.global_step
         if self.mode == "off" or step == self._evaluated_step:
             return
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if epoch_loop._should_accumulate():
             return
         assert self.exports is not None
         if step not in self.exports.export_steps(trainer.max_steps):
             return
         self._evaluated_step = step
-        path = str(self.exports.path_of(step))
+        # TrainingCheckpoints saves behind a validation that is due now, and it goes first.
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        self._evaluate_after_validation = epoch_loop._should_check_val_fx(fetcher)
+        if not self._evaluate_after_validation:
+            self._evaluate(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        if self._evaluate_after_validation:
+            self._evaluate_after_validation = False
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        assert self.exports is not None
+        path = str(self.exports.path_of(trainer.global_step))
         if self.mode == "inline":
             with pl_module.untimed(), untouched_training_state():
                 self._evaluate_here(path)
@@ -170,15 +204,11 @@ class EvaluateExports(pl.Callback):
             self._processes.append((path, subprocess.Popen(command)))
 
     def _evaluate_here(self, path: str) -> None:
-        from stree_pipelines.evaluation import Evaluation
-
-        if self._evaluation is None:
-            self._evaluation = Evaluation(self._settings())
         try:
             self._evaluation.evaluate(path)
-        except StreeError as error:
+        except (StreeError, OSError, RuntimeError) as error:
             # The training is worth more than a row that `eval_spec.py --run` can still add.
-            print(f"evaluation of {path} failed: {error}", file=sys.stderr, flush=True)
+            self._fail(path, getattr(error, "exit_code", 1), str(error))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._processes:
@@ -186,13 +216,22 @@ class EvaluateExports(pl.Callback):
         for path, process in self._processes:
             code = process.wait()
             if code:
-                print(
-                    f"evaluation of {path} ended with code {code}; run eval_spec.py --run to "
-                    "complete the rows",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._fail(path, code, f"it ended with code {code}")
         self._processes.clear()
+
+    def _fail(self, path: str, code: int, reason: str) -> None:
+        print(f"evaluation of {path} failed: {reason}", file=sys.stderr, flush=True)
+        self._failures.append((path, code))
+
+    def raise_failures(self) -> None:
+        """Raise EvaluationFailed if there were any; for the end of the command."""
+        if self._failures:
+            first_code = self._failures[0][1]
+            raise EvaluationFailed(
+                f"the training is done, but {len(self._failures)} of its evaluations failed (see "
+                "above): eval_spec.py --run completes the rows",
+                first_code if first_code > 0 else 1,  # a signal's number is negative
+            )
 
 
 @contextmanager
@@ -221,6 +260,11 @@ def clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _acceptance(row: Mapping[str, float], name: str) -> str:
+    """Nothing where no drafter is trained."""
+    return f"simulated acceptance {row[name]:.3f}  " if name in row else ""
 
 
 def _has_bar(trainer: pl.Trainer) -> bool:

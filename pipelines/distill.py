@@ -15,8 +15,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
+from stree.models.convert import load_config
 from stree_pipelines.eval_context import checkpoint_sha256
-from stree_pipelines.training import Distillation
+from stree_pipelines.training import Distillation, require_same_vocabulary
 from stree_pipelines.training_cli import TrainingCLI
 
 
@@ -32,9 +33,11 @@ class DistillCLI(TrainingCLI):
         parser.link_arguments("model.target", "data.tokenizer")
 
     def before_instantiate_classes(self) -> None:
-        drafter = self.options["model"]["drafter"]
-        if drafter is not None:
-            HybridConfig(**drafter)  # its own reasons read better than the parser's about a union
+        model = self.options["model"]
+        if model["drafter"] is not None:
+            config = HybridConfig.from_dict(dict(model["drafter"]))
+            if not self.options["show_mask"]:
+                require_same_vocabulary(config, load_config(model["target"]))
         super().before_instantiate_classes()
 
     def origin(self) -> dict[str, Any]:

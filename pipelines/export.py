@@ -112,9 +112,10 @@ class Exports(pl.Callback):
                     "step": step,
                     **self.provenance,
                     "tokens_seen": pl_module.tokens_seen,
-                    "simulated_acceptance": float(metrics["simulated_acceptance"]),
                     "loss": float(metrics["loss"]),
                 }
+                if "simulated_acceptance" in metrics:
+                    provenance["simulated_acceptance"] = float(metrics["simulated_acceptance"])
                 save_model(
                     pl_module.exported,
                     path,

@@ -26,7 +26,16 @@ from stree_pipelines.eval_context import describe_environment
 from stree_pipelines.records import config_hash
 
 # What a resumed run may not change: the curve would be of two different runs.
-FIXED_SECTIONS = ("seed_everything", "model", "data")
+FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")
+# Of the trainer's options what a resumed run may change: how long and where it runs, and what it
+# shows. max_steps is how a finished run is extended.
+FREE_TRAINER_OPTIONS = {
+    "max_steps", "max_epochs", "max_time", "accelerator", "strategy", "devices", "num_nodes",
+    "logger", "callbacks", "log_every_n_steps", "enable_progress_bar", "enable_model_summary",
+    "profiler", "default_root_dir", "enable_autolog_hparams", "model_registry",
+    "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps",
+    "detect_anomaly", "enable_checkpointing",
+}  # fmt: skip
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
@@ -44,8 +53,8 @@ def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights (no folders, no devices)."""
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
     trainer = config.get("trainer", {})
-    names = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision")
-    fixed["trainer"] = {name: trainer.get(name) for name in names}
+    free = FREE_TRAINER_OPTIONS - {"max_steps"}
+    fixed["trainer"] = {name: value for name, value in trainer.items() if name not in free}
     # JSON has no tuples: what was read back from YAML must hash like what was parsed.
     return json.loads(json.dumps(fixed))
 
@@ -62,9 +71,7 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
         config: the resolved configuration.
         facts: what command.json says beside argv, commit and versions (target, tokenizer, seed).
 
-    Raises:
-        CannotWrite: the folder or disk refuses.
-        UsageError: RUN was made with another model, other data or another seed.
+    Raises CannotWrite when the folder or disk refuses.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -72,12 +79,8 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
         raise CannotWrite(
             f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
         ) from error
-    path = run_dir / "config.yaml"
-    # A run that never got to its first checkpoint has nothing that another config could spoil.
-    if path.is_file() and any((run_dir / "checkpoints").glob("step-*")):
-        _require_same_run(path, config)
     sweep_leftovers(run_dir)
-    write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+    write_atomically(run_dir / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     command = {
         "argv": sys.argv,
         "command_line": shlex.join(["python", *sys.argv]),
@@ -87,7 +90,14 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
     write_atomically(run_dir / "command.json", json.dumps(command, indent=2) + "\n")
 
 
-def _require_same_run(path: Path, config: Mapping[str, Any]) -> None:
+def require_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
+    """Raise UsageError when RUN was made with another model, other data, seed or numerics.
+
+    A run that never got to its first checkpoint has nothing that another config could spoil.
+    """
+    path = run_dir / "config.yaml"
+    if not path.is_file() or not any((run_dir / "checkpoints").glob("step-*")):
+        return
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         old = _flatten(fixed_config(before))
@@ -99,12 +109,11 @@ def _require_same_run(path: Path, config: Mapping[str, Any]) -> None:
     changed = [
         f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        # More steps than planned is how a finished run is extended.
-        if old.get(key) != new.get(key) and not key.startswith("trainer.")
+        if old.get(key) != new.get(key) and key != "trainer.max_steps"
     ]
     if changed:
         raise UsageError(
-            f"{path.parent} holds a run with another configuration ({'; '.join(changed[:3])}"
+            f"{run_dir} holds a run with another configuration ({'; '.join(changed[:3])}"
             f"{'; …' if len(changed) > 3 else ''}): choose another --run_dir, or the old values"
         )
 
@@ -150,6 +159,8 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a row. Raises CannotWrite when the disk refuses; a row of which only a part was
+        written is dropped when the run goes on, from the checkpoint before it."""
         row = {"step": step, **metrics}
         if not self._columns:
             self._start()
@@ -158,8 +169,14 @@ class MetricsFile(Logger):
             rows = _read_rows(self.path)
             self._columns += new
             write_atomically(self.path, _as_csv(self._columns, rows, header=True))
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            file.write(_as_csv(self._columns, [row], header=False))
+        try:
+            with open(self.path, "a", encoding="utf-8", newline="") as file:
+                file.write(_as_csv(self._columns, [row], header=False))
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot append step {step} to {self.path}: {error.strerror}; free some space and "
+                "run the same command to go on from the last checkpoint"
+            ) from error
 
     def _start(self) -> None:
         rows = [row for row in _read_rows(self.path) if int(row["step"]) <= self._last_step]

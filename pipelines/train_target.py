@@ -9,6 +9,7 @@ the run stopped.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class TargetCLI(TrainingCLI):
     description = "Train a hybrid target; the same command goes on where it stopped."
     export_folder = "target"
     evaluates = False
+    _scratch: tempfile.TemporaryDirectory | None = None
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -49,8 +51,14 @@ class TargetCLI(TrainingCLI):
                 "give data.tokenizer (a folder) or tokenizer.vocab_size (to train one), not both"
             )
         super().before_instantiate_classes()
+        if self.is_finished:
+            return
         if tokenizer["vocab_size"]:
-            data["tokenizer"] = str(self.run_dir / "tokenizer")
+            kept = Path(self.options["run_dir"] or "", "tokenizer")
+            if self.options["show_mask"] and not kept.is_dir():
+                self._scratch = tempfile.TemporaryDirectory()  # a look leaves nothing behind
+                kept = Path(self._scratch.name, "tokenizer")
+            data["tokenizer"] = str(kept)
             self._train_tokenizer(data, tokenizer)
         architecture = self.options["model"]["architecture"]
         loaded = load_tokenizer(data["tokenizer"])

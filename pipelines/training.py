@@ -74,6 +74,7 @@ class Training(pl.LightningModule):
 
     exported: HybridModel
     has_two_terms = False  # whether the loss is a sum whose parts are worth a column each
+    has_drafter = False  # whether there is anything to accept
 
     def __init__(
         self, optimizer: OptimizerConfig, chunk_tokens: int | None, compile_layers: bool
@@ -151,10 +152,9 @@ class Training(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         terms = self.loss_terms(batch, self._global_normalizer(batch))
         self.tokens_seen += batch["num_tokens"] * self.trainer.world_size
-        self.step_metrics = {
-            "loss": terms.loss.detach(),
-            "simulated_acceptance": terms.simulated_acceptance,
-        }
+        self.step_metrics = {"loss": terms.loss.detach()}
+        if self.has_drafter:
+            self.step_metrics["simulated_acceptance"] = terms.simulated_acceptance
         if self.has_two_terms:
             self.step_metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
         return terms.loss
@@ -244,10 +244,9 @@ class Training(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
         loss, acceptance, count = sums.tolist()
-        self.validation_metrics = {
-            "val_loss": loss / max(count, 1.0),
-            "val_simulated_acceptance": acceptance / max(count, 1.0),
-        }
+        self.validation_metrics = {"val_loss": loss / max(count, 1.0)}
+        if self.has_drafter:
+            self.validation_metrics["val_simulated_acceptance"] = acceptance / max(count, 1.0)
 
     # State beyond the weights
 
@@ -272,6 +271,8 @@ class Training(pl.LightningModule):
 
 class Distillation(Training):
     """A drafter learns its frozen target's next-token law on the assistant's tokens."""
+
+    has_drafter = True
 
     def __init__(
         self,
@@ -393,6 +394,14 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     return segment_ids <= last_segment
 
 
+def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
+    if drafter.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
+            f"{target.vocab_size}: set model.drafter.vocab_size to the target's"
+        )
+
+
 def _make_drafter(
     target: HybridModel, config: HybridConfig | None, layers: list[int] | None
 ) -> HybridModel:
@@ -403,11 +412,7 @@ def _make_drafter(
             "model.drafter describes a drafter with random weights and model.drafter_layers one "
             "that is sliced from the target: give one of them"
         )
-    if config.vocab_size != target.config.vocab_size:
-        raise UsageError(
-            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's "
-            f"{target.config.vocab_size}: set model.drafter.vocab_size to the target's"
-        )
+    require_same_vocabulary(config, target.config)
     return HybridModel(
         config.replace(
             eos_token_ids=target.config.eos_token_ids,

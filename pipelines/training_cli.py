@@ -20,6 +20,7 @@ from stree.errors import OutOfMemory, UsageError
 from stree.tokenizer import fingerprint
 from stree_pipelines.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.checkpointing import SafeCheckpointIO, TrainingCheckpoints, latest_valid
+from stree_pipelines.command_line import OneLineErrors
 from stree_pipelines.data import ConversationDataModule
 from stree_pipelines.export import Exports
 from stree_pipelines.run_folder import (
@@ -27,6 +28,7 @@ from stree_pipelines.run_folder import (
     describe_code,
     hash_of_config,
     prepare_run_folder,
+    require_same_run,
 )
 from stree_pipelines.training import Training
 
@@ -50,7 +52,15 @@ NOISE = (
     "You have overridden `on_before_batch_transfer`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
+
+
+SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
+
+
+class TrainingParser(OneLineErrors, LightningArgumentParser):
+    """A training command."""
 
 
 class TrainingCLI(LightningCLI):
@@ -59,6 +69,7 @@ class TrainingCLI(LightningCLI):
     description = "Train in a run folder that the same command resumes."
     export_folder = "drafter"
     evaluates = True
+    resume_path: Path | None = None
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
         super().__init__(
@@ -69,6 +80,7 @@ class TrainingCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
             # A misspelt option must not pass for an abbreviation.
             parser_kwargs={
                 "description": self.description,
@@ -85,8 +97,9 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--run_dir", "--run-dir", type=str, required=True,
-            help="Run folder; running the same command again goes on where it stopped.",
+            "--run_dir", "--run-dir", type=str | None, default=None,
+            help="Run folder; running the same command again goes on where it stopped. Needed "
+            "unless with --show_mask.",
         )  # fmt: skip
         parser.add_argument(
             "--show_mask", "--show-mask", action="store_true",
@@ -94,9 +107,10 @@ class TrainingCLI(LightningCLI):
         )  # fmt: skip
         parser.add_lightning_class_args(LogMetrics, "progress")
         parser.add_lightning_class_args(Exports, "export")
+        # Training state before evaluations: what takes long or fails must not cost a step.
+        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
         if self.evaluates:
             parser.add_lightning_class_args(EvaluateExports, "evaluation")
-        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
     @property
@@ -114,8 +128,20 @@ class TrainingCLI(LightningCLI):
             torch.set_float32_matmul_precision("high")
         # Deterministic mode would also fill every new tensor with NaN.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if not self.options["show_mask"]:
-            self._dump_config()
+        max_steps = self.options["trainer"]["max_steps"]
+        if max_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
+                "learning rate depend on it"
+            )
+        if self.options["show_mask"]:
+            return
+        if self.options["run_dir"] is None:
+            raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
+        self._dump_config()
+        require_same_run(self.run_dir, self.config_dump)
+        self.resume_path = latest_valid(self.run_dir)
+        if not self.is_finished:
             self._prepare_run()
 
     @rank_zero_only
@@ -129,13 +155,47 @@ class TrainingCLI(LightningCLI):
         )
 
     @property
+    def resume_step(self) -> int:
+        """Optimiser steps that the checkpoint to resume from has behind it."""
+        return int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.resume_step >= self.options["trainer"]["max_steps"]
+
+    @property
     def target_path(self) -> str | None:
         """The target's folder; None when it is what is trained."""
         return self.options["model"].get("target")
 
+    def instantiate_classes(self) -> None:
+        """Load models only where something is to be trained."""
+        if not self.options["show_mask"] and not self.is_finished:
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.options["show_mask"]:
+            self._show_mask()
+        elif self.is_finished:
+            step, max_steps = self.resume_step, self.options["trainer"]["max_steps"]
+            asked = f"{step} of {max_steps} steps are done"
+            if step > max_steps:
+                asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
+            say(f"{self.run_dir} is finished: {asked}")
+        else:
+            super()._run_subcommand(subcommand)
+
+    def _show_mask(self) -> None:
+        """Read no more of the data than it takes to find a conversation."""
+        data = dict(self.options["data"])
+        limit = data["limit"]
+        data["limit"] = SHOWN_FROM if limit is None else min(limit, SHOWN_FROM)
+        module = ConversationDataModule(**{**data, "valid": None})
+        module.setup("fit")
+        print(module.show_mask())
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        self.resume_path = None if self.options["show_mask"] else latest_valid(self.run_dir)
-        step = int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
+        step = self.resume_step
         trainer_options = self._get(self.config_init, "trainer")
         own = [MetricsFile(self.run_dir / "metrics.csv", last_step=step)]
         own.append(
@@ -158,8 +218,6 @@ class TrainingCLI(LightningCLI):
 
     def before_fit(self) -> None:
         self.datamodule.setup("fit")
-        if self.options["show_mask"]:
-            return
         tokenizer = self.datamodule.tokenizer
         vocab_size = self.model.exported.config.vocab_size
         if len(tokenizer) > vocab_size:
@@ -194,16 +252,9 @@ class TrainingCLI(LightningCLI):
         return next(each for each in callbacks if isinstance(each, kind))
 
     def fit(self, **kwargs: Any) -> None:
-        """Train from the last valid checkpoint on, or say that there is nothing left to do."""
-        if self.options["show_mask"]:
-            print(self.datamodule.show_mask())
-            return
+        """Train from the last valid checkpoint on."""
         max_steps = self.trainer.max_steps
         if self.resume_path is not None:
-            step = int(self.resume_path.name.removeprefix("step-"))
-            if step >= max_steps:
-                say(f"{self.run_dir} is finished: {step} of {max_steps} steps are done")
-                return
             say(f"resuming from {self.resume_path}")
         model = self.model.exported
         say(
@@ -218,6 +269,8 @@ class TrainingCLI(LightningCLI):
                 f"{str(error).splitlines()[0]}; lower data.batch_size (and raise "
                 "trainer.accumulate_grad_batches by the same factor) or data.sequence_length"
             ) from error
+        if self.evaluates:
+            self._callback(EvaluateExports).raise_failures()
 
 
 @rank_zero_only

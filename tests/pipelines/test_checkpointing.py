@@ -217,6 +217,37 @@ def test_a_finished_run_says_so(workspace, uninterrupted, capsys):
     assert "is finished: 8 of 8 steps" in capsys.readouterr().out
 
 
+def test_asking_a_finished_run_for_less_changes_nothing(workspace, copy_of_run, capsys):
+    run_dir = copy_of_run(6)
+    before = {path: path.read_bytes() for path in run_dir.glob("*.*")}
+    assert {"config.yaml", "command.json", "metrics.csv"} <= {path.name for path in before}
+    distill.main(distill_arguments(workspace, run_dir, steps=3))
+    assert "finished: 6 steps are done, trainer.max_steps asks for 3" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run_dir.glob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("precision", "bf16-mixed"),
+        ("gradient_clip_val", "0.5"),
+        ("accumulate_grad_batches", "2"),
+        ("deterministic", "false"),
+    ],
+)
+def test_other_numerics_do_not_go_on_in_the_same_folder(option, value, workspace, copy_of_run):
+    arguments = distill_arguments(workspace, copy_of_run(2), steps=STEPS)
+    with pytest.raises(UsageError, match=rf"trainer\.{option} was .*, now"):
+        distill.main([*arguments, f"--trainer.{option}", value])
+
+
+def test_longer_and_with_other_rows_it_is_the_same_run(workspace, copy_of_run):
+    run_dir = copy_of_run(7)
+    more = ("--trainer.log_every_n_steps", "2")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=STEPS + 1))
+    assert (run_dir / f"checkpoints/step-{STEPS + 1:08d}").is_dir()
+
+
 def test_other_model_settings_do_not_go_on_in_the_same_folder(workspace, copy_of_run):
     more = ("--model.optimizer.lr", "0.5")
     with pytest.raises(UsageError, match=r"model\.optimizer\.lr was 0\.001, now 0\.5"):

@@ -20,9 +20,12 @@ from stree.files import verify_manifest
 from stree.models.convert import load_model
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines import callbacks, distill, export
-from stree_pipelines.callbacks import clock, untouched_training_state
+from stree_pipelines.callbacks import EvaluationFailed, clock, untouched_training_state
 from stree_pipelines.checkpointing import SafeCheckpointIO
+from stree_pipelines.eval_spec import main as eval_spec
+from stree_pipelines.evaluation import Evaluation
 from stree_pipelines.export import Exports, log_spaced_steps, point_to
+from stree_pipelines.records import ResultStore
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +228,92 @@ def test_an_evaluation_that_fails_is_told_and_the_training_finishes(
     monkeypatch.setattr(callbacks, "EVAL_SCRIPT", tmp_path / "fails.py")
     (tmp_path / "fails.py").write_text("import sys; sys.exit(66)")
     more = ("--evaluation.mode", "process", "--evaluation.config", str(evaluation_config))
-    distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=2))
+    with pytest.raises(EvaluationFailed, match="1 of its evaluations failed") as failed:
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=2))
+    assert failed.value.exit_code == 66
     assert "ended with code 66" in capfd.readouterr().err
     assert (tmp_path / "run/drafter/latest").exists()
 
 
-def test_wrong_evaluation_options_are_refused_at_the_start(workspace, tmp_path):
-    (tmp_path / "eval.yaml").write_text("methods: [guessing]\n")
-    more = ("--evaluation.mode", "inline", "--evaluation.config", str(tmp_path / "eval.yaml"))
-    with pytest.raises(UsageError, match="guessing"):
+def test_an_inline_evaluation_that_fails_is_told_and_the_training_finishes(
+    workspace, tmp_path, evaluation_config, monkeypatch, capfd
+):
+    """The first export's evaluation finds no space, the second one's does; then code 73."""
+    original, left = Evaluation.evaluate, [CannotWrite("no space")]
+
+    def refuse_once(self, checkpoint):
+        if left:
+            raise left.pop()
+        return original(self, checkpoint)
+
+    monkeypatch.setattr(Evaluation, "evaluate", refuse_once)
+    more = ("--evaluation.mode", "inline", "--evaluation.config", str(evaluation_config))
+    with pytest.raises(EvaluationFailed) as failed:
+        distill.main(
+            distill_arguments(workspace, tmp_path / "run", *more, "--export.steps", "[1]", steps=2)
+        )
+    assert failed.value.exit_code == 73
+    error = capfd.readouterr().err
+    assert "step-00000001 failed: no space" in error
+    assert {row[0] for row in result_rows(tmp_path / "run")} == {"None", "2"}
+
+
+def test_the_training_state_is_saved_before_the_evaluation(
+    workspace, tmp_path, evaluation_config, monkeypatch
+):
+    """Exports at step 3 (no validation then) and 4 (validation, which saves behind it)."""
+    saved = []
+
+    def look(self, checkpoint):
+        step = Path(checkpoint).name
+        saved.append((step, (tmp_path / "run/checkpoints" / step).is_dir()))
+
+    monkeypatch.setattr(Evaluation, "evaluate", look)
+    more = ("--evaluation.mode", "inline", "--evaluation.config", str(evaluation_config))
+    more += ("--export.steps", "[3]")
+    distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=4))
+    assert saved == [("step-00000003", True), ("step-00000004", True)]
+
+
+def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluation_config):
+    """`eval_spec.py --run` afterwards: the same rows in the same order, but for the clock's."""
+    run_dir = tmp_path / "run"
+    more = ("--evaluation.mode", "inline", "--evaluation.config", str(evaluation_config))
+    more += ("--export.steps", "[2]")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=4))
+    eval_spec([
+        "--config", str(evaluation_config), "--run", str(run_dir), "--out", str(tmp_path / "again"),
+    ])  # fmt: skip
+    timings = {
+        "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+        "confidence_intervals", "environment",
+    }  # fmt: skip
+    theirs, ours = (
+        [row.model_dump(exclude=timings) for row in ResultStore(folder).results()]
+        for folder in (run_dir / "eval", tmp_path / "again")
+    )
+    assert len(theirs) == 2 + 2 * 2 * 2
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("mode", ["inline", "process"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("methods: [guessing]", "guessing"),
+        ("benchmarks: [absent.jsonl]", "no benchmark file absent"),
+        ("tree: oak", "no tree 'oak'"),
+    ],
+)
+def test_wrong_evaluation_options_are_refused_at_the_start(
+    workspace, tmp_path, evaluation_config, mode, content, reason
+):
+    options = {**yaml.safe_load(evaluation_config.read_text()), **yaml.safe_load(content)}
+    evaluation_config.write_text(yaml.safe_dump(options))
+    more = ("--evaluation.mode", mode, "--evaluation.config", str(evaluation_config))
+    with pytest.raises(UsageError, match=reason):
         distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=2))
-    assert not (tmp_path / "run/checkpoints").exists()
+    assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
 def test_random_numbers_inside_do_not_count():

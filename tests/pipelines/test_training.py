@@ -19,6 +19,7 @@ from stree.models.convert import load_config, load_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import distill, train_target
 from stree_pipelines.losses import chunked_distillation_loss
+from stree_pipelines.run_folder import MetricsFile
 from stree_pipelines.training import (
     Distillation,
     OptimizerConfig,
@@ -27,6 +28,8 @@ from stree_pipelines.training import (
     real_tokens,
     shift_left,
 )
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +181,7 @@ def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
     assert config.num_layers == 2 and config.attn_layers == (1,)
 
 
-def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path):
+def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path, capsys):
     run_dir = tmp_path / "run"
     options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
     arguments = [
@@ -191,6 +194,8 @@ def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path):
         "--trainer.enable_progress_bar", "false", "--export.dtype", "bfloat16",
     ]  # fmt: skip
     train_target.main(arguments)
+    printed = capsys.readouterr().out
+    assert "step 20/20  loss" in printed and "acceptance" not in printed  # there is no drafter
     rows = metric_rows(run_dir)
     assert float(rows[0]["loss"]) == pytest.approx(math.log(VOCAB_SIZE), rel=0.1)
     assert float(rows[-1]["loss"]) < 0.7 * float(rows[0]["loss"])
@@ -288,6 +293,79 @@ def test_show_mask_prints_a_sample_and_trains_nothing(workspace, tmp_path, capsy
     distill.main(distill_arguments(workspace, tmp_path / "run", "--show-mask"))
     assert "counts for the loss" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("config", ["distill/llama3.1-8b", "distill/quickstart"])
+def test_show_mask_takes_a_config_and_data_alone(config, workspace, capsys):
+    """As the README has it: no run folder, and only the target's tokenizer is read."""
+    distill.main([
+        "fit", "--config", str(CONFIGS / f"{config}.yaml"),
+        "--data.train", str(workspace / "train.jsonl"),
+        "--model.target", str(workspace / "tokenizer"), "--show-mask",
+    ])  # fmt: skip
+    assert "counts for the loss" in capsys.readouterr().out
+
+
+def test_show_mask_of_a_target_without_a_tokenizer_yet(workspace, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    train = str(workspace / "train.jsonl")
+    train_target.main([
+        "fit", *options, "--tokenizer.vocab_size", "320", "--data.train", train, "--show_mask",
+    ])  # fmt: skip
+    assert "counts for the loss" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_show_mask_a_run_folder_is_needed(workspace):
+    arguments = distill_arguments(workspace, workspace / "unused")
+    del arguments[1:3]
+    with pytest.raises(UsageError, match="--run_dir is missing"):
+        distill.main(arguments)
+
+
+@pytest.mark.parametrize("max_steps", [0, -1])
+def test_a_run_without_an_end_is_refused_before_data_is_read(max_steps, workspace, tmp_path):
+    more = ("--data.train", str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UsageError, match=rf"max_steps is {max_steps}"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=max_steps))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--nonsense", "1"), "unrecognized arguments: --nonsense 1; see "),
+        (("--model.drafter.blah", "1"), "model.drafter: unknown model keys ['blah']; known: ["),
+        (("--model.optimizer.rate", "1"), "rate"),
+        (("--trainer.max_steps", "many"), "trainer.max_steps"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, line, workspace, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        distill.main(distill_arguments(workspace, tmp_path / "run", *options))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and line in error
+    assert error.endswith("fit --help\n")
+
+
+def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, capsys):
+    path = tmp_path / "drafter.yaml"
+    path.write_text(yaml.safe_dump({"model": {"drafter": {**ARCHITECTURE, "blah": 1}}}))
+    with pytest.raises(SystemExit):
+        distill.main(["fit", "--config", str(path), "--run_dir", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "unknown model keys ['blah']" in error
+
+
+def test_rows_stop_with_a_reason_on_a_full_disk(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.csv")
+    metrics.log_metrics({"loss": 1.0}, 1)
+    metrics.path.unlink()
+    metrics.path.symlink_to("/dev/full")
+    with pytest.raises(CannotWrite, match=r"cannot append step 2 .*No space left"):
+        metrics.log_metrics({"loss": 1.0}, 2)
 
 
 def test_help_works_from_any_folder(tmp_path):
