@@ -1,0 +1,76 @@
+"""Say what works on this machine, and what to do about what does not.
+
+    python pipelines/doctor.py --target checkpoints/python-docs-hybrid
+
+Ends with 0 when everything that is needed works: PyTorch, disk and (with --target) memory always;
+Triton wherever PyTorch sees a GPU; anything else when it is named with --need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from stree.errors import UsageError, exit_with_reason
+from stree.models.convert import load_config
+from stree_pipelines import machine_checks as machine
+from stree_pipelines.command_line import PlainParser
+
+OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer; `look` returns what it found or raises Absent."""
+
+    name: str
+    needed: bool
+    look: Callable[[], str]
+
+
+def examine(target: str | None, run_dir: str, need: tuple[str, ...] = ()) -> list[str]:
+    """Print a line a check and return the names of needed ones that fail.
+
+    Raises the target's own errors when its config cannot be read.
+    """
+    config = load_config(target) if target is not None else None
+    checks = [
+        Check("torch", True, machine.check_torch),
+        Check("cuda", "cuda" in need, machine.check_cuda),
+        Check("triton", machine.HAS_CUDA, machine.check_triton),
+        Check("mamba-ssm", "mamba-ssm" in need, machine.check_mamba_ssm),
+        Check("nccl", "nccl" in need, partial(machine.check_backend, "nccl")),
+        Check("gloo", "gloo" in need, partial(machine.check_backend, "gloo")),
+        Check("slurm", "slurm" in need, machine.check_slurm),
+        Check("disk", True, partial(machine.check_disk, Path(run_dir), config)),
+    ]
+    if config is not None:
+        checks.append(Check("memory", True, partial(machine.check_memory, config)))
+    failed = []
+    for check in checks:
+        try:
+            print(f"ok    {check.name:10} {check.look()}")
+        except machine.Absent as absent:
+            mark = "FAILS" if check.needed else "-    "
+            print(f"{mark} {check.name:10} {absent.found}: {absent.advice}")
+            failed += [check.name] * check.needed
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = PlainParser("doctor.py", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--target", help="target folder: is there memory and disk for distilling from it?")
+    add("--run_dir", "--run-dir", default="runs", help="where runs are to be kept (default: runs)")
+    add("--need", nargs="+", default=[], choices=OPTIONAL, help="what must work here, too")
+    options = parser.parse_args(arguments)
+    failed = examine(options.target, options.run_dir, tuple(options.need))
+    if failed:
+        raise UsageError(f"needed here, and not working: {', '.join(failed)} (see above)")
+    print("Everything that is needed works.")
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

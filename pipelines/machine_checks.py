@@ -1,0 +1,157 @@
+"""What each part of a machine is asked by doctor.py: does it work, and what to do if not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree.models.slicing import drafter_config_from
+from stree_kernels.chunk_scan import mamba_ssm_kernel
+
+GIB = 1024**3
+HAS_CUDA = torch.cuda.is_available()
+
+
+class Absent(Exception):
+    """Something does not work: what was found, and what to do about it."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(found)
+        self.found, self.advice = found, advice
+
+
+def check_torch() -> str:
+    product = torch.ones(8, 8) @ torch.ones(8, 8)
+    if product[0, 0] != 8:
+        raise Absent("a matrix product is wrong", "reinstall torch for this processor")
+    return f"{torch.__version__}, {torch.get_num_threads()} threads on the CPU"
+
+
+def check_cuda() -> str:
+    if not HAS_CUDA:
+        build = torch.version.cuda
+        raise Absent(
+            f"PyTorch (built for CUDA {build}) sees no GPU" if build else "this is a CPU build",
+            "small targets do without; else install NVIDIA's driver (nvidia-smi must list the GPU)"
+            " and a CUDA build of torch",
+        )
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{len(names)} × {names[0]}, CUDA {torch.version.cuda}"
+
+
+def check_triton() -> str:
+    if not HAS_CUDA:
+        return "not used without a GPU: the CPU runs the plain PyTorch twins"
+    try:
+        from stree_kernels import pointwise  # needs triton
+
+        gate_up = torch.randn(2, 64, device="cuda")
+        ours = pointwise.swiglu(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        torch.testing.assert_close(ours, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
+    except Exception as error:  # compilers fail in many ways; all mean that kernels do not run
+        raise Absent(
+            f"a kernel does not compile or is wrong: {_first_line(error)}",
+            "install gcc and Python's headers (python3-dev), and the triton that torch asks for",
+        ) from error
+    return "a kernel compiles and is right"
+
+
+def check_mamba_ssm() -> str:
+    if mamba_ssm_kernel() is None:
+        raise Absent(
+            "not installed", "training uses our own scan; `pip install -e '.[cuda]'` is faster"
+        )
+    return "its training kernel is used on GPUs"
+
+
+def check_backend(backend: str) -> str:
+    """A group of this process alone: libraries and network interface, not the way to others."""
+    if backend == "nccl" and not HAS_CUDA:
+        raise Absent("no GPU", "training on several CPUs goes through gloo")
+    device = "cuda" if backend == "nccl" else "cpu"
+    if dist.is_initialized():
+        return "in use by this process"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            store = dist.FileStore(str(Path(folder, "store")), 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            try:
+                dist.all_reduce(torch.ones(1, device=device))
+            finally:
+                dist.destroy_process_group()
+    except RuntimeError as error:
+        raise Absent(
+            f"{backend} fails: {_first_line(error)}",
+            "the host's name must resolve; or name the network interface in "
+            f"{backend.upper()}_SOCKET_IFNAME (`ip link` lists them)",
+        ) from error
+    return "sums over a group of one"
+
+
+def check_slurm() -> str:
+    if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
+        raise Absent("no sbatch here", "without a cluster nothing is missing; see slurm/README.md")
+    try:
+        command = ["sinfo", "--noheader", "--format=%P %D %t"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Absent("sinfo does not answer", "ask who runs the cluster; is munge up?") from error
+    if answer.returncode:
+        raise Absent(
+            f"sinfo fails: {answer.stderr.strip().splitlines()[0] if answer.stderr else '?'}",
+            "this host is not in a running cluster (slurm.conf, munge, slurmctld)",
+        )
+    return "partition, nodes, state: " + "; ".join(answer.stdout.split("\n")[:-1])
+
+
+def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
+    path = run_dir.absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(folder, os.W_OK):
+        raise Absent(f"{folder} is not writable", "choose a --run_dir that is")
+    free = shutil.disk_usage(folder).free
+    # Kept: 2 training states of 12 bytes a parameter, a third while it is written; 10 exports.
+    wanted = (3 * 12 + 10 * 4) * num_parameters(drafter_config_from(target)) if target else GIB
+    found = f"{free / GIB:.1f} GiB free for {run_dir}, a run takes about {wanted / GIB:.1f}"
+    if free < wanted:
+        raise Absent(found, "free some, choose another --run_dir, or lower export.log_spaced")
+    return found
+
+
+def check_memory(target: HybridConfig) -> str:
+    """Both models' weights, the drafter's gradients and Adam's moments; activations come on top."""
+    drafter = num_parameters(drafter_config_from(target))
+    bytes_each = 2 if HAS_CUDA else 4
+    wanted = bytes_each * num_parameters(target) + 16 * drafter
+    free = torch.cuda.mem_get_info()[0] if HAS_CUDA else _available_memory_bytes()
+    found = (
+        f"{free / GIB:.1f} GiB free; the target ({num_parameters(target) / 1e6:,.0f} M parameters "
+        f"in {'bfloat16' if HAS_CUDA else 'float32'}) and its two-layer drafter take "
+        f"{wanted / GIB:.1f} before activations"
+    )
+    if free < wanted:
+        raise Absent(found, "use a larger device, a smaller target, or fewer drafter layers")
+    return found
+
+
+def num_parameters(config: HybridConfig) -> int:
+    with torch.device("meta"):
+        return HybridModel(config).num_parameters()
+
+
+def _available_memory_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

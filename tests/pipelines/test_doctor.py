@@ -1,0 +1,96 @@
+"""The doctor says what it found; what is needed and fails decides the exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ARCHITECTURE, make_workspace
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree_pipelines import doctor, machine_checks
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    return str(make_workspace(tmp_path_factory.mktemp("workspace")) / "target")
+
+
+def test_a_machine_on_which_the_tests_run_is_well(target, tmp_path, capsys):
+    doctor.main(["--target", target, "--run_dir", str(tmp_path / "not/yet/there")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "Everything that is needed works."
+    working = {line.split()[1] for line in lines[:-1] if line.startswith("ok ")}
+    assert {"torch", "triton", "disk", "memory"} <= working
+    assert not any(line.startswith("FAILS") for line in lines)
+
+
+def test_what_is_absent_counts_only_when_it_is_needed(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    doctor.main([])
+    assert "-     slurm      no sbatch here" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="not working: slurm"):
+        doctor.main(["--need", "slurm"])
+    assert "FAILS slurm      no sbatch here" in capsys.readouterr().out
+
+
+def test_sbatch_without_a_cluster_is_told_from_no_sbatch(monkeypatch, tmp_path, capsys):
+    for name in ("sbatch", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\necho cannot reach the controller >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor.examine(None, str(tmp_path), ("slurm",)) == ["slurm"]
+    assert "sinfo fails: cannot reach the controller" in capsys.readouterr().out
+
+
+def test_too_little_memory_or_disk_is_said_with_both_figures(monkeypatch, target, capsys):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: usage(10, 10, 0))
+    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
+    assert doctor.examine(target, "runs") == ["disk", "memory"]
+    output = capsys.readouterr().out
+    assert "0.0 GiB free for runs, a run takes about" in output
+    assert "smaller target" in output
+
+
+def test_memory_counts_target_and_drafter(monkeypatch):
+    """Just enough passes, a byte less does not."""
+    config = HybridConfig(**{**ARCHITECTURE, "num_layers": 6})
+    drafter = config.replace(num_layers=2, attn_layers=())
+    wanted = 4 * HybridModel(config).num_parameters() + 16 * HybridModel(drafter).num_parameters()
+    monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
+    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: wanted)
+    machine_checks.check_memory(config)
+    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: wanted - 1)
+    with pytest.raises(machine_checks.Absent):
+        machine_checks.check_memory(config)
+
+
+def test_a_kernel_that_does_not_compile_is_reported(monkeypatch):
+    """Without a GPU the launch fails as it does with a broken compiler: by some exception."""
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    monkeypatch.setattr(machine_checks, "HAS_CUDA", True)
+    with pytest.raises(machine_checks.Absent, match="does not compile or is wrong"):
+        machine_checks.check_triton()
+
+
+def test_a_target_that_is_none_is_refused(tmp_path):
+    with pytest.raises(CheckpointRefused):
+        doctor.main(["--target", str(tmp_path)])
+
+
+def test_as_a_script_with_its_exit_codes(tmp_path):
+    command = [sys.executable, str(Path(doctor.__file__)), "--run_dir", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    failing = subprocess.run(
+        [*command, "--ned", "slurm"], capture_output=True, text=True, check=False
+    )
+    assert failing.returncode == 2 and failing.stderr.startswith("error: ")
