@@ -1,0 +1,96 @@
+"""Benchmark a drafter checkpoint against a baseline; exit with 70 when it is worse beyond noise.
+
+python pipelines/benchmark_checkpoint.py runs/new/drafter/latest --baseline baselines/main \\
+  --target T --fail_below acceptance_length=-3% gsm8k.speedup=-5% depth_accept_rates[1]=-5% \\
+  --benchmarks gsm8k mt_bench --temperatures 0 --out gate
+Writes summary.md (for a pull request), trend.json (github-action-benchmark's
+customBiggerIsBetter), and the rows of both. A threshold holds for all benchmarks' prompts
+together, or for the one that it names; the sign of its change is part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import RawDescriptionHelpFormatter
+from dataclasses import fields
+from pathlib import Path
+
+from jsonargparse import DefaultHelpFormatter
+
+from stree.errors import exit_with_reason
+from stree.files import write_atomically
+from stree_pipelines import gate, gate_summary
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.eval_plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
+from stree_pipelines.gate_baseline import Baseline
+from stree_pipelines.gate_comparison import compare
+
+
+class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the example on lines of its own."""
+
+
+def build_parser() -> CommandParser:
+    """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
+    parser = CommandParser("benchmark_checkpoint.py", description=__doc__, formatter_class=_Help)
+    add = parser.add_argument
+    add("checkpoint", type=str, help="drafter folder to judge")
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--baseline", type=str, required=True,
+        help="drafter folder, results of one (an --out, RUN/eval), or symlink or text file that "
+        "names either")  # fmt: skip
+    add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
+    add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
+        help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}".replace("%", "%%"))  # fmt: skip
+    add("--promote", action="store_true",
+        help="move the pointer --baseline to the checkpoint when it is better: all thresholds "
+        "pass, a figure gained beyond noise, none lost")  # fmt: skip
+    add("--target", type=str, required=True, help="target folder")
+    add("--out", type=str, required=True, help="folder of the rows and the summary")
+    add("--methods", type=str, nargs="+", default=[AUTOREGRESSIVE, TREE], help=", ".join(METHODS))
+    add("--benchmarks", type=str, nargs="+", default=["mt_bench", "humaneval", "gsm8k"],
+        help="names in --benchmark_dir, or JSONL files")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
+    add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
+    add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")
+    add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
+    add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=int, default=0, help="of sampling and of the bootstrap")
+    add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
+    add("--overwrite", action="store_true", help="measure again what exists")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments).as_dict()
+    thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
+    checkpoint, out = options["checkpoint"], Path(options["out"])
+    baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])
+    names = {field.name for field in fields(EvaluationSettings)}
+    settings = EvaluationSettings(**{n: value for n, value in options.items() if n in names})
+    result = compare(settings, checkpoint, baseline, thresholds)
+    findings, workers = result.findings, result.workers
+    if workers.is_main:
+        note = ""
+        if options["promote"]:
+            note = f"the baseline {baseline.given} stays: the checkpoint is not better beyond noise"
+            if gate.is_better(findings):
+                baseline.promote(checkpoint)
+                note = f"the checkpoint is better beyond noise: {baseline.given} leads to it now"
+        summary = gate_summary.markdown(findings, result.mine, result.theirs, note)
+        write_atomically(out / "summary.md", summary)
+        write_atomically(out / "trend.json", gate_summary.trend_json(result.mine))
+        print(summary)
+    workers.part()
+    if gate.overall(findings) == gate.REGRESSION:
+        if not workers.is_main:
+            sys.exit(gate.Regression.exit_code)  # the main process says why
+        raise gate.Regression(gate_summary.reason_to_fail(findings))
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
