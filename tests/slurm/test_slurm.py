@@ -1,0 +1,108 @@
+"""The scripts of slurm/ on a real cluster: preempted twice, the run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
+from tiny_run import distill_arguments, make_workspace, metric_rows
+
+from stree_pipelines.records import ResultStore
+
+STEPS = 120
+SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sh"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    if not IS_INSTALLED:
+        pytest.skip("needs Slurm: apt-get install slurm-wlm munge")
+    with running_cluster() as started:
+        yield started
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that metrics.csv has, 0 before there is any."""
+    if not (run_dir / "metrics.csv").is_file():
+        return 0
+    with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+        steps = [row["step"] for row in csv.DictReader(file)]
+    return int(steps[-1]) if steps and steps[-1] else 0
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_path):
+    """Once by the signal that comes before the time is up, once by Slurm's own requeueing."""
+    workspace = make_workspace(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]}) + "\n"
+            for i in range(4)
+        )
+    )
+    preempted, whole = tmp_path / "run-1", tmp_path / "run-2"
+
+    def submit(run_dir: Path) -> str:
+        # Saves nothing of its own accord: what is there to go on from, the signal has saved.
+        never = ("--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0")
+        fit, *arguments = distill_arguments(workspace, run_dir, *never, steps=STEPS)
+        assert fit == "fit"
+        return cluster.sbatch("--nodes=2", "slurm/distill.sh", *arguments)
+
+    job, reference = submit(preempted), submit(whole)
+    evaluation = cluster.sbatch(
+        "--nodes=2", "--array=1", f"--dependency=afterok:{job}", "slurm/eval_spec.sh",
+        "--run", f"{tmp_path}/run-%a", "--benchmarks", str(tmp_path / "prompts.jsonl"),
+        "--temperatures", "0", "--max-new-tokens", "8", "--device", "cpu",
+    )  # fmt: skip
+
+    def wait_for_step(step: int) -> None:
+        wait_until(
+            lambda: last_step(preempted) >= step,
+            lambda: f"step {step}\n{cluster.output_of(job)}",
+            timeout_s=60,
+        )
+
+    wait_for_step(10)
+    cluster.run("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends, and to whom
+    wait_until(lambda: len(checkpoints(preempted)) == 1, lambda: cluster.output_of(job), 20)
+    (first,) = checkpoints(preempted)
+    assert 10 <= first < STEPS
+    wait_for_step(first + 10)
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for(reference, "COMPLETED")
+    cluster.wait_for(job, "COMPLETED")
+
+    assert cluster.state_of(job)["Restarts"] == "2"
+    output = cluster.output_of(job)
+    assert "SIGUSR1 after step" in output and "SIGTERM after step" in output
+    assert output.count("resuming from") == 2 and output.count("Starting with 2 processes") == 3
+    assert metric_rows(preempted) == metric_rows(whole)
+    weights = f"checkpoints/step-{STEPS:08d}/state.safetensors"
+    assert (preempted / weights).read_bytes() == (whole / weights).read_bytes()
+
+    cluster.wait_for(evaluation, "COMPLETED")
+    store = ResultStore(preempted / "eval")
+    rows = store.results()
+    exports = {int(path.name[5:]) for path in (preempted / "drafter").glob("step-*")}
+    assert {(row.step, row.method) for row in rows} == {(None, "autoregressive")} | {
+        (step, method) for step in exports for method in ("vanilla_sd", "stree")
+    }
+    assert all(len(store.samples(row)) == 4 for row in rows)
+    assert all(row.environment.num_processes == 2 for row in rows)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_hold_no_logic(script):
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    lines = script.read_text(encoding="utf-8").splitlines()
+    first_words = {line.split()[0] for line in lines if line.strip()}
+    assert not first_words & {"if", "for", "while", "case", "function", "trap"}

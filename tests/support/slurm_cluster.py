@@ -1,0 +1,181 @@
+"""A Slurm cluster of this host alone: munged, slurmctld and a slurmd a node, as the current user.
+
+Everything is under one temporary folder and on free ports, so that it disturbs no real cluster.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = ("sbatch", "scontrol", "slurmctld", "slurmd", "munged")
+# Debian keeps daemons where only root's PATH looks.
+SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+IS_INSTALLED = all(shutil.which(name, path=SEARCH_PATH) for name in PROGRAMS)
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=2
+KillWait=20
+NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
+NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
+PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """Two nodes of one CPU each."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, *command: str) -> str:
+        """A Slurm command's output; it is run in the repository."""
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True,
+            check=False, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def sbatch(self, *arguments: str) -> str:
+        """Submit a job, return its id; its output goes to `output_of`."""
+        output = f"--output={self.folder}/job-%j.out"
+        return self.run("sbatch", "--parsable", output, *arguments)
+
+    def output_of(self, job: str) -> str:
+        path = self.folder / f"job-{job}.out"
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def state_of(self, job: str) -> dict[str, str]:
+        """JobState, ExitCode, Restarts and the rest of what `scontrol show job` says."""
+        words = self.run("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for(self, job: str, state: str, timeout_s: float = 60) -> None:
+        wait_until(
+            lambda: self.state_of(job)["JobState"] == state,
+            lambda: f"{state}, {self.state_of(job)}\n{self.output_of(job)}",
+            timeout_s,
+        )
+
+
+@contextmanager
+def running_cluster() -> Iterator[SlurmCluster]:
+    """Start the daemons, and stop them with all that they started."""
+    with ExitStack() as stack:
+        # A Unix socket's path has at most 107 characters; pytest's folders are too deep.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
+        folder.chmod(0o755)
+        (folder / "state").mkdir()
+        for name in ("node1", "node2"):
+            (folder / name).mkdir()
+        config = folder / "slurm.conf"
+        config.write_text(
+            CONFIG.format(folder=folder, ports=_free_ports(3), user=getpass.getuser())
+        )
+        key = folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        outer = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+        environment = {
+            **outer,
+            "PATH": SEARCH_PATH,
+            "SLURM_CONF": str(config),
+            # Names of the nodes are known to Slurm only.
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "STREE_VENV": sys.prefix,
+        }
+        munge = [f"--{n}-file={folder}/munge.{n}" for n in ("key", "pid", "log", "seed")]
+        socket_path = folder / "munge.sock"
+        _start(
+            stack,
+            environment,
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={socket_path}",
+            *munge,
+        )
+        wait_until(socket_path.exists, lambda: "munged's socket", 10)
+        _start(stack, environment, "slurmctld", "-D", "-i", "-f", str(config))
+        for name in ("node1", "node2"):
+            _start(stack, environment, "slurmd", "-D", "-N", name, "-f", str(config))
+        cluster = SlurmCluster(folder, environment)
+        query = ["sinfo", "--noheader", "--format=%D %t"]
+
+        def is_idle() -> bool:
+            answer = subprocess.run(query, env=environment, capture_output=True, text=True)
+            return answer.stdout.strip() == "2 idle"
+
+        wait_until(is_idle, lambda: f"two idle nodes\n{_logs(folder)}", 30)
+        stack.callback(_cancel_all, cluster)
+        yield cluster
+
+
+def wait_until(holds: Callable[[], bool], wanted: Callable[[], str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s still not: {wanted()}"
+        time.sleep(0.2)
+
+
+def _start(stack: ExitStack, environment: dict[str, str], *command: str) -> None:
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+
+
+def _cancel_all(cluster: SlurmCluster) -> None:
+    """Daemons leave running jobs alone when they stop, so jobs go first."""
+    cluster.run("scancel", f"--user={getpass.getuser()}")
+    cluster.run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
+    wait_until(lambda: not cluster.run("squeue", "--noheader"), lambda: "no jobs", 30)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
