@@ -18,12 +18,11 @@ from pathlib import Path
 from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import exit_with_reason
-from stree.files import write_atomically
 from stree_pipelines import gate, gate_summary
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
 from stree_pipelines.gate_baseline import Baseline
-from stree_pipelines.gate_comparison import compare
+from stree_pipelines.gate_comparison import Comparison, compare
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -41,7 +40,7 @@ def build_parser() -> CommandParser:
         "names either")  # fmt: skip
     add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
     add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
-        help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}".replace("%", "%%"))  # fmt: skip
+        help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")  # fmt: skip
     add("--promote", action="store_true",
         help="move the pointer --baseline to the checkpoint when it is better: all thresholds "
         "pass, a figure gained beyond noise, none lost")  # fmt: skip
@@ -73,23 +72,26 @@ def main(arguments: list[str] | None = None) -> None:
     names = {field.name for field in fields(EvaluationSettings)}
     settings = EvaluationSettings(**{n: value for n, value in options.items() if n in names})
     result = compare(settings, checkpoint, baseline, thresholds)
-    findings, workers = result.findings, result.workers
-    if workers.is_main:
-        note = ""
-        if options["promote"]:
-            note = f"the baseline {baseline.given} stays: the checkpoint is not better beyond noise"
-            if gate.is_better(findings):
-                baseline.promote(checkpoint)
-                note = f"the checkpoint is better beyond noise: {baseline.given} leads to it now"
-        summary = gate_summary.markdown(findings, result.mine, result.theirs, note)
-        write_atomically(out / "summary.md", summary)
-        write_atomically(out / "trend.json", gate_summary.trend_json(result.mine))
-        print(summary)
-    workers.part()
-    if gate.overall(findings) == gate.REGRESSION:
-        if not workers.is_main:
+    try:
+        if result.workers.is_main:
+            _publish(result, baseline, checkpoint if options["promote"] else None, out)
+    finally:
+        result.workers.part()  # together: a launcher ends all when the first one fails
+    if gate.overall(result.findings) == gate.REGRESSION:
+        if not result.workers.is_main:
             sys.exit(gate.Regression.exit_code)  # the main process says why
-        raise gate.Regression(gate_summary.reason_to_fail(findings))
+        raise gate.Regression(gate_summary.reason_to_fail(result.findings))
+
+
+def _publish(result: Comparison, baseline: Baseline, promoted: str | None, out: Path) -> None:
+    """Write the two files, print the summary, and move the baseline if that is due."""
+    note = ""
+    if promoted is not None:
+        note = f"the baseline {baseline.given} stays: the checkpoint is not better beyond noise"
+        if gate.is_better(result.findings):
+            baseline.promote(promoted)
+            note = f"the checkpoint is better beyond noise: {baseline.given} leads to it now"
+    print(gate_summary.write(out, result.findings, result.mine, result.theirs, note))
 
 
 if __name__ == "__main__":

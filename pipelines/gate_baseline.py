@@ -38,10 +38,11 @@ class Baseline:
         folder and no pointer.
         """
         given = Path(given)
-        folder = given
+        # Rows name the folder itself: a pointer may lead elsewhere tomorrow.
+        folder = given.resolve() if given.is_symlink() else given
         if given.is_file():
             text = given.read_text(encoding="utf-8", errors="replace").strip()
-            folder = given.parent / text
+            folder = (given.parent / text).resolve()
             if "\n" in text or not text:
                 raise UsageError(f"--baseline {given} is no pointer: wanted one line, a folder")
         if not folder.is_dir():

@@ -6,7 +6,9 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from stree.files import write_atomically
 from stree_pipelines.eval_plan import AUTOREGRESSIVE
 from stree_pipelines.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
 from stree_pipelines.records import ResultRow
@@ -23,6 +25,20 @@ TRENDS = {
     "speedup": "× autoregressive",
     "tokens_per_second": "tokens/s",
 }
+
+
+def write(
+    out: Path,
+    findings: Sequence[Finding],
+    mine: Sequence[ResultRow],
+    theirs: Sequence[ResultRow],
+    note: str,
+) -> str:
+    """Write summary.md and trend.json into `out` and return the former. Raises CannotWrite."""
+    summary = markdown(findings, mine, theirs, note)
+    write_atomically(out / "summary.md", summary)
+    write_atomically(out / "trend.json", trend_json(mine))
+    return summary
 
 
 def markdown(

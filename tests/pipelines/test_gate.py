@@ -85,6 +85,7 @@ def test_the_same_checkpoint_passes(world, tmp_path):
     wanted = ["--fail_below", TAU, "speedup=-5%", "tokens_per_second=-0%", "--promote"]
     benchmark_checkpoint(arguments(world, "fair", *wanted, baseline=link))
     assert summary(world).startswith("## Checkpoint benchmark: no regression\n")
+    assert f"- baseline: `{world}/drafter/fair`, step 10" in summary(world)
     assert "the same weights" in summary(world)
     assert link.resolve() == world / "drafter/fair", "equal is not better"
     assert "stays" in summary(world)
