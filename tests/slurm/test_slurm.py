@@ -78,8 +78,8 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
     assert 10 <= first < STEPS
     wait_for_step(first + 10)
     cluster.run("scontrol", "requeue", job)
-    cluster.wait_for(reference, "COMPLETED")
-    cluster.wait_for(job, "COMPLETED")
+    cluster.wait_for_success(reference)
+    cluster.wait_for_success(job)
 
     assert cluster.state_of(job)["Restarts"] == "2"
     output = cluster.output_of(job)
@@ -89,7 +89,7 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
     weights = f"checkpoints/step-{STEPS:08d}/state.safetensors"
     assert (preempted / weights).read_bytes() == (whole / weights).read_bytes()
 
-    cluster.wait_for(evaluation, "COMPLETED")
+    cluster.wait_for_success(evaluation)
     store = ResultStore(preempted / "eval")
     rows = store.results()
     exports = {int(path.name[5:]) for path in (preempted / "drafter").glob("step-*")}

@@ -85,12 +85,16 @@ class SlurmCluster:
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job: str, state: str, timeout_s: float = 60) -> None:
+    def wait_for_success(self, job: str, timeout_s: float = 60) -> None:
+        """Return when the job is completed; fail as soon as it ends in any other way."""
+        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         wait_until(
-            lambda: self.state_of(job)["JobState"] == state,
-            lambda: f"{state}, {self.state_of(job)}\n{self.output_of(job)}",
+            lambda: self.state_of(job)["JobState"] not in unfinished,
+            lambda: f"{job} at its end\n{self.output_of(job)}",
             timeout_s,
         )
+        state = self.state_of(job)
+        assert state["JobState"] == "COMPLETED", f"{state}\n{self.output_of(job)}"
 
 
 @contextmanager
