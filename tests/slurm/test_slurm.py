@@ -68,12 +68,12 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
         wait_until(
             lambda: last_step(preempted) >= step,
             lambda: f"step {step}\n{cluster.output_of(job)}",
-            timeout_s=60,
+            timeout_s=120,
         )
 
     wait_for_step(10)
     cluster.run("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends, and to whom
-    wait_until(lambda: len(checkpoints(preempted)) == 1, lambda: cluster.output_of(job), 20)
+    wait_until(lambda: len(checkpoints(preempted)) == 1, lambda: cluster.output_of(job), 60)
     (first,) = checkpoints(preempted)
     assert 10 <= first < STEPS
     wait_for_step(first + 10)

@@ -85,7 +85,7 @@ class SlurmCluster:
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for_success(self, job: str, timeout_s: float = 60) -> None:
+    def wait_for_success(self, job: str, timeout_s: float = 120) -> None:
         """Return when the job is completed; fail as soon as it ends in any other way."""
         unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         wait_until(
