@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error, steering_of
 
-from stree_kernels import naive, pointwise, top
+from stree_kernels import naive, pointwise
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-3 if DEVICE == "cuda" else 1.5e-2}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -51,25 +51,3 @@ def test_advance():
     naive.advance(theirs)
     for name, value in vars(theirs).items():
         assert torch.equal(getattr(ours, name), value)
-
-
-@each_dtype
-@pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
-def test_top_tokens(vocabulary, dtype):
-    wide = normal(3, vocabulary + 2, dtype=dtype)
-    logits = wide[:, :vocabulary]
-    logits[1] = logits[1].round()  # ties
-    for count in (1, 4):
-        tokens, highest = top.top_tokens(logits, count)
-        wanted = logits.float().topk(count, dim=-1).values
-        assert torch.equal(logits.float().gather(1, tokens), wanted)
-        assert torch.equal(highest, wanted[:, 0])
-        assert all(len(set(row)) == count for row in tokens.tolist())
-    first = (logits[1] == logits[1].max()).nonzero()[0]
-    assert top.top_tokens(logits, 1)[0][1] == first
-    logits[2, vocabulary // 2] = torch.nan
-    finite = top.top_tokens(logits, 2)[1].isfinite().tolist()
-    assert finite == naive.top_tokens(logits, 2)[1].isfinite().tolist() == [True, True, False]
-    logits[0] = -torch.inf
-    tokens, highest = top.top_tokens(logits, 3)
-    assert tokens[0].tolist() == [0, 1, 2] and not highest[0].isfinite()
