@@ -5,6 +5,7 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -342,7 +343,7 @@ class Decoder:
         packed = torch.cat([part.double() for part in parts]).tolist()
         num_nodes = self.tree.num_nodes
         tokens = [int(token) for token in packed[:num_nodes]]
-        if not all(map(_is_finite, packed[-1 - num_nodes : -1])):
+        if not all(map(math.isfinite, packed[-1 - num_nodes : -1])):
             raise self._not_finite("target", step, sequence)
         if not packed[-1]:
             raise self._not_finite("drafter", step, sequence)
@@ -484,7 +485,3 @@ class PhaseClock:
         decode_s -= times.pop(PAUSED) / 1e3
         times["host"] += max(0.0, decode_s * 1e3 - sum(times.values()))
         return decode_s, times
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0

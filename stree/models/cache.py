@@ -143,9 +143,3 @@ class HybridCache:
                 f"{self.num_committed} + {num_tokens} tokens do not fit a cache of "
                 f"{self.max_length}; raise max_length"
             )
-
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        tensors = {id(each): each for layer in [*self.layers, self.steering]
-                   for each in vars(layer).values() if isinstance(each, Tensor)}  # fmt: skip
-        return sum(each.nbytes for each in tensors.values())

@@ -108,31 +108,15 @@ class HybridConfig:
         )  # fmt: skip
 
     @property
-    def xbc_dims(self) -> tuple[int, int, int]:
-        """Channels of x, B and C as the input projection gives them."""
-        return (
-            self.num_x_groups * self.ssm_head_dim,
-            self.num_b_groups * self.d_state,
-            self.num_c_groups * self.d_state,
-        )
-
-    @property
-    def scan_groups(self) -> tuple[int, int, int]:
-        """Groups of x, B and C as the scan sees them."""
-        if self.repeat_before_conv:
-            return self.num_ssm_heads, self.num_ssm_heads, self.num_c_groups
-        return self.num_x_groups, self.num_b_groups, self.num_c_groups
-
-    @property
     def conv_dim(self) -> int:
         """Channels of the causal convolution over [x, B, C]."""
-        x_groups, b_groups, c_groups = self.scan_groups
+        x_groups, b_groups, c_groups = self.mixer_shape.scan_groups
         return x_groups * self.ssm_head_dim + (b_groups + c_groups) * self.d_state
 
     @property
     def in_proj_dim(self) -> int:
         """Rows of the input projection: z, x, B, C, dt."""
-        return self.d_inner + sum(self.xbc_dims) + self.num_ssm_heads
+        return self.d_inner + self.mixer_shape.num_kept
 
     def is_attention(self, layer: int) -> bool:
         return layer in self.attn_layers

@@ -330,11 +330,6 @@ class HybridModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
 
-    @property
-    def is_recurrent(self) -> bool:
-        """No attention layer: the whole past is a state of constant size."""
-        return not self.config.attn_layers
-
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
