@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -53,9 +54,27 @@ class Preempted(StreeError):
 
 
 def exit_with_reason(main: Callable[[], object]) -> None:
-    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code."""
+    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code.
+
+    One of several processes leaves without the interpreter's own shutdown: a thread of PyTorch's
+    that asks for the interpreter then aborts the process (seen, rarely, on a busy machine), and the
+    launcher would end the others for it.
+    """
+    code: object = 0
     try:
         main()
     except StreeError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    except SystemExit as leaving:
+        code = 0 if leaving.code is None else leaving.code
+    if isinstance(code, int) and _one_of_many():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _one_of_many() -> bool:
+    counts = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    return any(count.isdigit() and int(count) > 1 for count in counts)

@@ -1,0 +1,54 @@
+"""How a command ends: its exit code and the one line that says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, sys
+from stree.errors import CheckpointRefused, exit_with_reason
+atexit.register(lambda: print("shut down", flush=True))
+def main():
+    print("said", end="")
+    {ending}
+exit_with_reason(main)
+"""
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+    ("ending", "code", "reason"),
+    [
+        ("pass", 0, ""),
+        ("raise CheckpointRefused('no weights')", 66, "error: no weights\n"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('because')", 1, "because\n"),
+    ],
+)
+def test_exit_code_reason_and_output_come_through(num_processes, ending, code, reason):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending=ending)],
+        env={**os.environ, "WORLD_SIZE": str(num_processes)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, reason)
+    assert done.stdout.startswith("said")
+    # One of several processes must not run the interpreter's shutdown.
+    skipped = num_processes > 1 and code in (0, 3, 66)
+    assert ("shut down" in done.stdout) != skipped
+
+
+def test_an_exception_that_is_no_reason_keeps_its_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending="raise RuntimeError('a mistake')")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "a mistake" in done.stderr
