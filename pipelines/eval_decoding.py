@@ -105,6 +105,7 @@ class Answerer:
             num_calls=sum(s.num_calls for s in stats),
             num_nodes=sum(s.num_nodes for s in stats),
             accepted_per_call=tuple(a for s in stats for a in s.accepted_per_call),
+            end_node_per_call=tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
             prefill_s=sum(s.prefill_s for s in stats),
             decode_s=sum(s.decode_s for s in stats),

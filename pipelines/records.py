@@ -105,6 +105,7 @@ class ResultRow(Record):
     acceptance_length_prompt_mean: float | None
     acceptance_histogram: dict[int, int]
     depth_accept_rates: dict[int, float]
+    end_nodes: dict[int, int] = {}  # empty in rows from before it was recorded
     nodes_per_call: float | None
     tokens_per_second: float | None
     tokens_per_second_e2e: float | None
@@ -167,6 +168,7 @@ class SampleRow(Record):
     num_calls: int
     num_nodes: int
     accepted_per_call: tuple[int, ...]
+    end_node_per_call: tuple[int, ...] | None = None
     tree_max_depth: int
     prefill_s: float
     decode_s: float

@@ -86,13 +86,15 @@ class DecodingStats:
     """Counts and times of one generation; counts follow the kept tokens.
 
     num_new_tokens leaves out the prefill's token and whatever a stop dropped;
-    accepted_per_call counts kept draft tokens; time_ms are totals over the calls.
+    accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
+    end (0, the root: none was kept); time_ms are totals over the calls.
     """
 
     num_new_tokens: int = 0
     num_calls: int = 0
     num_nodes: int = 0
     accepted_per_call: list[int] = field(default_factory=list)
+    end_node_per_call: list[int] = field(default_factory=list)
     tree_max_depth: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -240,13 +242,15 @@ class Decoder:
         calls = self._calls_on_device if self._on_device(rule, choose) else self._calls
         blocks = calls(sequence, rule, choose, stats, clock)
         while not reason:
-            block = next(blocks)
+            path, block = next(blocks)
             kept, reason = stop.keep(block)
             sequence += kept
             stats.num_calls += 1
             stats.num_nodes += self.tree.num_nodes
             stats.num_new_tokens += len(kept)
-            stats.accepted_per_call.append(min(len(kept), len(block) - 1))
+            num_accepted = min(len(kept), len(block) - 1)
+            stats.accepted_per_call.append(num_accepted)
+            stats.end_node_per_call.append(path[num_accepted])
             clock.mark("host")
             if reason:
                 stats.decode_s, stats.time_ms = clock.stop()
@@ -260,8 +264,8 @@ class Decoder:
         choose: Chooser,
         stats: DecodingStats,
         clock: PhaseClock,
-    ) -> Iterator[list[int]]:
-        """The new tokens of one call after the other; the host decides what is accepted."""
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """The accepted path and the new tokens of one call after the other, decided on the host."""
         while True:
             draft = self._draft(sequence, rule, choose)
             clock.mark("draft")
@@ -271,7 +275,7 @@ class Decoder:
             clock.mark("accept")
             self.cache.commit(path)
             clock.mark("commit")
-            yield block
+            yield path, block
 
     def _on_device(self, rule: SamplingRule, choose: Chooser) -> bool:
         """Whether whole steps run on the device: greedy, with graphs of the fused kernels.
@@ -293,7 +297,7 @@ class Decoder:
         choose: Chooser,
         stats: DecodingStats,
         clock: PhaseClock,
-    ) -> Iterator[list[int]]:
+    ) -> Iterator[tuple[list[int], list[int]]]:
         """As `_calls`, decided on the device: each call starts before the last one is read."""
         if self._steps is None:
             draft = None
@@ -306,10 +310,10 @@ class Decoder:
         steps.launch(clock.mark)
         while True:
             steps.launch(clock.mark)
-            finite, block = steps.collect()
+            finite, path, block = steps.collect()
             if not finite:
                 raise self._not_finite("target or the drafter", stats.num_calls, sequence)
-            yield block
+            yield path, block
 
     def _draft(self, sequence: list[int], rule: SamplingRule, choose: Chooser) -> Draft:
         if self.drafter is None:

@@ -49,6 +49,8 @@ class PromptCounts(Timing, Protocol):
     @property
     def accepted_per_call(self) -> Sequence[int]: ...
     @property
+    def end_node_per_call(self) -> Sequence[int] | None: ...
+    @property
     def tree_max_depth(self) -> int: ...
     @property
     def time_ms(self) -> Mapping[str, float]: ...
@@ -68,6 +70,15 @@ def acceptance_length_prompt_mean(prompts: Sequence[PromptCounts]) -> float | No
 def acceptance_histogram(prompts: Sequence[PromptCounts]) -> dict[int, int]:
     """{draft tokens accepted in a call: number of such calls}; the bonus token is not a draft."""
     return dict(sorted(Counter(a for p in prompts for a in p.accepted_per_call).items()))
+
+
+def end_nodes(prompts: Sequence[PromptCounts]) -> dict[int, int]:
+    """{tree node at which a call's accepted path ended: number of such calls}, 0 being the root.
+    Empty when some prompt does not say (rows of version 1 without it)."""
+    ends = [p.end_node_per_call for p in prompts]
+    if any(nodes is None for nodes in ends):
+        return {}
+    return dict(sorted(Counter(node for nodes in ends for node in nodes or ()).items()))
 
 
 def depth_accept_rates(prompts: Sequence[PromptCounts]) -> dict[int, float]:
@@ -237,6 +248,7 @@ def summarise(
         "acceptance_length_prompt_mean": acceptance_length_prompt_mean(prompts),
         "acceptance_histogram": acceptance_histogram(prompts),
         "depth_accept_rates": depth_accept_rates(prompts),
+        "end_nodes": end_nodes(prompts),
         "nodes_per_call": nodes_per_call(prompts),
         "tokens_per_second": tokens_per_second(prompts),
         "tokens_per_second_e2e": tokens_per_second_e2e(prompts),

@@ -40,7 +40,7 @@ class GreedySteps:
         self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
         self.count = torch.ones(1, dtype=torch.long, device=device)
         self.report = torch.zeros(1, 2 + longest, dtype=torch.long, device=device)
-        shape = (1, 3 + longest)
+        shape = (1, 3 + 2 * longest)
         self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event() for _ in range(2)]
         self.launched = self.collected = 0
@@ -59,7 +59,8 @@ class GreedySteps:
             cache.path, cache.path_length, block, self.report,
         )  # fmt: skip
         (self.count if self.draft is None else self.draft.count).copy_(cache.path_length)
-        return torch.cat([self.report, self.drafts_are_finite.long().view(1, 1)], dim=1)
+        path = cache.path[:, : self.block.shape[1]]
+        return torch.cat([self.report, path, self.drafts_are_finite.long().view(1, 1)], dim=1)
 
     def begin(self, root: int) -> None:
         """Start from a root that neither cache holds; the prompt before it is committed."""
@@ -81,13 +82,15 @@ class GreedySteps:
         mark("accept")
         self.launched += 1
 
-    def collect(self) -> tuple[bool, list[int]]:
-        """The oldest step not yet collected: whether all logits were finite, and its tokens."""
+    def collect(self) -> tuple[bool, list[int], list[int]]:
+        """The oldest step not yet collected: whether all logits were finite, the accepted path,
+        and the new tokens."""
         half = self.collected % 2
         self.read[half].synchronize()
-        count, finite, *tokens, drafts_finite = self.pinned[half][0].tolist()
+        count, finite, *rest, drafts_finite = self.pinned[half][0].tolist()
+        tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         self.collected += 1
         for cache in (self.cache, self.draft.cache if self.draft is not None else None):
             if cache is not None:
                 cache.num_committed += count
-        return bool(finite and drafts_finite), tokens[:count]
+        return bool(finite and drafts_finite), path[:count], tokens[:count]

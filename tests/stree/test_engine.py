@@ -101,6 +101,8 @@ def test_greedy_with_model_drafters(tree, drafter):
     for prompt in prompts(4):
         got = decoder.generate(prompt, generation)
         assert got.tokens == Decoder(target, max_length=128).generate(prompt, generation).tokens
+        ends = [TREES[tree].depths[node] for node in got.stats.end_node_per_call]
+        assert ends == got.stats.accepted_per_call
         if drafter == "itself":  # every full-depth draft is right
             depth = TREES[tree].max_depth
             assert got.stats.accepted_per_call[:-1] == [depth] * (got.stats.num_calls - 1)
@@ -152,6 +154,19 @@ def test_drafter_that_is_always_never_and_sometimes_right():
     knows_odd[:, 1::2] *= -1
     out = Decoder(target, TableDrafter(knows_odd), TokenTree.chain(3)).generate([0, 1], generation)
     assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [1, 1, 1, 1]
+
+
+def test_the_end_of_each_accepted_path_is_recorded_by_node():
+    target = counting_target()
+    second = target.table.clone()
+    for token in range(12):
+        second[:, token, (token + 2) % 12] = 6.0  # its first choice is wrong, its second right
+    tree = TokenTree((-1, 0, 0, 1, 2, 2))
+    out = Decoder(target, TableDrafter(second), tree).generate([0, 1], GenerationConfig(8))
+    assert out.stats.end_node_per_call == [5, 5, 2]  # the last is cut at its first draft
+    assert out.stats.accepted_per_call == [2, 2, 1]
+    plain = Decoder(target).generate([0, 1], GenerationConfig(4))
+    assert plain.stats.end_node_per_call == [0, 0, 0]
 
 
 def test_eos_inside_an_accepted_block_stops_there():

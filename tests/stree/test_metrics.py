@@ -21,6 +21,7 @@ class Counts:
     prefill_s: float = 0.0
     decode_s: float = 1.0
     time_ms: dict[str, float] = field(default_factory=dict)
+    end_node_per_call: list[int] | None = None
 
 
 # Chain of four drafts. The first prompt: 3 calls keep 2, 0 and 4 drafts and a bonus each = 9 new
@@ -32,6 +33,13 @@ SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
 def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
     assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
     assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
+
+
+def test_end_nodes_are_counted_over_prompts_that_all_say_them():
+    first = Counts(9, 3, [2, 0, 2], end_node_per_call=[4, 0, 4])
+    second = Counts(1, 1, [0], end_node_per_call=[0])
+    assert metrics.end_nodes([first, second]) == {0: 2, 4: 2}
+    assert metrics.end_nodes([first, SHORT]) == {} == metrics.end_nodes([])
 
 
 def test_autoregressive_decoding_has_acceptance_length_one():
@@ -155,8 +163,8 @@ def test_summary_has_the_published_names():
     summary = metrics.summarise([LONG, SHORT], [LONG, SHORT])
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
-        "depth_accept_rates", "nodes_per_call", "tokens_per_second", "tokens_per_second_e2e",
-        "speedup", "speedup_per_tau", "time_ms", "confidence_intervals",
+        "depth_accept_rates", "end_nodes", "nodes_per_call", "tokens_per_second",
+        "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms", "confidence_intervals",
     }  # fmt: skip
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None

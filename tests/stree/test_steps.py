@@ -54,7 +54,8 @@ def test_device_steps_equal_host_steps(monkeypatch, tree, drafted):
         # An autoregressive run says what the tokens are
         wanted = Decoder(target, max_length=128).generate(prompt, GenerationConfig(40)).tokens
         host = Decoder(target, model if drafted else None, tree if drafted else None)
-        calls = host.generate(prompt, GenerationConfig(40)).stats.accepted_per_call
+        stats = host.generate(prompt, GenerationConfig(40)).stats
+        calls, ends = stats.accepted_per_call, stats.end_node_per_call
         if steps is None:
             draft = drafter.capture(tree, SamplingRule(), RandomChooser(0)) if drafted else None
             steps = GreedySteps(target, tree, cache, draft)
@@ -64,12 +65,14 @@ def test_device_steps_equal_host_steps(monkeypatch, tree, drafted):
         drafter.catch_up(prompt)
         steps.begin(wanted[0])
         steps.launch(lambda phase: None)
-        tokens, accepted = wanted[:1], []
+        tokens, accepted, ended = wanted[:1], [], []
         while len(tokens) < 40:
             steps.launch(lambda phase: None)  # one ahead, as the decoder does
-            finite, block = steps.collect()
+            finite, path, block = steps.collect()
             assert finite
             tokens += block
             accepted.append(len(block) - 1)
+            ended.append(path[-1])
         assert tokens[:40] == wanted
         assert accepted[:-1] == calls[:-1]
+        assert ended[:-1] == ends[:-1]
