@@ -53,11 +53,7 @@ class LogMetrics(pl.Callback):
         if step == self._started[0] + 1:
             # The first step compiles kernels; it says nothing about the time that is left.
             self._started = (step, time.perf_counter())
-        names, values = zip(*pl_module.step_metrics.items(), strict=True)
-        stacked = torch.stack([value.float() for value in values])
-        if trainer.world_size > 1:
-            stacked = trainer.strategy.reduce(stacked, reduce_op="mean")
-        row: dict[str, float] = dict(zip(names, stacked.tolist(), strict=True))
+        row = pl_module.global_step_metrics()
         row["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         row["tokens_per_second"] = self._rate(pl_module)
         row["tokens_seen"] = pl_module.tokens_seen

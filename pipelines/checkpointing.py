@@ -31,6 +31,7 @@ from torch import Tensor
 
 from stree.errors import CheckpointRefused, Preempted, UsageError
 from stree.files import publish_directory, sweep_leftovers, verify_manifest
+from stree_pipelines.data import recount_micro_batches
 
 TENSORS_NAME = "state.safetensors"
 TREE_NAME = "state.json"
@@ -327,6 +328,7 @@ class TrainingCheckpoints(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._random_state = checkpoint["random_state"]
+        recount_micro_batches(checkpoint, trainer.accumulate_grad_batches)
 
 
 def _random_state() -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The LightningDataModule: conversations packed into batches that depend on (seed, k) alone.
 
-There are no epochs for the trainer: micro-batch k, counted from the start of training, is a pure
-function of the seed and k (and of rank and world size), and `len` of the loader is the whole
-training. Resuming therefore needs no loader state, only the number of batches done, which the
-trainer restores. Rows come in a new order every pass over the data.
+There are no epochs for the trainer. The unit is the global batch, what one optimizer step sees over
+all ranks and accumulated micro-batches: its rows are a pure function of the seed and the step's
+number, however many ranks share them. `len` of the loader is the whole training. Resuming therefore
+needs no loader state, only the number of steps done, which the trainer restores. Rows come in a
+new order every pass over the data.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -25,9 +26,9 @@ from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.chat import ChatEncoder, show_mask
 from stree_pipelines.conversations import ReadReport, read_conversations
-from stree_pipelines.packing import Packing, TokenTable, make_batch, pack
+from stree_pipelines.packing import Packing, TokenTable, count_rows, make_batch, pack
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 CHUNK = 1024  # conversations encoded together
 
 
@@ -69,9 +70,9 @@ def permutation(seed: int, stream: int, size: int) -> NDArray[np.int64]:
 class MicroBatches:
     """The endless sequence of training batches of one rank: item k is a function of (seed, k).
 
-    The packed rows are laid out pass after pass, each pass permuted by (seed, its number); global
-    micro-batch k is the k-th stretch of `world_size * batch_size` rows, of which each rank takes
-    `batch_size` in turn.
+    The packed rows are laid out pass after pass, each pass permuted by (seed, its number). A global
+    batch is a stretch of `world_size * batch_size * accumulate` rows; its micro-batches take
+    `world_size * batch_size` of them in turn, and of those each rank `batch_size`.
     """
 
     table: TokenTable
@@ -81,13 +82,27 @@ class MicroBatches:
     pad_id: int
     rank: int = 0
     world_size: int = 1
+    accumulate: int = 1
 
     def rows(self, k: int) -> NDArray[np.int64]:
         """Rows of the packing that stand in micro-batch k of this rank: (batch_size,)."""
-        start = (k * self.world_size + self.rank) * self.batch_size
-        places = np.arange(start, start + self.batch_size)
+        return self._rows_at((k * self.world_size + self.rank) * self.batch_size, self.batch_size)
+
+    def totals(self, step: int) -> dict[str, int]:
+        """What the whole global batch of a step counts, by the names of `packing.count_rows`. Every
+        rank knows it beforehand: the loss is a mean over it, and nobody has to ask the others."""
+        size = self.world_size * self.batch_size * self.accumulate
+        rows = self._rows_at(step * size, size)
+        return {name: int(counts[rows].sum()) for name, counts in self._row_counts.items()}
+
+    @cached_property
+    def _row_counts(self) -> dict[str, NDArray[np.int64]]:
+        return count_rows(self.table, self.packing)
+
+    def _rows_at(self, start: int, count: int) -> NDArray[np.int64]:
+        places = np.arange(start, start + count)
         passes, within = np.divmod(places, len(self.packing))
-        rows = np.empty(self.batch_size, dtype=np.int64)
+        rows = np.empty(count, dtype=np.int64)
         for number in np.unique(passes):
             chosen = passes == number
             # stream 0 ordered the samples for packing
@@ -97,7 +112,8 @@ class MicroBatches:
 
     def __getitem__(self, k: int) -> Batch:
         arrays = make_batch(self.table, self.packing, self.rows(k), self.pad_id)
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        totals = self.totals(k // self.accumulate)
+        return {**_as_tensors(arrays), "totals": totals}
 
 
 class TrainLoader:
@@ -143,11 +159,51 @@ class FixedBatches:
         return iter(self.batches)
 
 
+def accumulation(
+    batch_size: int, world_size: int, given: int, wanted: int | None, trained: int | None
+) -> int:
+    """Micro-batches a step, so that the global batch is what it is to be.
+
+    Args:
+        batch_size: rows in a micro-batch on one device.
+        given: trainer.accumulate_grad_batches, which is taken when nothing else is known.
+        wanted: data.global_batch_size, rows a step.
+        trained: rows a step of the checkpoint to resume from.
+
+    Raises UsageError when the rows cannot be shared like that.
+    """
+    rows = batch_size * world_size
+    total = trained or wanted or rows * given
+    if wanted not in (None, total):
+        raise UsageError(
+            f"the run was trained with {total} rows a step, data.global_batch_size is now {wanted}:"
+            " the curve would not continue. Use the same, or start a new run"
+        )
+    if total % rows:
+        raise UsageError(
+            f"{total} rows a step cannot be shared by {world_size} processes in micro-batches of "
+            f"{batch_size}: choose a number of processes and a data.batch_size whose product "
+            f"divides {total}"
+        )
+    return total // rows
+
+
+def recount_micro_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Make the progress in a checkpoint count micro-batches as a trainer with this accumulation
+    does: its steps may have been made of fewer or more."""
+    steps = checkpoint["global_step"]
+    before = checkpoint[ConversationDataModule.__qualname__]["accumulate"]
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] += steps * (accumulate - before)
+
+
 def micro_batches_done(trainer: pl.Trainer) -> int:
     """How many micro-batches the finished optimizer steps took; where training goes on.
 
     Raises `CheckpointRefused` when a restored trainer stands between two optimizer steps: its
-    checkpoint lacks the gradients accumulated so far, or accumulate_grad_batches was changed.
+    checkpoint lacks the gradients accumulated so far.
     """
     done = trainer.global_step * trainer.accumulate_grad_batches
     counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -155,7 +211,7 @@ def micro_batches_done(trainer: pl.Trainer) -> int:
         raise CheckpointRefused(
             f"the checkpoint has seen {counted} micro-batches, but its {trainer.global_step} steps "
             f"of accumulate_grad_batches={trainer.accumulate_grad_batches} make {done}: resume "
-            "with the value it was trained with, from a checkpoint saved at a step's end"
+            "from a checkpoint saved at a step's end"
         )
     return done
 
@@ -174,6 +230,7 @@ class ConversationDataModule(pl.LightningDataModule):
         valid: str | list[str] | None = None,
         sequence_length: int = 1024,
         batch_size: int = 8,
+        global_batch_size: int | None = None,
         seed: int = 0,
         template: str | None = None,
         strict: bool = False,
@@ -186,15 +243,20 @@ class ConversationDataModule(pl.LightningDataModule):
             tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
             valid: like `train`, for the validation loss; None for none.
             sequence_length: tokens in a packed row (T).
-            batch_size: rows in a micro-batch on one device (B).
+            batch_size: rows in a micro-batch on one device (B). A resumed run may change it; what
+                it accumulates follows.
+            global_batch_size: rows in an optimizer step, over all devices and micro-batches; what
+                is accumulated follows. By default it is processes × batch_size ×
+                accumulate_grad_batches at the first start, and stays that.
             seed: of the order of the data.
             template: chat template by name, .jinja file or text; default the tokenizer's own.
             strict: stop at the first bad row instead of skipping and counting it.
             limit: use at most this many training conversations.
-            num_valid_batches: batches in a validation, over all devices.
+            num_valid_batches: a validation has the rows of so many global batches.
         """
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("num_valid_batches", num_valid_batches)):
+        sizes = {"batch_size": batch_size, "num_valid_batches": num_valid_batches}
+        for name, value in {**sizes, "global_batch_size": global_batch_size or batch_size}.items():
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if sequence_length < 2:
@@ -208,6 +270,7 @@ class ConversationDataModule(pl.LightningDataModule):
         self.tokenizer_path = tokenizer
         self.sequence_length = sequence_length
         self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.seed = seed
         self.template = template
         self.strict = strict
@@ -259,10 +322,22 @@ class ConversationDataModule(pl.LightningDataModule):
         )
         return table, packing
 
-    def micro_batches(self, rank: int = 0, world_size: int = 1) -> MicroBatches:
+    def micro_batches(
+        self, rank: int = 0, world_size: int = 1, accumulate: int = 1
+    ) -> MicroBatches:
         """The training batches of a rank by number; needs `setup` only, no trainer."""
         assert self._train is not None, "setup() comes first"
-        return MicroBatches(*self._train, self.batch_size, self.seed, self.pad_id, rank, world_size)
+        return MicroBatches(
+            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate
+        )
+
+    @property
+    def _sharing(self) -> tuple[int, int, int]:
+        """Rank, number of ranks, micro-batches a step."""
+        if self.trainer is None:
+            return 0, 1, 1
+        trainer = self.trainer
+        return trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches
 
     def train_dataloader(self) -> TrainLoader:
         trainer = self.trainer
@@ -273,46 +348,46 @@ class ConversationDataModule(pl.LightningDataModule):
                 "has no epochs (set max_epochs to -1)"
             )
         length = trainer.max_steps * trainer.accumulate_grad_batches
-        batches = self.micro_batches(trainer.global_rank, trainer.world_size)
-        return TrainLoader(batches, length, trainer)
+        return TrainLoader(self.micro_batches(*self._sharing), length, trainer)
 
     def val_dataloader(self) -> FixedBatches | list[Batch]:
-        """The same batches every time, the data's first rows in order; ranks take them in turn."""
+        """The data's first rows in order, whoever shares them: ranks take batches of them in turn.
+
+        All ranks have equally many, because a sharded model gathers weights for each: where the
+        rows do not suffice, a batch repeats the first rows and counts none of their tokens.
+        """
         if self._valid is None:
             return []
-        rank, world_size = 0, 1
-        if self.trainer is not None:
-            rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        rank, world_size, accumulate = self._sharing
         table, packing = self._valid
-        num_full = -(-len(packing) // self.batch_size)
-        total = min(self.num_valid_batches, num_full)
-        mine = [(i * world_size + rank) % total for i in range(max(1, total // world_size))]
+        per_round = self.batch_size * world_size
+        num_rows = min(self.num_valid_batches * per_round * accumulate, len(packing))
         batches = []
-        for number in mine:
-            begin = number * self.batch_size
-            rows = np.arange(begin, min(begin + self.batch_size, len(packing)))
-            arrays = make_batch(table, packing, rows, self.pad_id)
-            batches.append({name: torch.from_numpy(array) for name, array in arrays.items()})
+        for begin in range(rank * self.batch_size, num_rows + rank * self.batch_size, per_round):
+            rows = np.arange(begin, min(begin + self.batch_size, num_rows))
+            batch = _as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
+            batch["loss_mask"] &= len(rows) > 0
+            batches.append(batch)
         return FixedBatches(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """What the batches are a function of, so that a resumed run can refuse other data."""
         assert self._train is not None, "setup() comes first"
-        world_size = self.trainer.world_size if self.trainer is not None else 1
+        _, world_size, accumulate = self._sharing
         return {
             "seed": self.seed,
-            "batch_size": self.batch_size,
+            "global_batch_size": world_size * self.batch_size * accumulate,
+            "accumulate": accumulate,
             "sequence_length": self.sequence_length,
-            "world_size": world_size,
             "data_sha256": self._data_sha256,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        mine = self.state_dict()
-        for name, value in state_dict.items():
-            if name in mine and mine[name] != value:
+        for name, mine in self.state_dict().items():
+            value = state_dict.get(name)
+            if name != "accumulate" and mine != value:
                 raise CheckpointRefused(
-                    f"the checkpoint was trained with {name}={value}, this run has {mine[name]}: "
+                    f"the checkpoint was trained with {name}={value}, this run has {mine}: "
                     "the batches would not continue. Use the same, or start a new run"
                 )
 
@@ -324,6 +399,10 @@ class ConversationDataModule(pl.LightningDataModule):
             raise UsageError(f"there are {len(table):,} conversations, no number {index}")
         part = slice(table.offsets[index], table.offsets[index + 1])
         return show_mask(table.tokens[part], table.mask[part], self.tokenizer, color)
+
+
+def _as_tensors(arrays: dict[str, NDArray]) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _digest(table: TokenTable) -> str:

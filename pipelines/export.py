@@ -105,17 +105,17 @@ class Exports(pl.Callback):
     def _export(self, trainer: pl.Trainer, pl_module: Training, step: int) -> None:
         pl_module.require_finite_weights()
         path = self.path_of(step)
+        metrics = pl_module.global_step_metrics()
         if trainer.is_global_zero:
             if not self._exists(path):
-                metrics = pl_module.step_metrics
                 provenance = {
                     "step": step,
                     **self.provenance,
                     "tokens_seen": pl_module.tokens_seen,
-                    "loss": float(metrics["loss"]),
+                    "loss": metrics["loss"],
                 }
                 if "simulated_acceptance" in metrics:
-                    provenance["simulated_acceptance"] = float(metrics["simulated_acceptance"])
+                    provenance["simulated_acceptance"] = metrics["simulated_acceptance"]
                 save_model(
                     pl_module.exported,
                     path,

@@ -104,6 +104,17 @@ def pack(
     )
 
 
+def count_rows(table: TokenTable, packing: Packing) -> dict[str, NDArray[np.int64]]:
+    """Of each row (rows,): its `tokens` without padding, and of those with something before them
+    to predict them from, the `assistant`'s and `all`."""
+    starts = table.offsets[packing.samples]
+    lengths = np.minimum(table.lengths[packing.samples], packing.sequence_length)
+    spans = zip(starts.tolist(), lengths.tolist(), strict=True)
+    assistant = np.array([np.count_nonzero(table.mask[a + 1 : a + n]) for a, n in spans])
+    counts = {"tokens": lengths, "assistant": assistant, "all": lengths - 1}
+    return {name: np.add.reduceat(each, packing.starts[:-1]) for name, each in counts.items()}
+
+
 def make_batch(
     table: TokenTable, packing: Packing, rows: Sequence[int] | NDArray[np.int64], pad_id: int
 ) -> dict[str, NDArray]:

@@ -36,6 +36,8 @@ FREE_TRAINER_OPTIONS = {
     "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps",
     "detect_anomaly", "enable_checkpointing",
 }  # fmt: skip
+# How the rows of a global batch are shared; the checkpoint says how many they are.
+FREE_DATA_OPTIONS = {"batch_size", "global_batch_size"}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
@@ -52,6 +54,8 @@ def describe_code() -> dict[str, Any]:
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights (no folders, no devices)."""
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
+    data = fixed["data"] or {}
+    fixed["data"] = {name: data[name] for name in data if name not in FREE_DATA_OPTIONS}
     trainer = config.get("trainer", {})
     free = FREE_TRAINER_OPTIONS - {"max_steps"}
     fixed["trainer"] = {name: value for name, value in trainer.items() if name not in free}
@@ -59,9 +63,9 @@ def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(fixed))
 
 
-def hash_of_config(config: Mapping[str, Any]) -> str:
-    """sha256 of `fixed_config`: two runs with the same one are the same run."""
-    return config_hash(fixed_config(config))
+def hash_of_config(config: Mapping[str, Any], global_batch_size: int) -> str:
+    """sha256 of `fixed_config` and the rows a step: two runs with the same one are the same run."""
+    return config_hash({**fixed_config(config), "global_batch_size": global_batch_size})
 
 
 def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

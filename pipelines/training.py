@@ -3,7 +3,8 @@
 Legend: B batch, T tokens, D width, V vocabulary.
 
 Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T) bool;
-`loss_mask[b, t]` says that predicting token t counts, which the hidden state at t − 1 does.
+`loss_mask[b, t]` says that predicting token t counts, which the hidden state at t − 1 does. In
+training also `totals`, what the whole global batch counts (`MicroBatches.totals`).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Training(pl.LightningModule):
     """What both kinds of training share. `exported` is the model that is trained."""
 
     exported: HybridModel
+    loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
     has_two_terms = False  # whether the loss is a sum whose parts are worth a column each
     has_drafter = False  # whether there is anything to accept
 
@@ -83,11 +85,9 @@ class Training(pl.LightningModule):
         self.compile_layers = compile_layers
         self.optimizer_config = optimizer
         self.chunk_tokens = chunk_tokens
-        # Real tokens (no padding) that went through; with several ranks, as if each had as many
-        # as this one.
-        self.tokens_seen = 0
+        self.tokens_seen = 0  # real ones (no padding) that went through, over all ranks
         self.untimed_s = 0.0  # spent in `untimed`
-        # Of the last step, on the device: reading them is a host sync.
+        # Of the last step, this rank's share, on the device: reading them is a host sync.
         self.step_metrics: dict[str, Tensor] = {}
         self.validation_metrics: dict[str, float] = {}
         self._validation_sums: Tensor | None = None
@@ -100,9 +100,8 @@ class Training(pl.LightningModule):
     # Batches
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Masks on the host, before the copy to the device, so that counting needs no sync."""
-        real = real_tokens(batch["segment_ids"], batch["loss_mask"])
-        return {**batch, "real_mask": real, "num_tokens": int(real.sum())}
+        """Masks on the host, before the copy to the device."""
+        return {**batch, "real_mask": real_tokens(batch["segment_ids"], batch["loss_mask"])}
 
     # Optimisation
 
@@ -150,27 +149,36 @@ class Training(pl.LightningModule):
         return [self.exported]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        terms = self.loss_terms(batch, self._global_normalizer(batch))
-        self.tokens_seen += batch["num_tokens"] * self.trainer.world_size
-        self.step_metrics = {"loss": terms.loss.detach()}
+        accumulate = self.trainer.accumulate_grad_batches
+        totals = batch["totals"]
+        # The trainer takes the mean over micro-batches and ranks of what this returns; with this
+        # divisor that is the mean over all tokens, whatever each micro-batch happened to get.
+        share = max(totals[self.loss_on], 1) / (accumulate * self.trainer.world_size)
+        terms = self.loss_terms(batch, torch.full((), share, device=self.device))
+        metrics = {"loss": terms.loss.detach()}
         if self.has_drafter:
-            self.step_metrics["simulated_acceptance"] = terms.simulated_acceptance
+            metrics["simulated_acceptance"] = terms.simulated_acceptance
         if self.has_two_terms:
-            self.step_metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
+            metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
+        metrics = {name: value / accumulate for name, value in metrics.items()}
+        if batch_idx % accumulate:
+            metrics = {name: self.step_metrics[name] + value for name, value in metrics.items()}
+        else:
+            self.tokens_seen += totals["tokens"]
+        self.step_metrics = metrics
         return terms.loss
+
+    def global_step_metrics(self) -> dict[str, float]:
+        """`step_metrics` over all ranks; a collective and a host sync."""
+        names, values = zip(*self.step_metrics.items(), strict=True)
+        stacked = torch.stack([value.float() for value in values])
+        if self.trainer.world_size > 1:
+            stacked = self.trainer.strategy.reduce(stacked, reduce_op="mean")
+        return dict(zip(names, stacked.tolist(), strict=True))
 
     @abstractmethod
     def counted_mask(self, batch: Batch) -> Tensor:
         """(B, T) bool: the tokens whose prediction counts."""
-
-    def _global_normalizer(self, batch: Batch) -> Tensor | None:
-        """Counted tokens per rank on average, so that averaging gradients over ranks gives the
-        mean over all tokens whatever each rank happened to get. None on one rank."""
-        if self.trainer.world_size == 1:
-            return None
-        count = self.counted_mask(batch).sum().float()
-        mean: Tensor = self.trainer.strategy.reduce(count, reduce_op="mean")
-        return mean.clamp(min=1.0 / self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

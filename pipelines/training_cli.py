@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
@@ -17,11 +18,12 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import OutOfMemory, UsageError
+from stree.files import MANIFEST_NAME
 from stree.tokenizer import fingerprint
 from stree_pipelines.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.checkpointing import SafeCheckpointIO, TrainingCheckpoints, latest_valid
 from stree_pipelines.command_line import OneLineErrors
-from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.data import ConversationDataModule, accumulation
 from stree_pipelines.export import Exports
 from stree_pipelines.run_folder import (
     MetricsFile,
@@ -217,6 +219,7 @@ class TrainingCLI(LightningCLI):
         )
 
     def before_fit(self) -> None:
+        self._share_global_batch()
         self.datamodule.setup("fit")
         tokenizer = self.datamodule.tokenizer
         vocab_size = self.model.exported.config.vocab_size
@@ -227,8 +230,9 @@ class TrainingCLI(LightningCLI):
                 "that belongs to the model"
             )
         identity = {
-            "config_hash": hash_of_config(self.config_dump),
+            "config_hash": hash_of_config(self.config_dump, self._rows_a_step),
             "tokenizer_fingerprint": fingerprint(tokenizer),
+            "global_batch_size": self._rows_a_step,
         }
         exports = self._callback(Exports)
         exports.directory = self.run_dir / self.export_folder
@@ -242,6 +246,26 @@ class TrainingCLI(LightningCLI):
             evaluation.exports = exports
             evaluation.target = self.target_path or ""
             evaluation.out = self.run_dir / "eval"
+
+    def _share_global_batch(self) -> None:
+        """Let the trainer accumulate what keeps the global batch, and validate by its steps."""
+        trainer, data = self.trainer, self.datamodule
+        trained = None
+        if self.resume_path is not None:
+            trained = json.loads((self.resume_path / MANIFEST_NAME).read_text())[
+                "global_batch_size"
+            ]
+        given = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = accumulation(
+            data.batch_size, trainer.world_size, given, data.global_batch_size, trained
+        )
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval *= trainer.accumulate_grad_batches
+
+    @property
+    def _rows_a_step(self) -> int:
+        trainer = self.trainer
+        return self.datamodule.batch_size * trainer.world_size * trainer.accumulate_grad_batches
 
     def origin(self) -> dict[str, Any]:
         """What an export's provenance says about where it comes from."""
@@ -260,14 +284,16 @@ class TrainingCLI(LightningCLI):
         say(
             f"{self.export_folder}: {model.num_parameters():,} parameters, "
             f"{model.config.num_layers} layers ({len(model.config.attn_layers)} attention), width "
-            f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps"
+            f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
+            f"{self._rows_a_step} rows"
         )
         try:
             self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{str(error).splitlines()[0]}; lower data.batch_size (and raise "
-                "trainer.accumulate_grad_batches by the same factor) or data.sequence_length"
+                "trainer.accumulate_grad_batches by the same factor, unless the run has a "
+                "checkpoint to go on from) or data.sequence_length"
             ) from error
         if self.evaluates:
             self._callback(EvaluateExports).raise_failures()

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from stree.errors import BadData, CheckpointRefused, UsageError
-from stree_pipelines.data import ConversationDataModule, permutation
+from stree_pipelines.data import ConversationDataModule, accumulation, permutation
 from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.training import real_tokens
 
 NUM_CHATS = 60
 
@@ -55,6 +57,7 @@ def same(one, other):
 
 def test_batches_have_the_shapes_of_the_contract(paths):
     batch = module(paths).micro_batches()[0]
+    assert batch.pop("totals").keys() == {"tokens", "assistant", "all"}
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
         "tokens": ((3, 64), torch.int64),
         "segment_ids": ((3, 64), torch.int64),
@@ -86,6 +89,43 @@ def test_ranks_partition_the_global_batch(paths, world_size):
     for k in range(30):
         parts = [data.micro_batches(rank, world_size).rows(k) for rank in range(world_size)]
         assert np.concatenate(parts).tolist() == whole.rows(k).tolist()
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 4), (4, 1), (2, 2)])
+def test_totals_are_those_of_the_global_batch(paths, world_size, accumulate):
+    """Every rank is told in each micro-batch what counting the tensors of all of them gives."""
+    data = module(paths)
+    ranks = [data.micro_batches(rank, world_size, accumulate) for rank in range(world_size)]
+    for step in range(30):
+        wanted = dict.fromkeys(("tokens", "assistant", "all"), 0)
+        parts = [each[step * accumulate + i] for each in ranks for i in range(accumulate)]
+        for part in parts:
+            real = real_tokens(part["segment_ids"], part["loss_mask"])
+            firsts = part["segment_ids"].diff(dim=1, prepend=-torch.ones(3, 1)) != 0
+            wanted["tokens"] += int(real.sum())
+            wanted["assistant"] += int(part["loss_mask"].sum())
+            wanted["all"] += int((real & ~firsts).sum())
+        assert all(part["totals"] == wanted for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "given", "wanted", "trained", "accumulate"),
+    [(2, 1, 1, None, None, 1), (2, 4, 3, None, None, 3), (2, 2, 1, 8, None, 2), (1, 2, 1, 8, 8, 4),
+     (2, 1, 1, None, 8, 4), (4, 2, 4, None, 8, 1)],
+)  # fmt: skip
+def test_accumulation_keeps_the_global_batch(
+    batch_size, world_size, given, wanted, trained, accumulate
+):
+    assert accumulation(batch_size, world_size, given, wanted, trained) == accumulate
+
+
+def test_a_global_batch_that_cannot_be_shared_or_was_another_is_refused():
+    with pytest.raises(UsageError, match=r"8 rows a step cannot be shared by 3 processes"):
+        accumulation(2, 3, 1, None, 8)
+    with pytest.raises(UsageError, match=r"8 rows .* by 2 processes in micro-batches of 8"):
+        accumulation(8, 2, 1, 8, None)
+    with pytest.raises(UsageError, match=r"trained with 8 rows a step, .* is now 16"):
+        accumulation(2, 1, 1, 16, 8)
 
 
 def test_permutation_is_pinned():
@@ -178,7 +218,7 @@ def test_a_checkpoint_between_two_steps_is_refused(paths, tmp_path):
 
 def test_another_accumulation_is_refused(paths, tmp_path):
     fit(module(paths), Recorder(save_at=[4], folder=tmp_path), 8)
-    with pytest.raises(CheckpointRefused, match="accumulate_grad_batches=2"):
+    with pytest.raises(CheckpointRefused, match="trained with global_batch_size=3, this run has 6"):
         fit(module(paths), Recorder(), 8, ckpt=tmp_path / "4.ckpt", accumulate_grad_batches=2)
 
 
@@ -188,7 +228,8 @@ def test_another_accumulation_is_refused(paths, tmp_path):
 )  # fmt: skip
 def test_other_data_is_refused_on_resume(paths, tmp_path, change):
     fit(module(paths), Recorder(save_at=[4], folder=tmp_path), 6)
-    name = "data_sha256" if "limit" in change else next(iter(change))
+    changed = next(iter(change))
+    name = {"limit": "data_sha256", "batch_size": "global_batch_size"}.get(changed, changed)
     with pytest.raises(CheckpointRefused, match=f"trained with {name}="):
         fit(module(paths, **change), Recorder(), 6, ckpt=tmp_path / "4.ckpt")
 
@@ -209,18 +250,29 @@ def test_validation_has_the_same_batches_every_time(paths):
     assert module({**paths, "valid": None}).val_dataloader() == []
 
 
-def test_ranks_validate_on_different_batches_but_equally_many(paths):
-    class FakeTrainer:
-        world_size = 2
-
+@pytest.mark.parametrize(("batch_size", "world_size", "accumulate"), [(2, 2, 3), (3, 4, 1)])
+def test_ranks_validate_the_same_rows_in_equally_many_batches(
+    paths, batch_size, world_size, accumulate
+):
+    """12 rows a step whoever shares them; 2 such batches are more rows than there are."""
+    whole = [
+        row for batch in module(paths, batch_size=12).val_dataloader() for row in rows_of(batch)
+    ]
     loads = []
-    for rank in range(2):
-        data = module(paths, num_valid_batches=3, batch_size=2)
-        data.trainer = FakeTrainer()
-        data.trainer.global_rank = rank
-        loads.append(data.val_dataloader())
-    assert len(loads[0]) == len(loads[1]) == 1
-    assert not same(*(next(iter(load)) for load in loads))
+    for rank in range(world_size):
+        data = module(paths, num_valid_batches=2, batch_size=batch_size)
+        data.trainer = SimpleNamespace(
+            global_rank=rank, world_size=world_size, accumulate_grad_batches=accumulate
+        )
+        loads.append(list(data.val_dataloader()))
+    assert len({len(load) for load in loads}) == 1
+    rows = [row for load in loads for batch in load for row in rows_of(batch)]
+    assert sorted(rows) == sorted(whole)
+
+
+def rows_of(batch):
+    """The rows that count."""
+    return [row.tolist() for row in batch["tokens"][batch["loss_mask"].any(dim=1)]]
 
 
 def test_several_sources_and_a_limit_over_all(paths):

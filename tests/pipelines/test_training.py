@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
         "loss_mask": torch.tensor([[0, 0, 1, 0, 1, 0, 0]], dtype=torch.bool),
     }
     batch = module.on_before_batch_transfer(batch, 0)
-    assert batch["num_tokens"] == 5
+    assert int(batch["real_mask"].sum()) == 5
     assert module.counted_mask(batch).tolist() == [[False, True, True, False, True, False, False]]
     module.loss_on = "assistant"
     assert module.counted_mask(batch) is batch["loss_mask"]
@@ -142,36 +141,6 @@ def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_pat
     assert list((run_dir / "tensorboard").glob("events.*"))
     output = capsys.readouterr().out
     assert "step 30/30  loss " in output and "tokens/s  ETA 0:00" in output
-
-
-def test_two_half_batches_are_one_batch(workspace, tmp_path):
-    """The same rows in the same order; the mean of two means is not quite the mean of all."""
-    more = (*random_drafter(), "--trainer.limit_val_batches", "0")
-    whole = distill_arguments(workspace, tmp_path / "a", *more, steps=6)
-    parts = distill_arguments(workspace, tmp_path / "b", *more, steps=6)
-    distill.main(whole)
-    distill.main([*parts, "--data.batch_size", "1", "--trainer.accumulate_grad_batches", "2"])
-    for ours, theirs in zip(metric_rows(tmp_path / "a"), metric_rows(tmp_path / "b"), strict=True):
-        assert (ours["step"], ours["tokens_seen"]) == (theirs["step"], theirs["tokens_seen"])
-        assert ours["lr"] == theirs["lr"]
-        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=0.3)
-
-
-def test_two_processes_train_the_same_curve(workspace, tmp_path):
-    """Global batch of 4 rows on one rank, or 2 on each of two: gradients are averaged over tokens,
-    whichever rank holds them, so only the order of sums differs."""
-    more = (*random_drafter(), "--trainer.limit_val_batches", "0", "--data.batch_size")
-    one, two = (distill_arguments(workspace, tmp_path / name, *more, steps=4) for name in "ab")
-    distill.main([*one, "4"])
-    command = [sys.executable, distill.__file__, *two, "2"]
-    command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (metric_rows(tmp_path / name) for name in "ab")
-    for row, other in zip(ours, theirs, strict=True):
-        for name in ("loss", "simulated_acceptance", "grad_norm", "lr"):
-            assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
 
 
 def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
