@@ -25,6 +25,7 @@ from stree_pipelines.checkpointing import SafeCheckpointIO, TrainingCheckpoints,
 from stree_pipelines.command_line import OneLineErrors
 from stree_pipelines.data import ConversationDataModule, accumulation
 from stree_pipelines.export import Exports
+from stree_pipelines.restarts import RestartLimit, note_start
 from stree_pipelines.run_folder import (
     MetricsFile,
     describe_code,
@@ -72,6 +73,7 @@ class TrainingCLI(LightningCLI):
     export_folder = "drafter"
     evaluates = True
     resume_path: Path | None = None
+    restarts = 0  # without progress; the main process knows
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
         super().__init__(
@@ -155,6 +157,7 @@ class TrainingCLI(LightningCLI):
             self.config_dump,
             {"target": target, "seed": int(self.options["seed_everything"])},
         )
+        self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
 
     @property
     def resume_step(self) -> int:
@@ -241,6 +244,7 @@ class TrainingCLI(LightningCLI):
         checkpoints = self._callback(TrainingCheckpoints)
         checkpoints.run_dir = self.run_dir
         checkpoints.manifest_extra = identity
+        self.trainer.callbacks.append(RestartLimit(self.run_dir, self.restarts))  # type: ignore[attr-defined]
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
             evaluation.exports = exports

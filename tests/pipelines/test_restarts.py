@@ -1,0 +1,88 @@
+"""Three restarts that save nothing end a run; anything they save starts the count anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from process_group import run_together
+from tiny_run import distill_arguments, make_workspace
+
+from stree.errors import InvariantBroken
+from stree_pipelines import distill
+from stree_pipelines.checkpointing import TrainingCheckpoints
+from stree_pipelines.restarts import note_start
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+def test_restarts_are_counted_until_step_or_configuration_change(tmp_path):
+    assert [note_start(tmp_path, 0, "a") for _ in range(3)] == [0, 1, 2]
+    assert [note_start(tmp_path, 5, "a") for _ in range(2)] == [0, 1]
+    assert [note_start(tmp_path, 5, "b") for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"step": 5}', b"\xff"])
+def test_a_count_that_cannot_be_read_starts_anew(tmp_path, content):
+    note_start(tmp_path, 5, "a")
+    path = tmp_path / "restarts.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert [note_start(tmp_path, 5, "a") for _ in range(2)] == [0, 1]
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({**known, "restarts": "many"}))
+    assert note_start(tmp_path, 5, "a") == 0
+
+
+def lose_the_node(monkeypatch, at_step: int) -> None:
+    def lose(self, trainer, *arguments):
+        if trainer.global_step == at_step:
+            raise RuntimeError("node lost")
+
+    monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", lose)
+
+
+def test_three_restarts_without_progress_end_the_chain(workspace, tmp_path, monkeypatch):
+    arguments = distill_arguments(workspace, tmp_path, steps=4)
+    lose_the_node(monkeypatch, at_step=0)
+    for _ in range(3):  # the start and two restarts
+        with pytest.raises(RuntimeError, match="node lost"):
+            distill.main(arguments)
+    lose_the_node(monkeypatch, at_step=2)
+    for _ in range(5):  # the third gets to step 2; a start and three restarts from there do not
+        with pytest.raises(RuntimeError, match="node lost"):
+            distill.main(arguments)
+    with pytest.raises(InvariantBroken, match=r"3 restarts .* delete .*restarts\.json") as stopped:
+        distill.main(arguments)
+    assert stopped.value.exit_code == 70
+    monkeypatch.undo()
+    (tmp_path / "restarts.json").unlink()
+    distill.main(arguments)
+    assert (tmp_path / "checkpoints/step-00000004").is_dir()
+
+
+def test_whoever_interrupts_is_not_a_chain(workspace, tmp_path, monkeypatch):
+    def interrupt(self, *arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", interrupt)
+    with pytest.raises(SystemExit):
+        distill.main(distill_arguments(workspace, tmp_path, steps=1))
+    assert not (tmp_path / "restarts.json").exists()
+
+
+def test_all_ranks_end_with_the_same_code(workspace, tmp_path):
+    """Only the main process counts."""
+    more = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    arguments = distill_arguments(workspace, tmp_path / "run", *more, steps=1)
+    assert run_together(2, distill.main, arguments, tmp_path / "first") == [0, 0]
+    counted = json.loads((tmp_path / "run/restarts.json").read_text())
+    (tmp_path / "run/restarts.json").write_text(json.dumps({**counted, "restarts": 3}))
+    for checkpoint in (tmp_path / "run/checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    assert run_together(2, distill.main, arguments, tmp_path / "second") == [70, 70]
+    for rank in range(2):
+        assert "error: 3 restarts" in (tmp_path / f"second.{rank}").read_text()
