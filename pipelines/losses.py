@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stree.errors import UsageError
+from stree_pipelines.teachers import LiveTeacher, Teacher, TopK
 
 # One (C, V) fp32 buffer: small enough to stay in cache on a CPU, large enough to fill a GPU.
 _CPU_BUFFER_BYTES = 8 << 20
@@ -77,18 +78,58 @@ def chunked_distillation_loss(
     Raises:
         UsageError: shapes that do not fit, CE without labels, a temperature that is not positive.
     """
-    if temperature <= 0:
-        raise UsageError(f"temperature is {temperature}; wanted more than 0")
     if teacher_head.shape[0] != student_head.shape[0]:
         raise UsageError(
             f"the teacher's head has {teacher_head.shape[0]} tokens, the student's "
             f"{student_head.shape[0]}; a drafter needs its target's vocabulary"
         )
-    if ce_weight and ce_labels is None:
-        raise UsageError(f"ce_weight is {ce_weight} but there are no ce_labels")
-    return _masked_loss(
-        student_hidden, student_head, teacher_hidden.detach(), teacher_head.detach(), mask,
-        ce_labels if ce_weight else None, ce_weight, temperature, chunk_tokens, normalizer,
+    rows_M = _rows_of(mask, student_hidden=student_hidden, teacher_hidden=teacher_hidden)
+    compute_dtype = product_dtype(student_hidden)
+    teacher_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
+    teacher = LiveTeacher(
+        teacher_MD.to(compute_dtype), teacher_head.detach().to(compute_dtype), temperature
+    )
+    return _loss_of(
+        student_hidden, student_head, teacher, rows_M, ce_labels, ce_weight, temperature,
+        chunk_tokens, normalizer,
+    )  # fmt: skip
+
+
+def chunked_top_k_loss(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher: TopK,
+    mask: Tensor,
+    ce_labels: Tensor | None = None,
+    ce_weight: float = 0.0,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    normalizer: Tensor | None = None,
+) -> LossTerms:
+    """Forward KL on the teacher's top k and one bucket for all other tokens, plus optional CE.
+
+    kl = mean_m [ Σ_{v ∈ S_m} p_mv (log p_mv − log q_mv)  +  P_m (log P_m − log Q_m) ]
+
+    with S_m the k tokens that the teacher finds most probable, P_m = 1 − Σ_{v ∈ S_m} p_mv and
+    Q_m = 1 − Σ_{v ∈ S_m} q_mv. It is the KL divergence after all tokens outside S_m are merged
+    into one, hence at most the full one (data processing inequality; Cover & Thomas, Elements of
+    Information Theory, section 2.8) and equal to it when k = V. What it leaves out is
+    P_m · KL(p(· | not S_m) ‖ q(· | not S_m)): the student is free to share out the tail as it
+    likes. The gradient with respect to its logits is q − p̂, where p̂ is p on S_m and P_m q_v / Q_m
+    elsewhere. The simulated acceptance counts the top k only, so it is at most the full one, too.
+
+    Args as `chunked_distillation_loss`, but for:
+        teacher: of the rows that count, in the mask's order, at the same temperature.
+
+    Raises:
+        UsageError: as there, and when the teacher has another number of rows than the mask.
+    """
+    rows_M = _rows_of(mask, student_hidden=student_hidden)
+    if len(teacher.ids) != len(rows_M):
+        raise UsageError(f"the teacher has {len(teacher.ids)} rows, the mask {len(rows_M)}")
+    return _loss_of(
+        student_hidden, student_head, teacher, rows_M, ce_labels, ce_weight, temperature,
+        chunk_tokens, normalizer,
     )  # fmt: skip
 
 
@@ -106,54 +147,61 @@ def chunked_cross_entropy(
     mean probability of the label: Σ_v min(p, q) with p the one-hot data. Otherwise as
     `chunked_distillation_loss`.
     """
-    return _masked_loss(hidden, head, None, None, mask, labels, 1.0, 1.0, chunk_tokens, normalizer)
+    rows_M = _rows_of(mask, hidden=hidden)
+    return _loss_of(hidden, head, None, rows_M, labels, 1.0, 1.0, chunk_tokens, normalizer)
 
 
-def _masked_loss(
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """In which the head's products run: autocast's where it is on, else that of `hidden`."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
+    """Which of the flattened rows count, (M,) int64; the only host sync on CUDA."""
+    for name, tensor in hidden.items():
+        if tensor.shape[:-1] != mask.shape:
+            raise UsageError(
+                f"{name} has rows {tuple(tensor.shape[:-1])}, the mask {tuple(mask.shape)}"
+            )
+    return mask.reshape(-1).nonzero().squeeze(1)
+
+
+def _loss_of(
     student_hidden: Tensor,
     student_head: Tensor,
-    teacher_hidden: Tensor | None,
-    teacher_head: Tensor | None,
-    mask: Tensor,
+    teacher: Teacher | None,
+    rows_M: Tensor,
     labels: Tensor | None,
     ce_weight: float,
     temperature: float,
     chunk_tokens: int | None,
     normalizer: Tensor | None,
 ) -> LossTerms:
-    for name, tensor in (("student_hidden", student_hidden), ("teacher_hidden", teacher_hidden)):
-        if tensor is not None and tensor.shape[:-1] != mask.shape:
-            raise UsageError(
-                f"{name} has rows {tuple(tensor.shape[:-1])}, the mask {tuple(mask.shape)}"
-            )
-    # The only host sync on CUDA: how many rows there are.
-    rows_M = mask.reshape(-1).nonzero().squeeze(1)
+    if temperature <= 0:
+        raise UsageError(f"temperature is {temperature}; wanted more than 0")
+    labels_M = None
+    if ce_weight:
+        if labels is None:
+            raise UsageError(f"ce_weight is {ce_weight} but there are no ce_labels")
+        labels_M = labels.reshape(-1)[rows_M]
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
-    teacher_MD = (
-        None
-        if teacher_hidden is None
-        else teacher_hidden.reshape(-1, teacher_hidden.shape[-1])[rows_M]
-    )
-    labels_M = None if labels is None else labels.reshape(-1)[rows_M]
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_MD.device)
     if chunk_tokens is None:
-        chunk_tokens = _default_chunk_tokens(len(rows_M), student_head)
-    device_type = student_MD.device.type
-    compute_dtype = (
-        torch.get_autocast_dtype(device_type)
-        if torch.is_autocast_enabled(device_type)
-        else student_MD.dtype
-    )
+        chunk_tokens = default_chunk_tokens(len(rows_M), student_head)
     loss, terms_3 = _ChunkedLoss.apply(
-        student_MD, student_head, teacher_MD, teacher_head, labels_M, normalizer,
-        ce_weight, temperature, chunk_tokens, compute_dtype, torch.is_grad_enabled(),
+        student_MD, student_head, teacher, labels_M, normalizer, ce_weight, temperature,
+        chunk_tokens, product_dtype(student_MD), torch.is_grad_enabled(),
     )  # fmt: skip
     kl, cross_entropy, acceptance = terms_3.unbind()
     return LossTerms(loss, kl, cross_entropy, acceptance)
 
 
-def _default_chunk_tokens(num_rows: int, head: Tensor) -> int:
+def default_chunk_tokens(num_rows: int, head: Tensor) -> int:
+    """Rows whose logits over the vocabulary of `head` (V, D) may exist at once."""
     row_bytes = 4 * head.shape[0]
     budget = _CUDA_BUFFER_BYTES if head.is_cuda else _CPU_BUFFER_BYTES
     most = max(budget // row_bytes, _MIN_CHUNK_TOKENS)
@@ -167,7 +215,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, student_MD, student_head, teacher_MD, teacher_head, labels_M, normalizer,
+        ctx, student_MD, student_head, teacher, labels_M, normalizer,
         ce_weight, temperature, chunk_tokens, compute_dtype, with_grad,
     ):  # fmt: skip
         needs_hidden = with_grad and ctx.needs_input_grad[0]
@@ -178,19 +226,15 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_VD = torch.zeros_like(student_head, dtype=torch.float32) if needs_head else None
         with torch.autocast(student_MD.device.type, enabled=False):
             student_VD = student_head.to(compute_dtype)
-            teacher_VD = None if teacher_head is None else teacher_head.to(compute_dtype)
             for start in range(0, num_rows, chunk_tokens):
                 rows = slice(start, min(start + chunk_tokens, num_rows))
                 student_CD = student_MD[rows].to(compute_dtype)
                 student_CV = (student_CD @ student_VD.T).float()
-                teacher_CV = None
-                if teacher_MD is not None and teacher_VD is not None:
-                    teacher_CV = (teacher_MD[rows].to(compute_dtype) @ teacher_VD.T).float()
                 grad_CV = _chunk_terms(
-                    student_CV, teacher_CV, None if labels_M is None else labels_M[rows],
+                    student_CV, teacher, rows, None if labels_M is None else labels_M[rows],
                     ce_weight, temperature, sums_3, with_grad,
                 )  # fmt: skip
-                del student_CV, teacher_CV
+                del student_CV
                 if grad_CV is None:
                     continue
                 grad_CV = grad_CV.div_(normalizer).to(compute_dtype)
@@ -218,12 +262,13 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_MD.mul_(grad_loss)
         if grad_VD is not None:
             grad_VD = grad_VD.mul_(grad_loss).to(ctx.head_dtype)
-        return grad_MD, grad_VD, *([None] * 9)
+        return grad_MD, grad_VD, *([None] * 8)
 
 
 def _chunk_terms(
     student_CV: Tensor,
-    teacher_CV: Tensor | None,
+    teacher: Teacher | None,
+    rows: slice,
     labels_C: Tensor | None,
     ce_weight: float,
     temperature: float,
@@ -232,32 +277,32 @@ def _chunk_terms(
 ) -> Tensor | None:
     """Add a chunk's Σ KL, Σ CE and Σ acceptance to `sums_3`; return d loss / d student logits.
 
-    Both logits are consumed (overwritten). At most five (C, V) buffers live at once.
+    The logits are consumed (overwritten). At most five (C, V) buffers live at once.
     """
     grad_CV = None
-    if labels_C is not None and (temperature != 1.0 or teacher_CV is None):
+    if labels_C is not None and (temperature != 1.0 or teacher is None):
         log_q_CV = torch.log_softmax(student_CV, dim=-1)
-        _add_cross_entropy(log_q_CV, labels_C, sums_3, acceptance=teacher_CV is None)
+        _add_cross_entropy(log_q_CV, labels_C, sums_3, acceptance=teacher is None)
         if with_grad:
             grad_CV = log_q_CV.exp_().mul_(ce_weight)
             _subtract_one_hot(grad_CV, labels_C, ce_weight)
-        if teacher_CV is None:
+        if teacher is None:
             return grad_CV
         del log_q_CV
         labels_C = None
-    assert teacher_CV is not None
+    assert teacher is not None
     if temperature != 1.0:
         student_CV.div_(temperature)
-        teacher_CV.div_(temperature)
     log_q_CV = torch.log_softmax(student_CV, dim=-1)
     if labels_C is not None:
         _add_cross_entropy(log_q_CV, labels_C, sums_3, acceptance=False)
-    log_p_CV = torch.log_softmax(teacher_CV, dim=-1)
-    p_CV = torch.exp(log_p_CV, out=teacher_CV)
+    log_p_CV = teacher.log_law(rows, log_q_CV)
+    p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=student_CV)
     # Where p = 0 the term is 0 whatever the logs are (−inf − −inf is NaN).
     sums_3[0] += log_p_CV.sub_(log_q_CV).masked_fill_(p_CV == 0, 0.0).mul_(p_CV).sum()
-    sums_3[2] += torch.minimum(p_CV, q_CV, out=log_p_CV).sum()
+    del log_p_CV
+    sums_3[2] += teacher.overlap(rows, p_CV, q_CV)
     if not with_grad:
         return None
     kl_grad_CV = q_CV.sub_(p_CV).mul_(temperature)  # τ² from the loss, 1/τ from the logits

@@ -16,7 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stree.errors import UsageError
-from stree_pipelines.losses import chunked_cross_entropy, chunked_distillation_loss
+from stree_pipelines.losses import (
+    chunked_cross_entropy,
+    chunked_distillation_loss,
+    chunked_top_k_loss,
+)
+from stree_pipelines.teachers import LiveTeacher, TopK, top_k_of
 
 
 def dense_distillation_loss(
@@ -72,6 +77,93 @@ def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_t
         torch.testing.assert_close(terms.cross_entropy, cross_entropy, rtol=1e-5, atol=1e-6)
     for got_grad, want_grad in zip(got, want, strict=True):
         torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-6)
+
+
+def top_k_case(k, temperature=1.0, **options):
+    """A case and the top k of its teacher on the rows that count."""
+    case, labels = make_case(**options)
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head, temperature), k, chunk_rows=5)
+    return case, labels, teacher, (hidden, head)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
+    case, labels, teacher, (hidden, head) = top_k_case(97, temperature)
+    options = dict(ce_labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
+    leaves = case["student_hidden"], case["student_head"]
+    got = chunked_top_k_loss(**case, teacher=teacher, **options)
+    want = chunked_distillation_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
+    for name in ("loss", "kl", "cross_entropy", "simulated_acceptance"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want.loss, leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 8, 96])
+@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.4, 2.5)])
+def test_top_k_loss_and_its_gradients_are_the_formula_in_fp64(k, ce_weight, temperature):
+    """The tail bucket written out: 1 minus the sums, which fp64 affords."""
+    case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
+    terms = chunked_top_k_loss(
+        **case, teacher=teacher, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
+        chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    mask, ids = case["mask"], teacher.ids.long()
+    leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
+              ("hidden", "head")]  # fmt: skip
+    logits = leaves[0][mask] @ leaves[1].T
+    p = (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
+    q = (logits / temperature).softmax(-1)
+    top_p, top_q = p.gather(1, ids), q.gather(1, ids)
+    tail_p, tail_q = 1 - top_p.sum(1), 1 - top_q.sum(1)
+    kl = (top_p * (top_p / top_q).log()).sum(1) + tail_p * (tail_p / tail_q).log()
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[mask])
+    loss = kl.mean() * temperature**2 + ce_weight * cross_entropy
+    torch.testing.assert_close(terms.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    acceptance = torch.minimum(top_p, top_q).sum(1).mean()
+    torch.testing.assert_close(terms.simulated_acceptance.double(), acceptance, rtol=1e-5, atol=0)
+    for mine, want in zip(got, torch.autograd.grad(loss, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_more_of_the_teacher_never_lowers_the_top_k_loss():
+    """Data processing inequality, up to the full divergence; the acceptance grows likewise."""
+    losses, acceptances = [], []
+    for k in (1, 2, 8, 40, 97):
+        case, _, teacher, _ = top_k_case(k, seed=3)
+        terms = chunked_top_k_loss(**case, teacher=teacher)
+        losses.append(terms.loss.item())
+        acceptances.append(terms.simulated_acceptance.item())
+    case, _ = make_case(seed=3)
+    full = chunked_distillation_loss(**case)
+    assert losses == sorted(losses) and losses[-2] < full.loss
+    assert acceptances == sorted(acceptances)
+    assert acceptances[-2] < full.simulated_acceptance
+
+
+def test_a_tail_without_mass_stays_without():
+    """The teacher rules out all but two tokens, the student none."""
+    case, _, teacher, _ = top_k_case(2)
+    certain = TopK(
+        teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
+        torch.full_like(teacher.log_tail, -torch.inf),
+    )  # fmt: skip
+    terms = chunked_top_k_loss(**case, teacher=certain)
+    terms.loss.backward()
+    assert terms.loss.isfinite() and terms.loss > 0
+    assert case["student_hidden"].grad.isfinite().all()
+
+
+def test_a_teacher_of_other_rows_is_refused():
+    case, _, teacher, _ = top_k_case(4)
+    case["mask"] = torch.ones_like(case["mask"])
+    with pytest.raises(UsageError, match=r"the teacher has \d+ rows, the mask 63"):
+        chunked_top_k_loss(**case, teacher=teacher)
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, None])
