@@ -9,7 +9,6 @@ new order every pass over the data.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,6 +26,7 @@ from stree.tokenizer import load_tokenizer
 from stree_pipelines.chat import ChatEncoder, show_mask
 from stree_pipelines.conversations import ReadReport, read_conversations
 from stree_pipelines.packing import Packing, TokenTable, count_rows, make_batch, pack
+from stree_pipelines.teacher_cache import CachedTargets, TeacherCache
 
 Batch = dict[str, Any]
 CHUNK = 1024  # conversations encoded together
@@ -83,6 +83,7 @@ class MicroBatches:
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
+    teacher: CachedTargets | None = None
 
     def rows(self, k: int) -> NDArray[np.int64]:
         """Rows of the packing that stand in micro-batch k of this rank: (batch_size,)."""
@@ -111,7 +112,10 @@ class MicroBatches:
         return rows
 
     def __getitem__(self, k: int) -> Batch:
-        arrays = make_batch(self.table, self.packing, self.rows(k), self.pad_id)
+        rows = self.rows(k)
+        arrays = make_batch(self.table, self.packing, rows, self.pad_id)
+        if self.teacher is not None:
+            arrays |= self.teacher.of_rows(self.packing, rows)
         totals = self.totals(k // self.accumulate)
         return {**_as_tensors(arrays), "totals": totals}
 
@@ -279,9 +283,9 @@ class ConversationDataModule(pl.LightningDataModule):
         self.reports: list[ReadReport] = []
         self.tokenizer: Any = None
         self.pad_id = 0
-        self._data_sha256 = ""
         self._train: tuple[TokenTable, Packing] | None = None
         self._valid: tuple[TokenTable, Packing] | None = None
+        self._teachers: dict[str, CachedTargets] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, tokenise and pack, once."""
@@ -294,7 +298,6 @@ class ConversationDataModule(pl.LightningDataModule):
         self.pad_id = next((pad for pad in pads if pad is not None), 0)
         encoder = ChatEncoder(self.tokenizer, self.template)
         self._train = self._prepare("train", self.train_sources, encoder, self.seed, self.limit)
-        self._data_sha256 = _digest(self._train[0])
         if self.valid_sources:
             self._valid = self._prepare("valid", self.valid_sources, encoder, None, None)
 
@@ -322,14 +325,32 @@ class ConversationDataModule(pl.LightningDataModule):
         )
         return table, packing
 
+    @property
+    def tables(self) -> dict[str, TokenTable]:
+        """The conversations of `train` and, where it is given, `valid`."""
+        assert self._train is not None, "setup() comes first"
+        valid = {} if self._valid is None else {"valid": self._valid[0]}
+        return {"train": self._train[0], **valid}
+
+    def use_teacher(self, cache: TeacherCache) -> None:
+        """Let batches have the target's outputs out of a cache (`CachedTargets.of_rows`).
+
+        Raises `CheckpointRefused` when it is not of this data, or damaged.
+        """
+        self._teachers = {
+            split: cache.split(split, table, self.sequence_length)
+            for split, table in self.tables.items()
+        }
+
     def micro_batches(
         self, rank: int = 0, world_size: int = 1, accumulate: int = 1
     ) -> MicroBatches:
         """The training batches of a rank by number; needs `setup` only, no trainer."""
         assert self._train is not None, "setup() comes first"
         return MicroBatches(
-            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate
-        )
+            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate,
+            self._teachers.get("train"),
+        )  # fmt: skip
 
     @property
     def _sharing(self) -> tuple[int, int, int]:
@@ -367,6 +388,8 @@ class ConversationDataModule(pl.LightningDataModule):
             rows = np.arange(begin, min(begin + self.batch_size, num_rows))
             batch = _as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
             batch["loss_mask"] &= len(rows) > 0
+            if "valid" in self._teachers:
+                batch |= _as_tensors(self._teachers["valid"].of_rows(packing, rows))
             batches.append(batch)
         return FixedBatches(batches)
 
@@ -379,7 +402,7 @@ class ConversationDataModule(pl.LightningDataModule):
             "global_batch_size": world_size * self.batch_size * accumulate,
             "accumulate": accumulate,
             "sequence_length": self.sequence_length,
-            "data_sha256": self._data_sha256,
+            "data_sha256": self._train[0].sha256,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -403,10 +426,3 @@ class ConversationDataModule(pl.LightningDataModule):
 
 def _as_tensors(arrays: dict[str, NDArray]) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _digest(table: TokenTable) -> str:
-    digest = hashlib.sha256()
-    for array in (table.tokens, table.mask, table.offsets):
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()

@@ -16,7 +16,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
+from stree.tokenizer import fingerprint
 from stree_pipelines.eval_context import checkpoint_sha256
+from stree_pipelines.teacher_cache import TeacherCache
 from stree_pipelines.training import Distillation, require_same_vocabulary
 from stree_pipelines.training_cli import TrainingCLI
 
@@ -39,6 +41,18 @@ class DistillCLI(TrainingCLI):
             if not self.options["show_mask"]:
                 require_same_vocabulary(config, load_config(model["target"]))
         super().before_instantiate_classes()
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        folder = self.model.teacher_cache
+        if folder is not None:
+            cache = TeacherCache(folder)
+            cache.require(
+                target_sha256=checkpoint_sha256(str(self.target_path)),
+                tokenizer_fingerprint=fingerprint(self.datamodule.tokenizer),
+                temperature=self.model.temperature,
+            )
+            self.datamodule.use_teacher(cache)
 
     def origin(self) -> dict[str, Any]:
         return {

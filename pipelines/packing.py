@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,14 @@ class TokenTable:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all tokens, masks and boundaries: what a fingerprint of the data is."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.mask, self.offsets):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)

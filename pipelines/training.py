@@ -23,10 +23,16 @@ from torch import Tensor
 
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
-from stree.models.convert import load_model
+from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import slice_drafter
-from stree_pipelines.losses import LossTerms, chunked_cross_entropy, chunked_distillation_loss
+from stree_pipelines.losses import (
+    LossTerms,
+    chunked_cross_entropy,
+    chunked_distillation_loss,
+    chunked_top_k_loss,
+)
+from stree_pipelines.teachers import TopK
 
 Batch = dict[str, Any]
 
@@ -293,6 +299,7 @@ class Distillation(Training):
         target_dtype: Literal["float32", "bfloat16"] = "float32",
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
+        teacher_cache: str | None = None,
     ) -> None:
         """
         Args:
@@ -306,30 +313,50 @@ class Distillation(Training):
             target_dtype: in which the frozen target's weights are held.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
+                there, and it need not run. The divergence is then that of top k and tail.
         """
         super().__init__(optimizer, chunk_tokens, compile_layers)
         self.target_path = target
+        self.teacher_cache = teacher_cache
         self.ce_weight = ce_weight
         self.has_two_terms = ce_weight > 0
         self.temperature = temperature
-        model = load_model(target, dtype=getattr(torch, target_dtype)).eval().requires_grad_(False)
+        model = None
+        if teacher_cache is None or drafter is None:  # a cut-out drafter starts from its weights
+            model = load_model(target, dtype=getattr(torch, target_dtype)).eval()
+            model.requires_grad_(False)
+        self.exported = _make_drafter(model, load_config(target), drafter, drafter_layers)
         # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
-        object.__setattr__(self, "target", model)
-        self.target: HybridModel
-        self.exported = _make_drafter(model, drafter, drafter_layers)
+        object.__setattr__(self, "target", model if teacher_cache is None else None)
+        self.target: HybridModel | None
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self.target.to(self.device)
+        if self.target is not None:
+            self.target.to(self.device)
 
     def compiled_models(self) -> list[HybridModel]:
-        return [self.exported, self.target]
+        return [self.exported] if self.target is None else [self.exported, self.target]
 
     def counted_mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask"]
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
+        mask = shift_left(self.counted_mask(batch))
+        options = dict(
+            ce_labels=shift_left(tokens),
+            ce_weight=self.ce_weight,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            normalizer=normalizer,
+        )
+        if self.target is None:
+            parts = (batch[f"teacher_{name}"] for name in ("ids", "log_probs", "log_tail"))
+            hidden = self.exported.hidden_states(tokens, segment_ids)
+            head = self.exported.head_weight
+            return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
         with torch.no_grad():
             target_hidden = self.target.hidden_states(tokens, segment_ids)
         return chunked_distillation_loss(
@@ -337,12 +364,8 @@ class Distillation(Training):
             self.exported.head_weight,
             target_hidden,
             self.target.head_weight,
-            shift_left(self.counted_mask(batch)),
-            ce_labels=shift_left(tokens),
-            ce_weight=self.ce_weight,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            normalizer=normalizer,
+            mask,
+            **options,
         )
 
 
@@ -411,20 +434,24 @@ def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None
 
 
 def _make_drafter(
-    target: HybridModel, config: HybridConfig | None, layers: list[int] | None
+    target: HybridModel | None,
+    target_config: HybridConfig,
+    config: HybridConfig | None,
+    layers: list[int] | None,
 ) -> HybridModel:
     if config is None:
+        assert target is not None
         return slice_drafter(target, layers)
     if layers is not None:
         raise UsageError(
             "model.drafter describes a drafter with random weights and model.drafter_layers one "
             "that is sliced from the target: give one of them"
         )
-    require_same_vocabulary(config, target.config)
+    require_same_vocabulary(config, target_config)
     return HybridModel(
         config.replace(
-            eos_token_ids=target.config.eos_token_ids,
-            bos_token_id=target.config.bos_token_id,
-            pad_token_id=target.config.pad_token_id,
+            eos_token_ids=target_config.eos_token_ids,
+            bos_token_id=target_config.bos_token_id,
+            pad_token_id=target_config.pad_token_id,
         )
     )

@@ -72,6 +72,7 @@ class TrainingCLI(LightningCLI):
     description = "Train in a run folder that the same command resumes."
     export_folder = "drafter"
     evaluates = True
+    trains = True  # `fit` is its subcommand; a command that only reads the same config has none
     resume_path: Path | None = None
     restarts = 0  # without progress; the main process knows
 
@@ -92,6 +93,7 @@ class TrainingCLI(LightningCLI):
                 "fit": {"description": self.description, "allow_abbrev": False},
             },
             args=args,
+            run=self.trains,
         )
 
     @staticmethod
@@ -100,6 +102,17 @@ class TrainingCLI(LightningCLI):
         return {"fit": inputs | {"ckpt_path", "weights_only"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.add_own_options(parser)
+        parser.add_lightning_class_args(LogMetrics, "progress")
+        parser.add_lightning_class_args(Exports, "export")
+        # Training state before evaluations: what takes long or fails must not cost a step.
+        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
+        if self.evaluates:
+            parser.add_lightning_class_args(EvaluateExports, "evaluation")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def add_own_options(self, parser: LightningArgumentParser) -> None:
+        """Those that are no part of a YAML file."""
         parser.add_argument(
             "--run_dir", "--run-dir", type=str | None, default=None,
             help="Run folder; running the same command again goes on where it stopped. Needed "
@@ -109,25 +122,18 @@ class TrainingCLI(LightningCLI):
             "--show_mask", "--show-mask", action="store_true",
             help="Print a training conversation with its loss mask in colour, and exit.",
         )  # fmt: skip
-        parser.add_lightning_class_args(LogMetrics, "progress")
-        parser.add_lightning_class_args(Exports, "export")
-        # Training state before evaluations: what takes long or fails must not cost a step.
-        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
-        if self.evaluates:
-            parser.add_lightning_class_args(EvaluateExports, "evaluation")
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
     @property
     def options(self) -> Any:
-        """The subcommand's parsed configuration."""
-        return self.config[self.config["subcommand"]]
+        """The parsed configuration, the subcommand's where there is one."""
+        return self.config[self.config["subcommand"]] if self.trains else self.config
 
     @property
     def run_dir(self) -> Path:
         return Path(self.options["run_dir"])
 
     def before_instantiate_classes(self) -> None:
-        _quieten()
+        quieten()
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")
         # Deterministic mode would also fill every new tensor with NaN.
@@ -309,7 +315,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")

@@ -1,0 +1,134 @@
+"""Compute a target's outputs once, for distillations that then do without it.
+
+    python pipelines/cache_teacher.py --config configs/distill/quickstart.yaml \\
+        --out runs/teacher-cache --top_k 64
+    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+        --model.teacher_cache runs/teacher-cache --run_dir runs/from-cache
+
+Reads the YAML files of distill.py, whose target and data it uses. Prints size and free disk before
+it starts; --dry_run stops there. The same command again goes on where it was stopped; several
+processes (accelerate launch, torchrun, srun) share the work.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+
+from stree.errors import exit_with_reason
+from stree.models.convert import load_config, load_model
+from stree.tokenizer import fingerprint
+from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.distill import DistillCLI
+from stree_pipelines.eval_context import Workers, checkpoint_sha256, pick_device
+from stree_pipelines.run_folder import describe_code
+from stree_pipelines.teacher_cache import CacheSpec
+from stree_pipelines.teacher_cache_writer import CacheWriter
+from stree_pipelines.training import Distillation
+from stree_pipelines.training_cli import quieten
+
+
+class CacheCLI(DistillCLI):
+    """Parses what a distillation parses, and makes its cache instead of training."""
+
+    description = "Compute a target's top-k outputs once; the same command goes on."
+    trains = False
+
+    def add_own_options(self, parser: LightningArgumentParser) -> None:
+        add = parser.add_argument
+        add("--out", type=str, required=True, help="Folder of the cache.")
+        add("--top_k", "--top-k", type=int, default=64, help="Tokens kept of each prediction.")
+        add("--dtype", type=str, choices=["float16", "float32"], default="float16",
+            help="Of the log-probabilities.")  # fmt: skip
+        add("--shard_positions", "--shard-positions", type=int, default=65536,
+            help="Predictions in a shard: what a kill loses at most.")  # fmt: skip
+        add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+        add("--dry_run", "--dry-run", action="store_true", help="Say what it would take, and exit.")
+
+    def before_instantiate_classes(self) -> None:
+        quieten()
+        if torch.cuda.is_available():
+            torch.set_float32_matmul_precision("high")
+
+    def instantiate_classes(self) -> None:
+        """Nothing is trained."""
+
+    def make(self) -> None:
+        options, model = self.options, self.options["model"]
+        workers = Workers(*place_among_processes())
+        data = ConversationDataModule(**options["data"])
+        data.setup()
+        spec = CacheSpec(
+            target_sha256=checkpoint_sha256(model["target"]),
+            tokenizer_fingerprint=fingerprint(data.tokenizer),
+            vocab_size=load_config(model["target"]).vocab_size,
+            sequence_length=data.sequence_length,
+            temperature=model["temperature"],
+            top_k=options["top_k"],
+            dtype=options["dtype"],
+            shard_positions=options["shard_positions"],
+        )
+        writer = CacheWriter(options["out"], spec, data.tables)
+        if workers.is_main:
+            print(describe(writer), flush=True)
+        writer.require_space()
+        if options["dry_run"] or not writer.missing():
+            return
+        device = pick_device(options["device"])
+        dtype = getattr(torch, model["target_dtype"])
+        target = load_model(model["target"], device, dtype)
+        made_with: dict[str, Any] = {
+            "target": model["target"],
+            "target_dtype": model["target_dtype"],
+            "precision": options["trainer"]["precision"] or "32-true",
+            **describe_code(),
+        }
+        writer.write(
+            target, data.pad_id, data.batch_size, workers, made_with, made_with["precision"]
+        )
+        left = len(writer.missing())
+        if workers.is_main:
+            print(f"{writer.directory}: {_state(left, len(writer.shards))}", flush=True)
+
+
+def describe(writer: CacheWriter) -> str:
+    """What the cache takes, before any of it is computed."""
+    spec, missing = writer.spec, writer.missing()
+    sizes = ", ".join(
+        f"{split} {plan.num_rows:,} predictions in {len(plan)} shards"
+        for split, plan in writer.plans.items()
+    )
+    lines = [
+        f"teacher cache {writer.directory}: {sizes}",
+        f"{spec.top_k} of {spec.vocab_size:,} tokens and the tail: {spec.row_bytes} bytes a "
+        f"prediction, {writer.num_bytes(writer.shards):,} bytes in all",
+        f"{len(writer.shards) - len(missing)} of {len(writer.shards)} shards are there; the others "
+        f"take {writer.num_bytes(missing):,} bytes, {writer.free_bytes():,} are free",
+    ]
+    return "\n".join(lines)
+
+
+def place_among_processes() -> tuple[int, int]:
+    """This process' number and how many there are, as its launcher (accelerate, torchrun or srun)
+    says. They need not meet: each shard is somebody's."""
+    for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and count in os.environ:
+            return int(os.environ[rank]), int(os.environ[count])
+    return 0, 1
+
+
+def _state(left: int, total: int) -> str:
+    if not left:
+        return f"all {total} shards are there"
+    return f"{total - left} of {total} shards are there, other processes are at the rest"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    CacheCLI(Distillation, arguments).make()
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
