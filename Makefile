@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart
 CHAT   ?= runs/chat-75m-drafter
 
-.PHONY: quickstart chat test check clean
+.PHONY: quickstart chat test test-long check clean
 
 quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
 	$(BIN)/python pipelines/corpus.py data/python-docs
@@ -24,6 +24,9 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and
 
 test: $(VENV)/ready-dev  ## set up, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+test-long: $(VENV)/ready-dev  ## kills, signals and disks at many more random moments: under two hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests/faults
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .

@@ -12,10 +12,7 @@ import math
 import os
 import random
 import re
-import secrets
-import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +27,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stree.errors import CheckpointRefused, Preempted, UsageError
-from stree.files import publish_directory, sweep_leftovers, verify_manifest
+from stree.files import (
+    make_directory,
+    publish_directory,
+    remove_directory,
+    sweep_leftovers,
+    verify_manifest,
+)
 from stree_pipelines.data import recount_micro_batches
 
 TENSORS_NAME = "state.safetensors"
@@ -77,6 +80,12 @@ def _steps_under(parent: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in parent.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def remove_all_but(keep_last: int, directory: Path) -> None:
+    """Keep the checkpoints of the highest steps in `directory`."""
+    for _, path in _steps_under(directory)[:-keep_last]:
+        remove_directory(path)
 
 
 def encode_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -189,13 +198,7 @@ class SafeCheckpointIO(CheckpointIO):
             ) from error
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Rename, then delete: a reader never sees half a checkpoint."""
-        path = Path(path)
-        # The name that `sweep_leftovers` knows, so that a kill in between leaves nothing behind.
-        host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())[:64]
-        doomed = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{host}"
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_directory(path)
 
 
 class TrainingCheckpoints(pl.Callback):
@@ -232,7 +235,7 @@ class TrainingCheckpoints(pl.Callback):
         if self.run_dir is None:
             raise UsageError("TrainingCheckpoints needs its run_dir before fit")
         if trainer.is_global_zero:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory)
             sweep_leftovers(self.directory)
 
     @property
@@ -311,9 +314,7 @@ class TrainingCheckpoints(pl.Callback):
         )
         self._saved_step = step
         if trainer.is_global_zero:
-            io = SafeCheckpointIO()
-            for _, path in _steps_under(self.directory)[: -self.keep_last]:
-                io.remove_checkpoint(path)
+            remove_all_but(self.keep_last, self.directory)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

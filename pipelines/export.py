@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from stree.errors import CheckpointRefused, UsageError
-from stree.files import sweep_leftovers, verify_manifest
+from stree.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree.models.convert import save_model
 from stree_pipelines.checkpointing import step_directory
 from stree_pipelines.training import Training
@@ -84,7 +82,7 @@ class Exports(pl.Callback):
         if self.directory is None:
             raise UsageError("Exports needs its directory before fit")
         if trainer.is_global_zero:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory)
             sweep_leftovers(self.directory)
 
     def on_train_batch_end(
@@ -141,10 +139,3 @@ class Exports(pl.Callback):
         except CheckpointRefused:
             return False
         return manifest.get("config_hash") == self.provenance.get("config_hash")
-
-
-def point_to(link: Path, name: str) -> None:
-    """Make the symlink `link` name its sibling `name`, replacing what it named, atomically."""
-    temporary = link.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-link"
-    temporary.symlink_to(name)
-    os.replace(temporary, link)

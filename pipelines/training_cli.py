@@ -18,10 +18,15 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import OutOfMemory, UsageError
-from stree.files import MANIFEST_NAME
+from stree.files import MANIFEST_NAME, sweep_leftovers
 from stree.tokenizer import fingerprint
 from stree_pipelines.callbacks import EvaluateExports, LogMetrics
-from stree_pipelines.checkpointing import SafeCheckpointIO, TrainingCheckpoints, latest_valid
+from stree_pipelines.checkpointing import (
+    SafeCheckpointIO,
+    TrainingCheckpoints,
+    latest_valid,
+    remove_all_but,
+)
 from stree_pipelines.command_line import OneLineErrors
 from stree_pipelines.data import ConversationDataModule, accumulation
 from stree_pipelines.export import Exports
@@ -192,9 +197,17 @@ class TrainingCLI(LightningCLI):
             asked = f"{step} of {max_steps} steps are done"
             if step > max_steps:
                 asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
+            self._tidy_up()
             say(f"{self.run_dir} is finished: {asked}")
         else:
             super()._run_subcommand(subcommand)
+
+    @rank_zero_only
+    def _tidy_up(self) -> None:
+        """What a kill behind the last save may have left to do."""
+        for folder in ("", "checkpoints", self.export_folder):
+            sweep_leftovers(self.run_dir / folder)
+        remove_all_but(self.options["checkpoint"]["keep_last"], self.run_dir / "checkpoints")
 
     def _show_mask(self) -> None:
         """Read no more of the data than it takes to find a conversation."""

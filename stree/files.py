@@ -44,7 +44,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
     """
     path = Path(path)
     content = data.encode() if isinstance(data, str) else data
-    with _reporting_refusals(path, needed_bytes=len(content), codes=None):
+    with reporting_refusals(path, needed_bytes=len(content), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_path(path.parent)
         try:
@@ -61,10 +61,40 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
             _in_use.discard(temporary)
 
 
+def point_to(link: str | os.PathLike[str], name: str) -> None:
+    """Make the symlink `link` name its sibling `name`, replacing what it named, atomically.
+
+    Raises CannotWrite when the disk refuses; `link` is then what it was.
+    """
+    link = Path(link)
+    with reporting_refusals(link, codes=None):
+        temporary = _temporary_path(link.parent)
+        try:
+            temporary.symlink_to(name)
+            os.replace(temporary, link)
+            _fsync(link.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+            _in_use.discard(temporary)
+
+
+def remove_directory(path: str | os.PathLike[str]) -> None:
+    """Rename a folder, then delete it: a reader never sees half of it, and what a kill in between
+    leaves goes with `sweep_leftovers`. Raises CannotWrite when it cannot even be renamed."""
+    path = Path(path)
+    with reporting_refusals(path, codes=None):
+        doomed = _temporary_path(path.parent)
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        finally:
+            _in_use.discard(doomed)
+
+
 def make_directory(path: str | os.PathLike[str]) -> None:
     """Create a folder and those above it; CannotWrite when that is refused."""
     path = Path(path)
-    with _reporting_refusals(path, needed_bytes=0, codes=None):
+    with reporting_refusals(path, codes=None):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -88,7 +118,7 @@ def publish_directory(
     if _lexists(path) and not overwrite:
         raise CannotWrite(f"{path} exists already: choose another name or allow overwriting")
     make_directory(path.parent)
-    with _reporting_refusals(path, needed_bytes):
+    with reporting_refusals(path, needed_bytes):
         _require_space(path.parent, needed_bytes)
         temporary = _temporary_path(path.parent)
         try:
@@ -166,6 +196,25 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
     """Hex sha256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def reporting_refusals(
+    path: str | os.PathLike[str],
+    needed_bytes: int = 0,
+    codes: set[int] | None = _REFUSED_WRITE,
+) -> Iterator[None]:
+    """Turn the disk's refusals into CannotWrite with what was needed and what is free. `codes`
+    None: any error of the system's is one, since nothing but writing happens inside."""
+    try:
+        yield
+    except CannotWrite:
+        raise
+    except Exception as error:
+        code = _errno_of(error)
+        if code is None or (codes is not None and code not in codes):
+            raise
+        raise CannotWrite(_explain(Path(path), code, needed_bytes)) from error
 
 
 def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
@@ -295,23 +344,6 @@ def _require_space(directory: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
-@contextmanager
-def _reporting_refusals(
-    path: Path, needed_bytes: int, codes: set[int] | None = _REFUSED_WRITE
-) -> Iterator[None]:
-    """Turn the disk's refusals into CannotWrite with what was needed and what is free. `codes`
-    None: any error of the system's is one, since nothing but writing happens inside."""
-    try:
-        yield
-    except CannotWrite:
-        raise
-    except Exception as error:
-        code = _errno_of(error)
-        if code is None or (codes is not None and code not in codes):
-            raise
-        raise CannotWrite(_explain(path, code, needed_bytes)) from error
-
-
 def _errno_of(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return error.errno
@@ -321,15 +353,20 @@ def _errno_of(error: Exception) -> int | None:
 
 
 def _explain(path: Path, code: int | None, needed_bytes: int) -> str:
-    reason = os.strerror(code or 0)
     existing = next(folder for folder in path.absolute().parents if folder.is_dir())
-    free_bytes = shutil.disk_usage(existing).free
+    disk = os.statvfs(existing)
+    free = f"{disk.f_bavail * disk.f_frsize} bytes free"
     needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code == errno.EFBIG:
+        remedy = "raise the limit on a file's size (ulimit -f)"
+    elif code == errno.ENOSPC and disk.f_files and not disk.f_favail:
+        free += ", but no inodes"
+        remedy = "delete some files (df -i) or choose another disk"
+    elif code in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space or choose another disk"
     else:
         remedy = "choose a folder that you may write to"
-    return f"cannot write {path}: {reason} ({needed}{free_bytes} bytes free): {remedy}"
+    return f"cannot write {path}: {os.strerror(code or 0)} ({needed}{free}): {remedy}"
 
 
 def _lexists(path: Path) -> bool:

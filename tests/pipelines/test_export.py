@@ -16,7 +16,7 @@ import yaml
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree.errors import CannotWrite, UsageError
-from stree.files import verify_manifest
+from stree.files import point_to, verify_manifest
 from stree.models.convert import load_model
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines import callbacks, distill, export
@@ -24,7 +24,7 @@ from stree_pipelines.callbacks import EvaluationFailed, clock, untouched_trainin
 from stree_pipelines.checkpointing import SafeCheckpointIO
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation import Evaluation
-from stree_pipelines.export import Exports, log_spaced_steps, point_to
+from stree_pipelines.export import Exports, log_spaced_steps
 from stree_pipelines.records import ResultStore
 
 

@@ -1,0 +1,200 @@
+"""The product's commands as processes that start in a tenth of a second.
+
+A helper process imports everything once and forks for each command. What a test gets is a process
+of its own, with its own memory, files and signals, that runs the real script to its real exit code;
+only the five seconds of importing are shared. The helper has one thread and has computed nothing
+when it forks (`start` refuses otherwise), so no lock or pool of PyTorch's is inherited half used.
+
+As a script this file is the helper: it reads one JSON request a line, and answers each with one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+DISTILL, EVAL_SPEC = (REPOSITORY / "pipelines" / name for name in ("distill.py", "eval_spec.py"))
+PATIENCE_S = 240.0  # for anything that a busy machine may take long for
+
+
+@dataclass
+class Command:
+    """A started command. `output` is the file of its stdout and stderr together."""
+
+    forks: Forks
+    pid: int
+    output: Path
+    _code: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit code, −N after signal N, None while it runs."""
+        if self._code is None:
+            self._code = self.forks._ask({"poll": self.pid})["code"]
+        return self._code
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        wait_until(lambda: self.poll() is not None, lambda: f"the end of {self}", timeout_s)
+        assert self._code is not None
+        return self._code
+
+    def send(self, number: int) -> None:
+        """A signal; nothing where the process has ended. Its number is not used anew before
+        `poll` has seen the end."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def __str__(self) -> str:
+        return f"process {self.pid}, whose output is\n{self.text()}"
+
+
+class Forks:
+    """The helper process and what it has started."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._helper = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment, start_new_session=True, cwd=REPOSITORY,
+        )  # fmt: skip
+        assert self._read()["threads"] == 1
+
+    def start(
+        self,
+        script: Path,
+        arguments: list[str],
+        output: Path,
+        before: tuple[str, Mapping[str, Any]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        limit_file_bytes: int | None = None,
+    ) -> Command:
+        """Run `python script arguments`.
+
+        Args:
+            before: ("module:function", keyword arguments), called in the new process first: a test
+                puts its fault there.
+            environment: variables beside the test's own.
+            limit_file_bytes: what `ulimit -f` would set.
+        """
+        request = {
+            "script": str(script), "arguments": arguments, "output": str(output),
+            "before": before, "environment": dict(environment or {}),
+            "limit_file_bytes": limit_file_bytes,
+        }  # fmt: skip
+        return Command(self, self._ask(request)["pid"], output)
+
+    def run(self, *arguments: Any, **options: Any) -> Command:
+        """`start`, and wait for the end."""
+        command = self.start(*arguments, **options)
+        command.wait()
+        return command
+
+    def close(self) -> None:
+        os.killpg(self._helper.pid, signal.SIGKILL)
+        self._helper.communicate()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._helper.stdin is not None
+        self._helper.stdin.write(json.dumps(request) + "\n")
+        self._helper.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._helper.stdout is not None
+        line = self._helper.stdout.readline()
+        assert line, "the helper process is gone"
+        return json.loads(line)
+
+
+@contextmanager
+def forks() -> Iterator[Forks]:
+    started = Forks()
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def wait_until(
+    holds: Callable[[], bool], wanted: Callable[[], str], timeout_s: float = PATIENCE_S
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s still not: {wanted()}"
+        time.sleep(0.002)
+
+
+# The helper
+
+
+def _serve() -> None:
+    import resource
+
+    import torch.utils.tensorboard  # noqa: F401 (Lightning's logger imports it when it starts)
+
+    for name in ("distill", "train_target", "eval_spec"):
+        importlib.import_module(f"stree_pipelines.{name}")
+    gc.collect()
+    gc.freeze()  # or each command would collect all of it once more at its end
+    _answer({"threads": len(os.listdir("/proc/self/task"))})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            _answer({"code": os.waitstatus_to_exitcode(status) if pid else None})
+            continue
+        assert len(os.listdir("/proc/self/task")) == 1
+        pid = os.fork()
+        if pid:
+            _answer({"pid": pid})
+            continue
+        _become(request, resource)
+        return
+
+
+def _become(request: Mapping[str, Any], resource: Any) -> None:
+    """Be the command; ends as a script does, with the interpreter's own shutdown."""
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
+    os.environ.update(request["environment"])
+    if request["limit_file_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit_file_bytes"],) * 2)
+    script = request["script"]
+    sys.argv = [script, *request["arguments"]]
+    sys.path[0] = os.path.dirname(script)
+    if request["before"] is not None:
+        place, options = request["before"]
+        module, function = place.split(":")
+        sys.path.append(str(Path(__file__).parent))
+        getattr(importlib.import_module(module), function)(**options)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _answer(content: Mapping[str, Any]) -> None:
+    print(json.dumps(content), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

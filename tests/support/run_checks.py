@@ -1,0 +1,100 @@
+"""What must be true of a run folder at any moment, and of one that was finished after a fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_run import metric_rows
+
+from stree.files import verify_manifest
+
+# Of a result row and of a sample: what the clock decides, and who measured.
+ROW_TIMINGS = {
+    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+    "confidence_intervals", "environment",
+}  # fmt: skip
+SAMPLE_TIMINGS = {"prefill_s", "decode_s", "time_ms", "baseline"}
+
+
+def lanes(quick: int, long: int) -> list:
+    """Seeds of a test: `quick` of them in `make test`, all of the `long` in `make test-long`."""
+    return [
+        pytest.param(seed, marks=[pytest.mark.long] if seed >= quick else [])
+        for seed in range(long)
+    ]
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the visible step-* folders, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob(".tmp-*")]
+
+
+def last_logged(run_dir: Path) -> int:
+    """The last step with a whole row in metrics.csv, 0 before there is one."""
+    path = run_dir / "metrics.csv"
+    if not path.is_file():
+        return 0
+    text = path.read_text(encoding="utf-8")
+    rows = text[: text.rfind("\n") + 1].splitlines()[1:]
+    return int(rows[-1].split(",")[0]) if rows else 0
+
+
+def assert_visible_is_whole(run_dir: Path) -> None:
+    """Whatever has a name of its own is complete; only `.tmp-*` may be half written."""
+    for folder in ("checkpoints", "drafter"):
+        for step in steps_in(run_dir / folder):
+            assert verify_manifest(run_dir / folder / f"step-{step:08d}")["step"] == step
+        others = {path.name for path in (run_dir / folder).glob("[!.]*")} - {"latest"}
+        assert all(name.startswith("step-") for name in others)
+    latest = run_dir / "drafter/latest"
+    if latest.is_symlink():
+        assert verify_manifest(latest)
+    for name in ("config.yaml", "command.json"):
+        assert not (run_dir / name).exists() or (run_dir / name).read_text().endswith("\n")
+
+
+def assert_same_run(run_dir: Path, whole: Path) -> None:
+    """Curve, checkpoints and exports are those of the run that nothing disturbed, bit for bit."""
+    assert metric_rows(run_dir) == metric_rows(whole)
+    for folder in ("checkpoints", "drafter"):
+        assert steps_in(run_dir / folder) == steps_in(whole / folder)
+        for step in steps_in(whole / folder):
+            mine, theirs = (each / folder / f"step-{step:08d}" for each in (run_dir, whole))
+            assert _contents(mine) == _contents(theirs)
+    assert os.readlink(run_dir / "drafter/latest") == os.readlink(whole / "drafter/latest")
+    assert leftovers(run_dir) == []
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def table_without_timings(out: Path) -> str:
+    """results.jsonl and the samples that it names, line by line, without what the clock decides."""
+    lines = []
+    for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        lines.append(_without(row, ROW_TIMINGS))
+        samples = (out / row["samples"]).read_text(encoding="utf-8").splitlines()
+        lines += [_without(json.loads(sample), SAMPLE_TIMINGS) for sample in samples]
+    return "\n".join(lines)
+
+
+def _without(row: dict, names: set[str]) -> str:
+    return json.dumps({name: value for name, value in row.items() if name not in names})
+
+
+def logged_steps(run_dir: Path) -> list[int]:
+    """Step of every row of metrics.csv with a loss."""
+    with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
