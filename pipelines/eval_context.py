@@ -21,11 +21,15 @@ import torch.distributed as dist
 
 from stree.errors import CheckpointRefused, UsageError
 from stree.files import MANIFEST_NAME, sha256_of_file
+from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.records import Environment
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-UNCOUNTED = (MANIFEST_NAME, "provenance.json")
+CURVE_NAME = "tau_vs_step.svg"  # beside a model card
+# Files of an export that say something about it, and change nothing that it computes.
+UNCOUNTED = (MANIFEST_NAME, "provenance.json", PROFILE_NAME, CURVE_NAME)
+_CPU_NAME = "CPU: "
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.
 PATIENCE = timedelta(hours=12)
@@ -102,8 +106,8 @@ def pick_dtype(name: str) -> torch.dtype:
 
 def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
     """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
-    tokenizer and chat template. Only where it comes from (provenance.json) and what it says to
-    people (*.md) do not count.
+    tokenizer and chat template. Only where it comes from (provenance.json), what was measured of
+    it, and what it says to people (*.md) do not count.
 
     Taken from the manifest where there is one (loading verifies that it is true), else read from
     the files. Raises CheckpointRefused when there are no weights.
@@ -174,7 +178,12 @@ def device_name(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU: {models[0] if models else platform.machine()}"
+    return f"{_CPU_NAME}{models[0] if models else platform.machine()}"
+
+
+def is_cpu_name(name: str) -> bool:
+    """Whether a row's device, as `device_name` calls it, is a CPU."""
+    return name.startswith(_CPU_NAME)
 
 
 def _on_cpu(device: str) -> bool:

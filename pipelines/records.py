@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from stree.errors import BadData, CannotWrite
 from stree.files import write_atomically
+from stree.speculation_profile import Record, Tree
 
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
@@ -34,17 +35,6 @@ Row = TypeVar("Row", bound=BaseModel)
 SampleKey = tuple[str | None, str, str | None, str, str, str, int]
 # (checkpoint sha256, method, tree, benchmark, prompts hash, decoding hash, seed)
 ResultKey = tuple[str | None, str, str | None, str, str, str, int]
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class Tree(Record):
-    """A token tree: its name and, as its shape, every node's parent."""
-
-    name: str
-    parents: tuple[int, ...]
 
 
 class Divergence(Record):
@@ -105,7 +95,7 @@ class ResultRow(Record):
     acceptance_length_prompt_mean: float | None
     acceptance_histogram: dict[int, int]
     depth_accept_rates: dict[int, float]
-    end_nodes: dict[int, int] = {}  # empty in rows from before it was recorded
+    end_nodes: dict[int, int] = Field(default_factory=dict)
     nodes_per_call: float | None
     tokens_per_second: float | None
     tokens_per_second_e2e: float | None

@@ -89,9 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
     paths = write_report(options.run, options.out)
     data = load_run(options.run)
     for temperature in data.temperatures:
-        headline, reason = advise(data, temperature)
+        advice = advise(data, temperature)
         print(table6(data, data.scopes[0], temperature).to_markdown())
-        print(f"T = {temperature:g}: {headline + '. ' if headline else ''}{reason}\n")
+        headline = f"{advice.headline}. " if advice.headline else ""
+        print(f"T = {temperature:g}: {headline}{advice.reason}\n")
     print("\n".join(map(str, paths)))
 
 

@@ -15,7 +15,14 @@ from stree import metrics
 from stree.errors import BadData, UsageError
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation import summarise_lossless
-from stree_pipelines.records import RESULTS_NAME, Lossless, ResultRow, ResultStore, SampleRow
+from stree_pipelines.records import (
+    RESULTS_NAME,
+    Lossless,
+    ResultRow,
+    ResultStore,
+    SampleRow,
+    Tree,
+)
 
 POOLED = "all benchmarks"
 METHOD_LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
@@ -75,6 +82,12 @@ class RunData:
     def cell(self, checkpoint: str, method: str, benchmark: str, temperature: float) -> Cell | None:
         return self.cells.get((checkpoint, method, benchmark, temperature))
 
+    def tree(self, method: str) -> Tree | None:
+        """The tree behind a method's name here."""
+        name = method.partition(":")[0]
+        trees = [row.tree for row in self.rows if row.method == name and row.tree is not None]
+        return next((t for t in trees if method in (name, f"{name}:{t.name}")), None)
+
     @property
     def last(self) -> str:
         """The checkpoint to judge by: the one distilled longest."""
@@ -92,18 +105,22 @@ def load_run(folder: str | Path) -> RunData:
     Raises UsageError when there are no results.
     """
     folder = Path(folder)
-    evaluations = [path for path in (folder / "eval", folder) if (path / RESULTS_NAME).is_file()]
-    if not evaluations:
-        raise UsageError(f"no {RESULTS_NAME} in {folder} or {folder}/eval: run eval_spec.py first")
-    store = ResultStore(evaluations[0])
-    rows = store.results()
-    if not rows:
-        raise UsageError(f"{evaluations[0] / RESULTS_NAME} is empty: run eval_spec.py first")
-    data = RunData(folder, rows)
+    store = open_results(folder)
+    data = RunData(folder, store.results())
     data.curves = _read_curves(folder / "metrics.csv", data.notes)
     data.command = _read_command(folder / "command.json", data.notes)
-    _arrange(data, store)
+    arrange(data, store)
     return data
+
+
+def open_results(folder: Path) -> ResultStore:
+    """RUN/eval, or RUN when it holds results.jsonl itself; raises UsageError without any row."""
+    for path in (folder / "eval", folder):
+        if (path / RESULTS_NAME).is_file():
+            if not ResultStore(path).results():
+                raise UsageError(f"{path / RESULTS_NAME} is empty: run eval_spec.py first")
+            return ResultStore(path)
+    raise UsageError(f"no {RESULTS_NAME} in {folder} or {folder}/eval: run eval_spec.py first")
 
 
 def expected_tau(acceptance: float, num_drafts: int = CHAIN_DRAFTS) -> float:
@@ -112,7 +129,8 @@ def expected_tau(acceptance: float, num_drafts: int = CHAIN_DRAFTS) -> float:
     return sum(acceptance**depth for depth in range(num_drafts + 1))
 
 
-def _arrange(data: RunData, store: ResultStore) -> None:
+def arrange(data: RunData, store: ResultStore) -> None:
+    """Fill `data` in from its rows and their samples."""
     # Of rows that differ in settings only, the one that was written last counts.
     chosen = {_cell_key(row, data.rows): row for row in data.rows}
     if len(chosen) < len(data.rows):

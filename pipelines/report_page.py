@@ -23,9 +23,7 @@ def page_context(data: RunData) -> dict[str, Any]:
         "name": data.folder.resolve().name,
         "last": checkpoint_title(data, data.last) if data.last else "",
         "advice": [
-            {"temperature": f"{t:g}", "headline": headline, "reason": reason}
-            for t in data.temperatures
-            for headline, reason in [advise(data, t)]
+            {"temperature": f"{t:g}", **advise(data, t)._asdict()} for t in data.temperatures
         ],
         "tables": tables,
         "lossless": _lossless(data),

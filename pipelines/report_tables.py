@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stree import metrics
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -76,27 +77,34 @@ def table6_markdown(data: RunData) -> str:
     return "\n".join([intro, *tables])
 
 
-def advise(data: RunData, temperature: float) -> tuple[str, str]:
-    """What to use at this temperature, judged at the last checkpoint over all benchmarks:
-    (headline, reason). Empty headline when nothing can be compared."""
+class Advice(NamedTuple):
+    """What to decode with, and why. headline is empty when nothing can be compared; fastest is the
+    fastest speculation, method what to use: that, a simpler one, or autoregressive decoding."""
+
+    headline: str
+    reason: str
+    method: str = ""
+    fastest: str = ""
+
+
+def advise(data: RunData, temperature: float) -> Advice:
+    """What to use at this temperature, judged at the last checkpoint over all benchmarks."""
     scope = data.scopes[0]
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
     if not timed:
-        return "", "No autoregressive baseline was measured, so speeds can't be compared."
+        return Advice("", "No autoregressive baseline was measured, so speeds can't be compared.")
     best = max(timed, key=lambda method: timed[method]["speedup"])
     cell = timed[best]
     gain, interval = cell["speedup"], cell.interval("speedup")
     times = f"{gain:.2f}× plain decoding{_bracket(interval)}, τ {cell['acceptance_length']:.2f}"
+    plain = "Use plain decoding"
     if gain <= 1:
-        return "Use plain decoding", (
-            f"The fastest speculation, {method_label(best)}, is {times}.{_costliest(cell)}"
-        )
+        reason = f"The fastest speculation, {method_label(best)}, is {times}.{_costliest(cell)}"
+        return Advice(plain, reason, AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
-        return "Use plain decoding", (
-            f"{method_label(best)} is {times}: the interval includes 1, so its gain isn't certain."
-            f"{_costliest(cell)}"
-        )
+        reason = f"{method_label(best)} is {times}: the interval includes 1, so its gain isn't "
+        return Advice(plain, f"{reason}certain.{_costliest(cell)}", AUTOREGRESSIVE, best)
     rivals = [method for method in timed if method != best]
     comparison, tie = "", ""
     if rivals:
@@ -108,11 +116,11 @@ def advise(data: RunData, temperature: float) -> tuple[str, str]:
         comparison = f" and {ratio:.2f}× {method_label(rival)}{_bracket(between)}"
     if tie:
         simpler = next((m for m in (best, tie) if m.startswith(CHAIN)), best)
-        return f"Use the {_noun(simpler)}", (
-            f"{method_label(best)} is {times}{comparison}: they can't be told apart, and a chain "
-            "verifies fewer tokens."
-        )
-    return f"Use the {_noun(best)}", f"{method_label(best)} is {times}{comparison}."
+        reason = f"{method_label(best)} is {times}{comparison}: they can't be told apart, and a "
+        reason += "chain verifies fewer tokens."
+        return Advice(f"Use the {_noun(simpler)}", reason, simpler, best)
+    reason = f"{method_label(best)} is {times}{comparison}."
+    return Advice(f"Use the {_noun(best)}", reason, best, best)
 
 
 def _costliest(cell: Cell) -> str:

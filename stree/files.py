@@ -131,6 +131,36 @@ def publish_directory(
             _in_use.discard(temporary)
 
 
+def add_files(directory: str | os.PathLike[str], contents: Mapping[str, str]) -> None:
+    """Put text files into a published folder, or replace them: all of them or none, in one step.
+
+    A folder with them, hard links to all else and a manifest that is true of both takes the old
+    one's place, as `publish_directory` does with `overwrite`. Nothing is written when they are
+    there already. Raises CheckpointRefused when the folder is not what its manifest says, and
+    CannotWrite on a full disk or an unwritable folder.
+    """
+    directory = Path(directory).resolve()
+    manifest = verify_manifest(directory)
+    present = {name for name in contents if name in manifest["files"]}
+    if all(
+        name in present and (directory / name).read_text(encoding="utf-8") == text
+        for name, text in contents.items()
+    ):
+        return
+    extra = {key: value for key, value in manifest.items() if key not in ("version", "files")}
+    replaced = {MANIFEST_NAME, *contents}
+
+    def kept_out(folder: str, names: list[str]) -> set[str]:
+        return replaced & set(names) if Path(folder) == directory else set()
+
+    with publish_directory(directory, extra, overwrite=True) as new:
+        shutil.copytree(
+            directory, new, dirs_exist_ok=True, ignore=kept_out, copy_function=_link_or_copy
+        )
+        for name, text in contents.items():
+            (new / name).write_text(text, encoding="utf-8")
+
+
 def verify_manifest(directory: str | os.PathLike[str]) -> dict:
     """Return the parsed MANIFEST.json after checking every file of `directory` against it.
 
@@ -367,6 +397,13 @@ def _explain(path: Path, code: int | None, needed_bytes: int) -> str:
     else:
         remedy = "choose a folder that you may write to"
     return f"cannot write {path}: {os.strerror(code or 0)} ({needed}{free}): {remedy}"
+
+
+def _link_or_copy(source: str, destination: str) -> None:
+    try:
+        os.link(os.path.realpath(source), destination)
+    except OSError:  # no hard links on this filesystem, or the file is on another one
+        shutil.copy2(source, destination)
 
 
 def _lexists(path: Path) -> bool:

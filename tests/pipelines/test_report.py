@@ -6,99 +6,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from hand_made_run import CALL_S, NUM_PROMPTS, STEPS, make_row, make_run, make_sample
 
-from stree import metrics
 from stree.errors import BadData, CannotWrite, UsageError
-from stree_pipelines.evaluation import summarise_lossless
-from stree_pipelines.records import (
-    BaselineTiming,
-    Divergence,
-    Environment,
-    ResultRow,
-    ResultStore,
-    SampleRow,
-    Tree,
-    Turn,
-)
+from stree_pipelines.records import Divergence, ResultStore, Tree
 from stree_pipelines.report import main, write_report
 from stree_pipelines.report_data import POOLED, expected_tau, load_run
 from stree_pipelines.report_tables import advise, table6
-
-STEPS = (100, 1000, 10000)
-NUM_PROMPTS = 6
-# Calls of a prompt's 60 new tokens, by method and position in STEPS; a call takes 10 ms in all.
-CALLS = {"vanilla_sd": (50, 40, 30), "stree": (40, 30, 20)}
-CALL_S = {"autoregressive": 0.010, "vanilla_sd": 0.012, "stree": 0.013}
-TREES = {
-    "vanilla_sd": Tree(name="chain-4", parents=(-1, 0, 1, 2, 3)),
-    "stree": Tree(name="paper", parents=(-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7)),
-}
-
-
-def make_sample(method, step, benchmark, index, temperature, num_calls, divergence=None):
-    call_s = CALL_S[method] * (1 + 0.01 * index)
-    baseline = None
-    if method != "autoregressive":
-        spent_s = 60 * CALL_S["autoregressive"] * (1 + 0.01 * index)
-        baseline = BaselineTiming(num_new_tokens=60, prefill_s=0.01, decode_s=spent_s)
-    accepted = [60 // num_calls - 1] * num_calls
-    for extra in range(60 - sum(accepted) - num_calls):
-        accepted[extra] += 1
-    turn = Turn(
-        user=f"Question {index}?", num_prompt_tokens=5, tokens=(1,), text="<b>answer</b> ünï",
-        finish_reason="length",
-    )  # fmt: skip
-    return SampleRow(
-        checkpoint_sha256=step and str(step), step=step, method=method,
-        tree=TREES[method].name if method in TREES else None, benchmark=benchmark,
-        prompt_id=f"q{index}", category="", temperature=temperature, seed=0,
-        decoding_hash=f"{method}{temperature}", turns=(turn,), num_new_tokens=60,
-        num_calls=num_calls, num_nodes=num_calls, accepted_per_call=tuple(accepted),
-        tree_max_depth=4 if method in TREES else 0, prefill_s=0.01, decode_s=num_calls * call_s,
-        time_ms=dict.fromkeys(("draft", "verify", "accept", "commit"), 225.0 * num_calls * call_s),
-        baseline=baseline, divergence=divergence,
-        lossless=None if temperature or baseline is None else divergence is None,
-    )  # fmt: skip
-
-
-def make_row(method, step, benchmark, answers, temperature, **changes):
-    baselines = [s.baseline for s in answers] if step else answers
-    values = {
-        "step": step, "checkpoint": step and f"run/drafter/step-{step:08d}",
-        "checkpoint_sha256": step and str(step), "target": "target", "target_sha256": "7a",
-        "method": method, "tree": TREES.get(method), "verifier": None, "benchmark": benchmark,
-        "prompts_hash": "p", "temperature": temperature, "num_prompts": len(answers),
-        "max_new_tokens": 61, "ignore_eos": True, "seed": 0,
-        "decoding_hash": f"{method}{temperature}", "lossless": summarise_lossless(answers),
-        "environment": Environment(
-            git_sha="abc", device="Test device", dtypes={"weights": "float32"},
-            versions={"torch": "2"}, command_line="eval_spec.py", num_processes=1, num_threads=1,
-        ),
-        "samples": f"samples_{step}_{method}_{benchmark}_{temperature:g}.jsonl",
-        **metrics.summarise(answers, baselines),
-    }  # fmt: skip
-    return ResultRow(**{**values, **changes})
-
-
-def make_run(folder, benchmarks=("mt_bench", "gsm8k"), temperatures=(0.0, 1.0), divergence=None):
-    store = ResultStore(folder / "eval")
-    for benchmark in benchmarks:
-        for temperature in temperatures:
-            plans = [("autoregressive", None, 60)]
-            plans += [
-                (m, s, CALLS[m][i]) for i, s in enumerate(STEPS) for m in ("vanilla_sd", "stree")
-            ]
-            for method, step, calls in plans:
-                samples = [
-                    make_sample(method, step, benchmark, i, temperature, calls,
-                                divergence if (step, method, i) == (100, "stree", 0) else None)
-                    for i in range(NUM_PROMPTS)
-                ]  # fmt: skip
-                store.publish(make_row(method, step, benchmark, samples, temperature), samples)
-    lines = ["step,loss,simulated_acceptance,val_loss,lr"]
-    lines += [f"{step},{5 / step:.4f},0.{step % 7},,0.1" for step in range(10, 200, 10)]
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from stree import files
 from stree.errors import CannotWrite, CheckpointRefused
 from stree.files import (
     MANIFEST_NAME,
+    add_files,
     make_directory,
     publish_directory,
     sweep_leftovers,
@@ -204,6 +205,57 @@ def test_destination_on_another_filesystem():
         assert sorted(os.listdir(name)) == ["file", "step"]
     finally:
         shutil.rmtree(name, ignore_errors=True)
+
+
+def test_files_are_added_to_a_published_folder_in_one_step(tmp_path):
+    """Whoever opens the folder finds it before or after, whole; all else in it stays as it is."""
+    publish(tmp_path / "step", b"content", manifest_extra={"step": 3})
+    (tmp_path / "latest").symlink_to("step")
+    (tmp_path / "step/.gitattributes").write_text("hidden")
+    before = (tmp_path / "step/weights").stat().st_ino
+    add_files(tmp_path / "latest", {"README.md": "ünï", "profile.json": "{}"})
+    manifest = verify_manifest(tmp_path / "step")
+    assert manifest["step"] == 3 and {"README.md", "profile.json"} < manifest["files"].keys()
+    assert (tmp_path / "step/weights").stat().st_ino == before, "a link, not a copy"
+    assert (tmp_path / "step/.gitattributes").read_text() == "hidden"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step"]
+    folder = (tmp_path / "step").stat().st_ino
+    add_files(tmp_path / "step", {"README.md": "ünï"})
+    assert (tmp_path / "step").stat().st_ino == folder, "nothing to do"
+    with open(tmp_path / "step/README.md") as reader:
+        add_files(tmp_path / "step", {"README.md": "newer"})
+        assert reader.read() == "ünï", "a reader of the old folder keeps it"
+    assert (tmp_path / "step/README.md").read_text() == "newer"
+    assert verify_manifest(tmp_path / "step")["files"].keys() == manifest["files"].keys()
+
+
+def test_adding_files_without_hard_links_copies(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EPERM, "no links here")
+
+    publish(tmp_path / "step", b"content")
+    monkeypatch.setattr(os, "link", refuse)
+    add_files(tmp_path / "step", {"note": "added"})
+    assert verify_manifest(tmp_path / "step") and (tmp_path / "step/note").read_text() == "added"
+
+
+def test_adding_to_a_damaged_folder_is_refused_and_a_failure_leaves_the_old_one(
+    tmp_path, monkeypatch
+):
+    publish(tmp_path / "step", b"content")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_put_in_place", lambda *_: refuse_space())
+        with pytest.raises(CannotWrite, match="No space"):
+            add_files(tmp_path / "step", {"note": "added"})
+    assert "note" not in verify_manifest(tmp_path / "step")["files"]
+    assert os.listdir(tmp_path) == ["step"]
+    flip_last_bit(tmp_path / "step/weights")
+    with pytest.raises(CheckpointRefused, match="sha256"):
+        add_files(tmp_path / "step", {"note": "added"})
+
+
+def refuse_space():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # Verification

@@ -1,0 +1,61 @@
+"""Give a run's exported drafters their measured profile: speculation_profile.json.
+
+python pipelines/profile_drafter.py runs/quickstart
+`stree.load` decodes with the tree that the profile recommends. Weights and result rows stay as they
+are; run it again after another evaluation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stree.errors import StreeError, UsageError, exit_with_reason
+from stree.files import add_files
+from stree.speculation_profile import PROFILE_NAME
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.drafter_profile import profile_of
+from stree_pipelines.eval_context import checkpoint_sha256
+from stree_pipelines.report_data import open_results
+
+
+def write_profile(run: Path, drafter: Path, num_nodes: int | None = None) -> None:
+    """Put the profile that RUN's rows give into the drafter's folder.
+
+    Raises UsageError when no row is about it, CheckpointRefused when the folder is damaged.
+    """
+    profile = profile_of(open_results(run), run, checkpoint_sha256(drafter), num_nodes)
+    if profile is None:
+        raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
+    add_files(drafter, {PROFILE_NAME: profile.model_dump_json(indent=2) + "\n"})
+    print(f"{drafter}/{PROFILE_NAME}")
+    for each in profile.recommendations:
+        print(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("profile_drafter.py", description=__doc__)
+    add = parser.add_argument
+    add("run", type=str, help="run folder, or an evaluation's folder")
+    add("--drafter", type=str, nargs="+", default=[],
+        help="drafter folders (default: RUN/drafter/step-*)")  # fmt: skip
+    add("--nodes", type=int | None, help="of the suggested tree (default: as many as measured)")
+    options = parser.parse_args(arguments)
+    run = Path(options.run)
+    drafters = [Path(name) for name in options.drafter] or sorted(run.glob("drafter/step-????????"))
+    if not drafters:
+        raise UsageError(f"{run}/drafter holds no step-* folder: name folders with --drafter")
+    failures: list[StreeError] = []
+    for drafter in drafters:
+        try:
+            write_profile(run, drafter, options.nodes)
+        except StreeError as error:
+            failures.append(error)
+            print(f"{drafter} has no new profile: {error}")
+    if failures:
+        raise type(failures[0])(
+            f"{len(failures)} of {len(drafters)} drafters have no new profile, for these reasons"
+        )
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,79 @@
+"""Suggest the static tree with the longest expected acceptance, from a run's measured rates.
+
+python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
+python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # what it really achieves
+"""
+
+from __future__ import annotations
+
+from argparse import RawDescriptionHelpFormatter
+from pathlib import Path
+
+import yaml
+from jsonargparse import DefaultHelpFormatter
+
+from stree.errors import UsageError, exit_with_reason
+from stree.files import write_atomically
+from stree.speculation_profile import SuggestedTree
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.records import ResultRow
+from stree_pipelines.report_data import open_results
+from stree_pipelines.tree_suggestion import suggest
+
+
+class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the examples on lines of their own."""
+
+
+def rows_of_step(run: Path, step: int | None) -> list[ResultRow]:
+    """The rows of one drafter of RUN, by default the one distilled longest.
+
+    Raises UsageError when there is none.
+    """
+    rows = [row for row in open_results(run).results() if row.checkpoint is not None]
+    steps = sorted({row.step for row in rows if row.step is not None})
+    wanted = step if step is not None else (steps[-1] if steps else None)
+    found = [row for row in rows if row.step == wanted]
+    if not found:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UsageError(f"{run} has no rows of step {wanted}, only of: {there}")
+    return found
+
+
+def to_yaml(suggestion: SuggestedTree) -> str:
+    """The file that `--tree` reads."""
+    tree = suggestion.tree
+    content = {
+        "name": tree.name,
+        "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f} "
+        f"at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
+        "parents": list(tree.parents),
+    }
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("suggest_tree.py", description=__doc__, formatter_class=_Help)
+    add = parser.add_argument
+    add("run", type=str, help="run folder, or an evaluation's folder")
+    add("--nodes", type=int | None, help="root included (default: as many as were measured)")
+    add("--temperature", type=float, default=0.0, help="whose rows count")
+    add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
+    add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
+    options = parser.parse_args(arguments)
+    rows = rows_of_step(Path(options.run), options.step)
+    suggestion = suggest(rows, options.temperature, options.nodes)
+    print(to_yaml(suggestion), end="")
+    for check in suggestion.checks:
+        print(
+            f"# {check.tree.name}: predicted {check.predicted_acceptance_length:.3f}, "
+            f"measured {check.measured_acceptance_length:.3f}"
+        )
+    if suggestion.num_extrapolated:
+        print(f"# {suggestion.num_extrapolated} nodes lie deeper than any that was measured")
+    if options.out is not None:
+        write_atomically(options.out, to_yaml(suggestion))
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,169 @@
+"""speculation_profile.json in a drafter's folder: what was measured of it, and what to decode with.
+
+`pipelines/profile_drafter.py` writes it from an evaluation's rows, `stree.load` reads it. The
+metrics' names mean what `stree.metrics` says.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.tree import TokenTree
+
+PROFILE_NAME = "speculation_profile.json"
+PROFILE_VERSION = 1
+
+Interval = tuple[float, float]  # 95 %, bootstrap over prompts
+
+
+class Record(BaseModel):
+    """A saved row: no field too many, none of the wrong type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Tree(Record):
+    """A token tree: its name and, as its shape, every node's parent."""
+
+    name: str
+    parents: tuple[int, ...]
+
+    def to_token_tree(self) -> TokenTree:
+        return TokenTree(self.parents, self.name)
+
+
+class Measurement(Record):
+    """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
+    draft_length is the tree's depth, 0 for plain decoding."""
+
+    benchmark: str
+    temperature: float
+    method: str
+    tree: Tree | None
+    draft_length: int
+    device: str
+    dtype: str
+    num_prompts: int
+    max_new_tokens: int
+    ignore_eos: bool
+    acceptance_length: float | None
+    acceptance_length_interval: Interval | None
+    depth_accept_rates: dict[int, float]
+    tokens_per_second: float | None
+    speedup: float | None
+    speedup_interval: Interval | None
+    time_ms: dict[str, float]
+    lossless_share: float | None
+    git_sha: str | None
+
+
+class Recommendation(Record):
+    """What to decode with under these conditions: the fastest method, plain decoding (tree None)
+    when none is faster beyond noise. The figures are the fastest speculation's."""
+
+    device: str
+    device_type: str
+    dtype: str
+    temperature: float
+    benchmarks: tuple[str, ...]
+    num_prompts: int
+    method: str
+    tree: Tree | None
+    acceptance_length: float
+    speedup: float
+    speedup_interval: Interval | None
+    reason: str
+
+
+class TreeCheck(Record):
+    """A measured tree's τ beside what the model behind a suggestion says of it."""
+
+    tree: Tree
+    predicted_acceptance_length: float
+    measured_acceptance_length: float
+
+
+class SuggestedTree(Record):
+    """The tree of its size with the longest expected acceptance, by the measured rates.
+
+    num_calls: how many target calls the rates rest on. num_extrapolated: nodes deeper than any that
+    was measured. checks: the same prediction for the trees that were.
+    """
+
+    temperature: float
+    tree: Tree
+    predicted_acceptance_length: float
+    num_calls: int
+    num_extrapolated: int
+    checks: tuple[TreeCheck, ...]
+
+
+class SpeculationProfile(Record):
+    """The whole file; of one drafter with one target."""
+
+    version: int = PROFILE_VERSION
+    step: int | None
+    checkpoint_sha256: str
+    target: str
+    target_sha256: str
+    measurements: tuple[Measurement, ...]
+    recommendations: tuple[Recommendation, ...]
+    suggested_trees: tuple[SuggestedTree, ...]
+
+    def recommended(
+        self, device_type: str, temperature: float, dtype: str, device: str = ""
+    ) -> Recommendation | None:
+        """The recommendation for a kind of device ("cpu", "cuda"), None where none was measured.
+
+        Greedy and sampled decoding never stand in for each other; among those that fit, this very
+        `device` comes first, then this `dtype`, then the nearest temperature.
+        """
+        fitting = [
+            each
+            for each in self.recommendations
+            if each.device_type == device_type and (each.temperature == 0) == (temperature == 0)
+        ]
+        return min(
+            fitting,
+            key=lambda each: (
+                each.device != device,
+                each.dtype != dtype,
+                abs(each.temperature - temperature),
+            ),
+            default=None,
+        )
+
+
+def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None:
+    """The profile in a drafter's folder, None without one.
+
+    Raises CheckpointRefused, naming the file, when it cannot be read or its trees are none.
+    """
+    path = Path(directory) / PROFILE_NAME
+    if not path.is_file():
+        return None
+    try:
+        profile = SpeculationProfile.model_validate_json(path.read_bytes())
+        trees = [each.tree for each in profile.recommendations if each.tree is not None]
+        for tree in (*trees, *(each.tree for each in profile.suggested_trees)):
+            tree.to_token_tree()
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise _unreadable(path, f"{place}: {first['msg']}") from error
+    except UsageError as error:
+        raise _unreadable(path, error) from error
+    if profile.version != PROFILE_VERSION:
+        raise _unreadable(path, f"version {profile.version}, wanted {PROFILE_VERSION}")
+    return profile
+
+
+def _unreadable(path: Path, reason: object) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{path} cannot be read ({reason}): name a tree yourself, or write the profile again with "
+        "profile_drafter.py"
+    )

@@ -1,0 +1,175 @@
+"""The profile of a drafter says what the rows say, and the weights do not notice it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hand_made_run import CALL_S, TREES, make_run
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.files import publish_directory, verify_manifest
+from stree.speculation_profile import PROFILE_NAME, load_profile
+from stree_pipelines.drafter_profile import profile_of
+from stree_pipelines.eval_context import checkpoint_sha256
+from stree_pipelines.profile_drafter import main
+from stree_pipelines.records import RESULTS_NAME, ResultStore, write_rows
+from stree_pipelines.report_data import open_results
+
+
+def give_drafters(folder, steps=(100, 1000, 10000)):
+    """Export-like folders, and the run's rows about them."""
+    hashes = {}
+    for step in steps:
+        drafter = folder / f"drafter/step-{step:08d}"
+        with publish_directory(drafter, {"step": step}) as new:
+            (new / "model.safetensors").write_bytes(b"%d" % step)
+            (new / "provenance.json").write_text(json.dumps({"step": step}))
+        hashes[step] = checkpoint_sha256(drafter)
+    store = ResultStore(folder / "eval")
+    rows = [
+        row.model_copy(update={"checkpoint_sha256": hashes[row.step]}) if row.step else row
+        for row in store.results()
+    ]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    return hashes
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_run(tmp_path)
+    give_drafters(tmp_path)
+    return tmp_path
+
+
+def test_each_export_gets_the_figures_of_its_own_rows(run):
+    before = (run / "eval/results.jsonl").read_bytes()
+    main([str(run)])
+    store = ResultStore(run / "eval")
+    for step in (100, 1000, 10000):
+        folder = run / f"drafter/step-{step:08d}"
+        profile = load_profile(folder)
+        assert profile.step == step and profile.checkpoint_sha256 == checkpoint_sha256(folder)
+        rows = {
+            (row.method, row.benchmark, row.temperature): row
+            for row in store.results()
+            if row.step in (None, step)
+        }
+        assert len(profile.measurements) == len(rows) == 3 * 2 * 2
+        for each in profile.measurements:
+            row = rows[each.method, each.benchmark, each.temperature]
+            assert each.acceptance_length == row.acceptance_length
+            assert each.speedup_interval == row.confidence_intervals["speedup"]
+            assert each.depth_accept_rates == row.depth_accept_rates
+            assert each.time_ms == row.time_ms and each.tree == row.tree
+            assert each.draft_length == (4 if row.tree else 0)
+            assert each.device == "Test device" and each.git_sha == "abc"
+    assert (run / "eval/results.jsonl").read_bytes() == before
+
+
+def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
+    folder = run / "drafter/step-00001000"
+    identity, before = checkpoint_sha256(folder), verify_manifest(folder)
+    main([str(run)])
+    after = verify_manifest(folder)
+    assert checkpoint_sha256(folder) == identity
+    assert after["step"] == 1000
+    assert {name: after["files"][name] for name in before["files"]} == before["files"]
+    assert PROFILE_NAME in after["files"]
+    content = (folder / PROFILE_NAME).read_bytes()
+    main([str(run)])
+    assert (folder / PROFILE_NAME).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("seconds", "method", "tree"),
+    [
+        ((0.012, 0.013), "stree", TREES["stree"]),
+        ((0.008, 0.020), "vanilla_sd", TREES["vanilla_sd"]),
+        ((0.025, 0.040), "autoregressive", None),
+    ],
+)
+def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
+    tmp_path, monkeypatch, seconds, method, tree
+):
+    """seconds of a call of (chain, tree); a prompt is 30 chain calls, 20 tree calls, 60 plain."""
+    monkeypatch.setitem(CALL_S, "vanilla_sd", seconds[0])
+    monkeypatch.setitem(CALL_S, "stree", seconds[1])
+    make_run(tmp_path)
+    profile = profile_of(open_results(tmp_path), tmp_path, "10000")
+    assert [(each.temperature, each.method) for each in profile.recommendations] == [
+        (0.0, method), (1.0, method),
+    ]  # fmt: skip
+    greedy = profile.recommended("cuda", 0.0, "float32")
+    assert greedy.tree == tree and greedy.num_prompts == 12
+    assert greedy.benchmarks == ("mt_bench", "gsm8k")
+    assert (greedy.speedup > 1) == (tree is not None)
+
+
+def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):
+    make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
+    store = ResultStore(tmp_path / "eval")
+    here = store.results()
+    monkeypatch.setitem(CALL_S, "stree", 0.05)
+    monkeypatch.setitem(CALL_S, "vanilla_sd", 0.05)
+    make_run(tmp_path / "slow", ("gsm8k",), (0.0,))
+    slow = [
+        row.model_copy(update={
+            "environment": row.environment.model_copy(update={"device": "CPU: slow"}),
+            "decoding_hash": "cpu", "samples": f"../slow/eval/{row.samples}",
+        })
+        for row in ResultStore(tmp_path / "slow/eval").results()
+    ]  # fmt: skip
+    write_rows(store.directory / RESULTS_NAME, [*here, *slow])
+    profile = profile_of(store, tmp_path, "10000")
+    assert profile.recommended("cpu", 0.0, "float32").method == "autoregressive"
+    assert profile.recommended("cuda", 0.0, "bfloat16").method == "stree"
+    assert profile.recommended("cuda", 0.6, "float32").temperature == 1.0
+    assert profile.recommended("cpu", 0.6, "float32") is None
+    assert profile.recommended("mps", 0.0, "float32") is None
+
+
+def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_theirs(run, capsys):
+    (run / "drafter/step-00000100/model.safetensors").write_bytes(b"100!")
+    with pytest.raises(CheckpointRefused, match="1 of 3 drafters"):
+        main([str(run)])
+    assert "step-00000100 has no new profile" in capsys.readouterr().out
+    assert load_profile(run / "drafter/step-00000100") is None
+    assert load_profile(run / "drafter/step-00010000") is not None
+    with publish_directory(run / "other") as new:
+        (new / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(UsageError, match="1 of 1"):
+        main([str(run), "--drafter", str(run / "other")])
+    assert "no row of" in capsys.readouterr().out
+
+
+def test_rows_from_before_ends_of_paths_were_recorded_still_make_a_profile(run):
+    store = ResultStore(run / "eval")
+    rows = [row.model_copy(update={"end_nodes": {}}) for row in store.results()]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    profile = load_profile(run / "drafter/step-00010000")
+    assert profile.suggested_trees == () and len(profile.recommendations) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda p: "{", "Invalid JSON"),
+        (lambda p: json.dumps({**p, "version": 9}), "version 9"),
+        (lambda p: json.dumps({**p, "more": 1}), "more"),
+        (lambda p: json.dumps(spoil_tree(p)), "parent"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_one_clear_line(run, change, reason):
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.raises(CheckpointRefused, match=reason) as got:
+        load_profile(path.parent)
+    assert str(path) in str(got.value) and "\n" not in str(got.value)
+
+
+def spoil_tree(profile):
+    profile["recommendations"][0]["tree"]["parents"] = [-1, 2, 1]
+    return profile

@@ -1,0 +1,137 @@
+"""Suggested trees: the best by the model, and the model's τ is the one that comes out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hand_made_run import make_row, make_run, make_sample
+
+from stree.errors import UsageError
+from stree.speculation_profile import Tree
+from stree.tree import TokenTree
+from stree_pipelines.suggest_tree import main
+from stree_pipelines.tree_suggestion import AcceptanceRates, best_tree, suggest
+
+# By depth (deeper ones are as the last) and rank: a draft's chance once its parent is accepted.
+TRUTH = np.array([[0.55, 0.15, 0.08], [0.6, 0.14, 0.05], [0.62, 0.1, 0.05], [0.5, 0.2, 0.1]])
+
+
+def certain(truth) -> AcceptanceRates:
+    """Rates from so many calls that the prior does not matter."""
+    reached = np.full(truth.shape, 10**9)
+    return AcceptanceRates(reached, (truth * reached).astype(np.int64))
+
+
+def walk(tree: TokenTree, rng: np.random.Generator) -> int:
+    """The node at which a call's accepted path ends."""
+    node = 0
+    while tree.children[node]:
+        chances = TRUTH[min(tree.depths[node], 3)][: len(tree.children[node])]
+        rank = np.searchsorted(chances.cumsum(), rng.random(), side="right")
+        if rank == len(chances):
+            break
+        node = tree.children[node][rank]
+    return node
+
+
+def measured_row(tree: TokenTree, seed: int, num_prompts: int = 40, num_calls: int = 60):
+    """A row of `tree` whose drafts are accepted by TRUTH."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(num_prompts):
+        ends = [walk(tree, rng) for _ in range(num_calls)]
+        accepted = tuple(tree.depths[node] for node in ends)
+        plain = make_sample("stree", 100, "sums", index, 0.0, 60)
+        samples.append(plain.model_copy(update={
+            "num_calls": num_calls, "accepted_per_call": accepted, "end_node_per_call": tuple(ends),
+            "num_new_tokens": sum(accepted) + num_calls, "tree_max_depth": tree.max_depth,
+        }))  # fmt: skip
+    shape = Tree(name=tree.name, parents=tree.parents)
+    return make_row("stree", 100, "sums", samples, 0.0, tree=shape)
+
+
+def all_trees(num_nodes: int):
+    """Every shape of a tree, as parents in an order where each comes before its children."""
+    for parents in itertools.product(*(range(node) for node in range(1, num_nodes))):
+        yield TokenTree((-1, *parents))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_tree_of_its_size_has_more_expected_drafts(seed):
+    """Against all 120 shapes of 6 nodes, with rates that need not fall with the rank."""
+    rng = np.random.default_rng(seed)
+    rates = certain(rng.dirichlet(np.ones(4), size=3)[:, :3])
+    best = best_tree(rates, 6)
+    assert best.num_nodes == 6
+    most = max(rates.expected_drafts(tree) for tree in all_trees(6))
+    assert rates.expected_drafts(best) == pytest.approx(most, abs=1e-12)
+
+
+def test_counts_by_depth_and_rank_by_hand():
+    """Paths that end at: the root 5 times, its second child 2, a grandchild of the first 3."""
+    tree = TokenTree((-1, 0, 0, 1, 1))
+    rates = AcceptanceRates.of([(tree, {0: 5, 2: 2, 4: 3})])
+    assert rates.reached_DR.tolist() == [[10, 10], [3, 3]]
+    assert rates.accepted_DR.tolist() == [[3, 2], [0, 3]]
+    assert rates.rate(1, 2) == 0, "a rank that was never tried is not proposed"
+    assert rates.rate(9, 1) == pytest.approx(5 / 13), "deeper than measured: over all depths"
+    assert rates.rate(2, 0) == pytest.approx((0 + 10 * 3 / 13) / (3 + 10))
+
+
+def test_the_prediction_for_the_measured_tree_is_the_measured_length():
+    row = measured_row(TokenTree.paper(), seed=1)
+    (check,) = suggest([row], 0.0, 13).checks
+    low, high = row.confidence_intervals["acceptance_length"]
+    assert check.measured_acceptance_length == pytest.approx(row.acceptance_length)
+    assert low < check.predicted_acceptance_length < high
+
+
+@pytest.mark.parametrize("num_nodes", [8, 13, 24])
+def test_the_prediction_for_another_tree_is_what_it_then_achieves(num_nodes):
+    suggestion = suggest([measured_row(TokenTree.paper(), seed=2)], 0.0, num_nodes)
+    tree = suggestion.tree.to_token_tree()
+    row = measured_row(tree, seed=3)
+    low, high = row.confidence_intervals["acceptance_length"]
+    assert low < suggestion.predicted_acceptance_length < high
+    if num_nodes == 13:
+        paper = suggestion.checks[0].predicted_acceptance_length
+        assert suggestion.predicted_acceptance_length >= paper
+
+
+def test_a_stop_inside_a_path_is_no_token_of_the_targets_own():
+    """Every call is cut: τ is the accepted drafts alone, and the prediction says so."""
+    row = measured_row(TokenTree.paper(), seed=4)
+    cut = row.model_copy(update={"acceptance_length": row.acceptance_length - 1})
+    whole, shorter = (suggest([each], 0.0, 13) for each in (row, cut))
+    difference = whole.predicted_acceptance_length - shorter.predicted_acceptance_length
+    assert difference == pytest.approx(1)
+
+
+def test_nodes_beyond_what_was_measured_are_counted():
+    chain = measured_row(TokenTree.chain(3), seed=5)
+    suggestion = suggest([chain], 0.0, 6)
+    assert suggestion.tree.parents == (-1, 0, 1, 2, 3, 4)  # no second choice was ever tried
+    assert suggestion.num_extrapolated == 2
+
+
+def test_sizes_and_rows_that_cannot_be_used_are_one_clear_line():
+    row = measured_row(TokenTree.paper(), seed=1, num_prompts=2)
+    for size in (1, 257):
+        with pytest.raises(UsageError, match=f"tree of {size} nodes"):
+            suggest([row], 0.0, size)
+    with pytest.raises(UsageError, match=r"T = 0\.7 .*--overwrite"):
+        suggest([row], 0.7, 13)
+
+
+def test_the_command_writes_a_file_that_tree_reads(tmp_path, capsys):
+    make_run(tmp_path)
+    main([str(tmp_path), "--nodes", "9", "--out", str(tmp_path / "tree.yaml")])
+    tree = TokenTree.load(tmp_path / "tree.yaml")
+    assert tree.num_nodes == 9 and tree.name == "suggested-9"
+    printed = capsys.readouterr().out
+    assert printed.startswith((tmp_path / "tree.yaml").read_text())
+    assert "# paper: predicted " in printed and "# chain-4: predicted " in printed
+    with pytest.raises(UsageError, match="no rows of step 7, only of: 100, 1000, 10000"):
+        main([str(tmp_path), "--step", "7"])
