@@ -1,6 +1,7 @@
 """Speculative tree decoding for state-space and hybrid language models."""
 
 from stree.engine import Decoder, GenerationConfig, GenerationOutput, generate
+from stree.loading import load
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
@@ -13,4 +14,5 @@ __all__ = [
     "HybridModel",
     "TokenTree",
     "generate",
+    "load",
 ]

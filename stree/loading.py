@@ -1,0 +1,100 @@
+"""A target and its drafter by name, as a decoder that uses what was measured to be fastest."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+import torch
+
+from stree.engine import Decoder
+from stree.errors import CheckpointRefused
+from stree.models.convert import load_model
+from stree.speculation_profile import load_profile
+from stree.tokenizer import load_tokenizer, require_same_tokenizer
+from stree.tree import TokenTree
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load(
+    target: str | os.PathLike[str],
+    drafter: str | os.PathLike[str] | None = None,
+    *,
+    tree: TokenTree | str | None = None,
+    temperature: float = 0.0,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype = torch.float32,
+    max_length: int = 2048,
+) -> Decoder:
+    """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
+
+    Args: tree, a tree or its name; None takes the one that the drafter's measured profile
+    recommends for this kind of device and temperature (no drafter at all where plain decoding was
+    fastest), and the paper's where nothing fitting was measured; a warning says which of the two.
+    temperature, what is going to be decoded with. device, "auto" is a GPU if there is one.
+    Raises `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
+    than the target's.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    target_folder = _folder(target)
+    tokenizer = load_tokenizer(target_folder)
+    drafting = None
+    if drafter is not None:
+        drafter_folder = _folder(drafter)
+        require_same_tokenizer(target_folder, drafter_folder)
+        if tree is None:
+            tree, remark = _measured_tree(drafter_folder, device, temperature, dtype)
+            if remark:
+                warnings.warn(f"{drafter}: {remark}", stacklevel=2)
+        elif isinstance(tree, str):
+            tree = TokenTree.load(tree)
+        if tree.num_nodes > 1:
+            drafting = load_model(drafter_folder, device, dtype)
+    elif isinstance(tree, str):
+        tree = TokenTree.load(tree)
+    model = load_model(target_folder, device, dtype)
+    return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
+
+
+def _measured_tree(
+    drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
+) -> tuple[TokenTree, str]:
+    """The tree to decode with, and what the user did not ask for in it."""
+    profile = load_profile(drafter)
+    otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
+    if profile is None:
+        return TokenTree.paper(), f"no speculation_profile.json, so {otherwise}"
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    dtype_name = str(dtype).removeprefix("torch.")
+    found = profile.recommended(device.type, temperature, dtype_name, device=gpu)
+    if found is None:
+        kind = "greedy" if temperature == 0 else "sampled"
+        return TokenTree.paper(), f"no {kind} decoding was measured on {device.type}: {otherwise}"
+    if found.tree is None:
+        return TokenTree.chain(0, "root"), (
+            f"its profile says: {found.reason} So it is not used; name a tree to use it all the "
+            "same"
+        )
+    return found.tree.to_token_tree(), ""
+
+
+def _folder(name: str | os.PathLike[str]) -> Path:
+    """The checkpoint's folder, fetched first if that is what the name asks for."""
+    path = Path(name)
+    if path.is_dir() or not _HUB_NAME.fullmatch(str(name)):
+        return path
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name)))
+    except Exception as error:  # of the network, the name, the cache: they have no common base
+        reason = " ".join(str(error).split())
+        raise CheckpointRefused(
+            f"there is no folder {name}, and no such repository can be fetched ({reason}): give "
+            "the path of a checkpoint folder, or a name on the hub"
+        ) from error

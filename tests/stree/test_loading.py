@@ -1,0 +1,150 @@
+"""`stree.load`: a decoder from two folders, with the tree that the drafter's profile recommends."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from tiny_run import make_workspace
+
+import stree
+from stree.errors import CheckpointRefused
+from stree.files import add_files
+from stree.models.convert import load_model, save_model
+from stree.speculation_profile import (
+    PROFILE_NAME,
+    Recommendation,
+    SpeculationProfile,
+    Tree,
+)
+from stree.tokenizer import load_tokenizer
+from stree.tree import TokenTree
+
+WIDE = Tree(name="wide", parents=(-1, 0, 0, 0))
+DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.fixture
+def drafter(workspace, tmp_path) -> Path:
+    """The target again, as a drafter that is always right."""
+    target = workspace / "target"
+    save_model(load_model(target), tmp_path / "drafter", load_tokenizer(target))
+    return tmp_path / "drafter"
+
+
+def recommendation(tree: Tree | None, temperature: float = 0.0, **changes) -> Recommendation:
+    values = {
+        "device": "CPU: some", "device_type": "cpu", "dtype": "float32",
+        "temperature": temperature, "benchmarks": ("sums",), "num_prompts": 8,
+        "method": "stree" if tree else "autoregressive", "tree": tree, "acceptance_length": 2.0,
+        "speedup": 1.5 if tree else 0.8, "speedup_interval": None, "reason": "Measured so.",
+    }  # fmt: skip
+    return Recommendation(**{**values, **changes})
+
+
+def give_profile(drafter: Path, *recommendations: Recommendation) -> None:
+    profile = SpeculationProfile(
+        step=1, checkpoint_sha256="", target="", target_sha256="", measurements=(),
+        recommendations=recommendations, suggested_trees=(),
+    )  # fmt: skip
+    add_files(drafter, {PROFILE_NAME: profile.model_dump_json()})
+
+
+def load_quietly(*arguments, **options) -> stree.Decoder:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return stree.load(*arguments, device="cpu", **options)
+
+
+def test_the_profile_decides_on_the_tree_by_temperature(workspace, drafter):
+    give_profile(drafter, recommendation(WIDE), recommendation(DEEP, temperature=1.0))
+    greedy = load_quietly(workspace / "target", drafter)
+    assert greedy.tree == WIDE.to_token_tree()
+    sampled = load_quietly(str(workspace / "target"), str(drafter), temperature=0.7)
+    assert sampled.tree == DEEP.to_token_tree()
+    prompt = greedy.tokenizer("What is 1 plus 2?")["input_ids"]
+    out = greedy.generate(prompt, stree.GenerationConfig(max_new_tokens=9, ignore_eos=True))
+    assert out.tokens == (
+        load_quietly(workspace / "target")
+        .generate(prompt, stree.GenerationConfig(max_new_tokens=9, ignore_eos=True))
+        .tokens
+    )
+    assert out.stats.acceptance_length == 2  # one level, and the drafter is always right
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ((), "no greedy decoding was measured on cpu"),
+        ((recommendation(WIDE, device_type="cuda"),), "no greedy decoding was measured on cpu"),
+        ((recommendation(WIDE, temperature=1.0),), "no greedy decoding was measured on cpu"),
+        (None, r"no speculation_profile\.json"),
+    ],
+)
+def test_without_a_fitting_measurement_the_papers_tree_is_used_and_that_is_said(
+    workspace, drafter, given, warning
+):
+    if given is not None:
+        give_profile(drafter, *given)
+    with pytest.warns(UserWarning, match=f"{drafter}: {warning}.*the paper's tree") as said:
+        decoder = stree.load(workspace / "target", drafter, device="cpu")
+    assert decoder.tree == TokenTree.paper() and len(said) == 1
+    assert said[0].filename == __file__
+
+
+def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, drafter):
+    give_profile(drafter, recommendation(None))
+    with pytest.warns(UserWarning, match="Measured so"):
+        decoder = stree.load(workspace / "target", drafter, device="cpu")
+    assert decoder.drafter is None and decoder.tree.num_nodes == 1
+
+
+def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
+    give_profile(drafter, recommendation(None))
+    (drafter / "MANIFEST.json").unlink()
+    (drafter / PROFILE_NAME).write_text("{")
+    assert load_quietly(workspace / "target", drafter, tree="chain-3").tree.num_nodes == 4
+    with pytest.raises(CheckpointRefused, match=PROFILE_NAME):
+        stree.load(workspace / "target", drafter, device="cpu")
+
+
+def test_a_drafter_with_another_tokenizer_is_refused(workspace, drafter, tmp_path):
+    tokenizer = load_tokenizer(workspace / "target")
+    tokenizer.chat_template = "{{ messages }}"
+    save_model(load_model(drafter), tmp_path / "other", tokenizer)
+    with pytest.raises(CheckpointRefused, match="chat templates differ"):
+        stree.load(workspace / "target", tmp_path / "other", device="cpu")
+
+
+def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, monkeypatch):
+    asked = []
+
+    def fetch(name):
+        asked.append(name)
+        if name != "someone/drafter":
+            raise RuntimeError(f"404 for\n{name}")
+        return str(drafter)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    load_quietly(workspace / "target", "someone/drafter", tree="paper")
+    assert asked == ["someone/drafter"]
+    with pytest.raises(CheckpointRefused, match=r"no folder some/one.*404 for some/one"):
+        stree.load("some/one", device="cpu")
+    with pytest.raises(CheckpointRefused, match="no folder"):
+        stree.load(workspace / "absent", device="cpu")
+    assert len(asked) == 2
+
+
+def test_dtype_and_length_reach_the_models(workspace, drafter):
+    decoder = load_quietly(
+        workspace / "target", drafter, tree="paper", dtype=torch.bfloat16, max_length=77
+    )
+    assert decoder.target.dtype == torch.bfloat16 and decoder.max_length == 77
