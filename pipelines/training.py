@@ -15,11 +15,13 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
@@ -85,10 +87,15 @@ class Training(pl.LightningModule):
     has_drafter = False  # whether there is anything to accept
 
     def __init__(
-        self, optimizer: OptimizerConfig, chunk_tokens: int | None, compile_layers: bool
+        self,
+        optimizer: OptimizerConfig,
+        chunk_tokens: int | None,
+        compile_layers: bool,
+        activation_checkpointing: bool,
     ) -> None:
         super().__init__()
         self.compile_layers = compile_layers
+        self.activation_checkpointing = activation_checkpointing
         self.optimizer_config = optimizer
         self.chunk_tokens = chunk_tokens
         self.tokens_seen = 0  # real ones (no padding) that went through, over all ranks
@@ -145,6 +152,9 @@ class Training(pl.LightningModule):
                 "steps, the learning rate depends on it"
             )
         self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+        if self.activation_checkpointing:
+            for layer in self.exported.model.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
         if self.compile_layers:
             for model in self.compiled_models():
                 for layer in model.model.layers:
@@ -300,6 +310,7 @@ class Distillation(Training):
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         teacher_cache: str | None = None,
+        activation_checkpointing: bool = False,
     ) -> None:
         """
         Args:
@@ -315,8 +326,10 @@ class Distillation(Training):
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
                 there, and it need not run. The divergence is then that of top k and tail.
+            activation_checkpointing: keep the input of each trained layer only and compute the
+                rest again in the backward pass: less memory, another forward pass.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.target_path = target
         self.teacher_cache = teacher_cache
         self.ce_weight = ce_weight
@@ -379,6 +392,7 @@ class TargetTraining(Training):
         optimizer: OptimizerConfig = OptimizerConfig(),
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         """
         Args:
@@ -387,8 +401,10 @@ class TargetTraining(Training):
             optimizer: see OptimizerConfig.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            activation_checkpointing: keep the input of each trained layer only and compute the
+                rest again in the backward pass: less memory, another forward pass.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.loss_on = loss_on
         self.exported = HybridModel(architecture)
 

@@ -13,6 +13,7 @@ import pytest
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
+from stree.models.hybrid import Layer
 from stree_pipelines import distill
 
 STEPS = 6
@@ -50,6 +51,24 @@ def test_accumulated_micro_batches_are_one_batch(workspace, one_process, tmp_pat
     more = ("--trainer.accumulate_grad_batches", "2")
     distill.main(arguments_of(workspace, tmp_path / "run", 2, *more))
     assert_same_curve(tmp_path / "run", one_process)
+
+
+def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_path, monkeypatch):
+    """Bit for bit: the second forward pass of a drafter's layer is the first one's computation."""
+    calls = 0
+    forward = Layer.forward
+
+    def count(self, *arguments):
+        nonlocal calls
+        calls += 1
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Layer, "forward", count)
+    more = ("--model.activation_checkpointing", "true", "--trainer.limit_val_batches", "0")
+    distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
+    assert calls == STEPS * (4 + 2 * 2)  # the target's four layers once, the drafter's two twice
+    steps = [row for row in metric_rows(one_process) if row["loss"]]
+    assert metric_rows(tmp_path / "run") == steps
 
 
 def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, tmp_path):
