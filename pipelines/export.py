@@ -14,6 +14,7 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree.models.convert import save_model
 from stree_pipelines.checkpointing import step_directory
+from stree_pipelines.sharding import whole_model
 from stree_pipelines.training import Training
 
 
@@ -103,7 +104,7 @@ class Exports(pl.Callback):
     def _export(self, trainer: pl.Trainer, pl_module: Training, step: int) -> None:
         pl_module.require_finite_weights()
         path = self.path_of(step)
-        metrics = pl_module.global_step_metrics()
+        metrics, model = pl_module.global_step_metrics(), whole_model(pl_module.exported)
         if trainer.is_global_zero:
             if not self._exists(path):
                 provenance = {
@@ -115,7 +116,7 @@ class Exports(pl.Callback):
                 if "simulated_acceptance" in metrics:
                     provenance["simulated_acceptance"] = metrics["simulated_acceptance"]
                 save_model(
-                    pl_module.exported,
+                    model,
                     path,
                     tokenizer=self.tokenizer,
                     extra_files={"provenance.json": json.dumps(provenance, indent=2) + "\n"},

@@ -36,8 +36,12 @@ FREE_TRAINER_OPTIONS = {
     "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps",
     "detect_anomaly", "enable_checkpointing",
 }  # fmt: skip
-# How the rows of a global batch are shared; the checkpoint says how many they are.
-FREE_DATA_OPTIONS = {"batch_size", "global_batch_size"}
+# Also free: how the rows of a global batch are shared (the checkpoint says how many they are), and
+# what trades memory for time.
+FREE_OPTIONS = {
+    "data": {"batch_size", "global_batch_size"},
+    "model": {"target_placement", "activation_checkpointing"},
+}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
@@ -54,8 +58,9 @@ def describe_code() -> dict[str, Any]:
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights (no folders, no devices)."""
     fixed = {section: config.get(section) for section in FIXED_SECTIONS}
-    data = fixed["data"] or {}
-    fixed["data"] = {name: data[name] for name in data if name not in FREE_DATA_OPTIONS}
+    for section, free in FREE_OPTIONS.items():
+        values = fixed[section] or {}
+        fixed[section] = {name: values[name] for name in values if name not in free}
     trainer = config.get("trainer", {})
     free = FREE_TRAINER_OPTIONS - {"max_steps"}
     fixed["trainer"] = {name: value for name, value in trainer.items() if name not in free}

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from stree.errors import InvariantBroken, UsageError
@@ -34,6 +36,7 @@ from stree_pipelines.losses import (
     chunked_distillation_loss,
     chunked_top_k_loss,
 )
+from stree_pipelines.sharding import own_part, shard, whole
 from stree_pipelines.teachers import TopK
 
 Batch = dict[str, Any]
@@ -117,6 +120,10 @@ class Training(pl.LightningModule):
         return {**batch, "real_mask": real_tokens(batch["segment_ids"], batch["loss_mask"])}
 
     # Optimisation
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.exported, FSDPModule):
+            shard(self.exported, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.optimizer_config
@@ -210,7 +217,8 @@ class Training(pl.LightningModule):
         # itself.
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
-        self.step_metrics["grad_norm"] = norm.detach()
+        norm = whole(norm.detach())
+        self.step_metrics["grad_norm"] = norm
         self._watch_finite(norm)
 
     def _watch_finite(self, norm: Tensor) -> None:
@@ -235,7 +243,7 @@ class Training(pl.LightningModule):
             names = (
                 name
                 for name, parameter in self.named_parameters()
-                if parameter.grad is not None and not parameter.grad.isfinite().all()
+                if parameter.grad is not None and not own_part(parameter.grad).isfinite().all()
             )
             where = next((f" (gradient of {name})" for name in names), " (loss)")
         raise InvariantBroken(
@@ -246,12 +254,14 @@ class Training(pl.LightningModule):
     def require_finite_weights(self) -> None:
         """`require_finite`, and the weights themselves. Called before anything is written."""
         self.require_finite()
-        for name, parameter in self.named_parameters():
-            if not parameter.isfinite().all():
-                raise InvariantBroken(
-                    f"{name} is not finite after step {self.trainer.global_step}: nothing was "
-                    "saved; lower the learning rate and resume from the last checkpoint"
-                )
+        parameters = self.named_parameters()
+        bad = next((name for name, each in parameters if not own_part(each).isfinite().all()), None)
+        if not self.trainer.strategy.reduce_boolean_decision(bad is None):
+            raise InvariantBroken(
+                f"{bad or 'a weight of another process'} is not finite after step "
+                f"{self.trainer.global_step}: nothing was saved; lower the learning rate and "
+                "resume from the last checkpoint"
+            )
 
     # Validation: means over all counted tokens of the validation set
 
@@ -307,6 +317,7 @@ class Distillation(Training):
         temperature: float = 1.0,
         optimizer: OptimizerConfig = OptimizerConfig(),
         target_dtype: Literal["float32", "bfloat16"] = "float32",
+        target_placement: Literal["replicated", "sharded"] = "replicated",
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         teacher_cache: str | None = None,
@@ -322,6 +333,8 @@ class Distillation(Training):
             temperature: of both softmaxes in the KL divergence.
             optimizer: see OptimizerConfig.
             target_dtype: in which the frozen target's weights are held.
+            target_placement: the whole frozen target on each device, or its weights shared among
+                the devices and gathered layer by layer, whatever the trainer's strategy.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
@@ -332,6 +345,7 @@ class Distillation(Training):
         super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.target_path = target
         self.teacher_cache = teacher_cache
+        self.target_placement = target_placement
         self.ce_weight = ce_weight
         self.has_two_terms = ce_weight > 0
         self.temperature = temperature
@@ -346,7 +360,12 @@ class Distillation(Training):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.target is not None:
+        if self.target is None:
+            return
+        num_ranks = self.trainer.world_size
+        if self.target_placement == "sharded" and num_ranks > 1:
+            shard(self.target, init_device_mesh(self.device.type, (num_ranks,)))
+        else:
             self.target.to(self.device)
 
     def compiled_models(self) -> list[HybridModel]:

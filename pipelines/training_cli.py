@@ -38,6 +38,7 @@ from stree_pipelines.run_folder import (
     prepare_run_folder,
     require_same_run,
 )
+from stree_pipelines.sharding import require_supported
 from stree_pipelines.training import Training
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -149,6 +150,7 @@ class TrainingCLI(LightningCLI):
                 f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
                 "learning rate depend on it"
             )
+        require_supported(self.options["trainer"]["strategy"])
         if self.options["show_mask"]:
             return
         if self.options["run_dir"] is None:

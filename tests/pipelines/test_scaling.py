@@ -10,14 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import told_shares
+import torch
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
+from stree.errors import UsageError
+from stree.models.convert import load_model
 from stree.models.hybrid import Layer
 from stree_pipelines import distill
 
 STEPS = 6
 TOLERANCE = 1e-5
+DDP = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+FSDP2 = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,15 @@ def one_process(workspace, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "one"
     distill.main(arguments_of(workspace, run_dir, 4))
     return run_dir
+
+
+def run_two_processes(arguments: list[str]) -> str:
+    """What the first one printed."""
+    log = Path(arguments[arguments.index("--run_dir") + 1] + ".log")
+    codes = run_together(2, told_shares.main, arguments, log)
+    text = Path(f"{log}.0").read_text()
+    assert codes == [0, 0], text
+    return text
 
 
 def assert_same_curve(run_dir: Path, reference: Path) -> None:
@@ -74,10 +89,30 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
 def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, tmp_path):
     """Two processes, then one that accumulates, then two."""
     run_dir = tmp_path / "run"
-    more = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
-    two = arguments_of(workspace, run_dir, 2, *more, steps=2)
-    assert run_together(2, distill.main, two, tmp_path / "first") == [0, 0]
+    run_two_processes(arguments_of(workspace, run_dir, 2, *DDP, steps=2))
     distill.main(arguments_of(workspace, run_dir, 2, steps=4))
-    two = arguments_of(workspace, run_dir, 2, *more)
-    assert run_together(2, distill.main, two, tmp_path / "last") == [0, 0]
+    run_two_processes(arguments_of(workspace, run_dir, 2, *DDP))
     assert_same_curve(run_dir, one_process)
+
+
+def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
+    workspace, one_process, tmp_path
+):
+    """FSDP2 with the target sharded, too; one process; FSDP2 that accumulates."""
+    run_dir = tmp_path / "run"
+    sharded = (*FSDP2, "--model.target_placement", "sharded")
+    log = run_two_processes(arguments_of(workspace, run_dir, 2, *sharded, steps=2))
+    assert "holds 0.50 drafter, 0.50 target" in log
+    distill.main(arguments_of(workspace, run_dir, 4, steps=4))
+    more = ("--model.activation_checkpointing", "true")
+    log = run_two_processes(arguments_of(workspace, run_dir, 1, *FSDP2, *more))
+    assert "holds 0.50 drafter, 1.00 target" in log
+    assert_same_curve(run_dir, one_process)
+    ours, theirs = (load_model(each / "drafter/latest") for each in (run_dir, one_process))
+    for weight, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
+
+
+def test_a_strategy_with_checkpoints_of_its_own_is_refused(workspace, tmp_path):
+    with pytest.raises(UsageError, match="strategy fsdp is not supported: use auto, ddp or fsdp2"):
+        distill.main(arguments_of(workspace, tmp_path, 4, "--trainer.strategy", "fsdp"))

@@ -1,0 +1,21 @@
+"""distill.py that also tells what share of the weights a process holds."""
+
+from __future__ import annotations
+
+from stree.models.hybrid import HybridModel
+from stree_pipelines import distill
+from stree_pipelines.sharding import own_part
+from stree_pipelines.training import Distillation
+
+
+def main(arguments: list[str]) -> None:
+    def tell(self: Distillation) -> None:
+        print(f"holds {_share(self.exported):.2f} drafter, {_share(self.target):.2f} target")
+
+    Distillation.on_train_start = tell
+    distill.main(arguments)
+
+
+def _share(model: HybridModel) -> float:
+    parameters = list(model.parameters())
+    return sum(own_part(each).numel() for each in parameters) / sum(p.numel() for p in parameters)
