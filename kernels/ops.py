@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from stree_kernels import naive
-from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
+# `split` (conv and scan in two launches) is newer, and has run in the interpreter only
+SCAN = os.environ.get("STREE_SCAN", "fused")
 
 
 def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> bool:
@@ -59,6 +61,7 @@ def _module(name: str, tensor: Tensor, largest_dim: int = 0) -> Any:
 def mamba_tree(
     projected: Tensor,
     rows: Tensor,
+    derived: Derived | None,
     state: Tensor,
     weights: MixerWeights,
     shape: MixerShape,
@@ -66,9 +69,15 @@ def mamba_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """See `naive.mamba_tree`."""
-    module = _module("tree_scan", projected, max(shape.head_dim, shape.d_state))
-    return module.mamba_tree(projected, rows, state, weights, shape, topology, steering, first)
+    """See `naive.mamba_tree`; `derived` is for the fused kernels, and None without them."""
+    arguments = (state, weights, shape, topology, steering, first)
+    if not fused(projected.device, projected.dtype, max(shape.head_dim, shape.d_state)):
+        return naive.mamba_tree(projected, rows, *arguments)
+    if SCAN == "fused":
+        module = importlib.import_module("stree_kernels.tree_fused")
+        return module.mamba_tree(projected, rows, *arguments)
+    module = importlib.import_module("stree_kernels.tree_scan")
+    return module.mamba_tree(projected, rows, derived, *arguments)
 
 
 def attend_tree(

@@ -78,6 +78,18 @@ class MixerWeights:
 
 
 @dataclass(frozen=True)
+class Derived:
+    """What the fused kernels keep of a tree's nodes beside their raw inputs, and twice like those.
+
+    xb (2, B, N, Cx + Cb), silu(conv) of x and B; steps (2, B, 2, N, H) fp32, dt and then the
+    log-decay from the root (included). Replay and later levels read them; plain PyTorch does not.
+    """
+
+    xb: Tensor
+    steps: Tensor
+
+
+@dataclass(frozen=True)
 class Topology:
     """Z trees of N nodes on a device; every parent comes before its children.
 

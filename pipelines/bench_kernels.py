@@ -5,6 +5,7 @@ python pipelines/bench_kernels.py runs/bench/kernels.jsonl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from stree.errors import UsageError, exit_with_reason
 from stree.models.hybrid import topology_of
 from stree.tree import balanced
 from stree_kernels import naive, ops
-from stree_kernels.shapes import MixerShape, MixerWeights, Steering
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.timing import require_green, side_by_side, write_rows
 
@@ -24,7 +25,11 @@ MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "tiny": MixerShape(2, 16, 16, 1, 1, 2, 4),
 }
 HEADS = {"8b": (32, 8, 128), "chat": (12, 4, 64), "tiny": (2, 1, 16)}
-TESTS = ["kernels/test_tree_scan.py", "kernels/test_tree_attention.py"]
+TESTS = [
+    "kernels/test_tree_scan.py",
+    "kernels/test_tree_fused.py",
+    "kernels/test_tree_attention.py",
+]
 
 
 def measure(
@@ -44,7 +49,7 @@ def measure(
                 for name, each in times.items()
             }
             row = dict(op=op, shape=shape, num_nodes=num_nodes, context=context, layers=layers)
-            rows.append({**row, "us_fused": a_layer["fused"], "us_naive": a_layer["naive"]})
+            rows.append({**row, **{f"us_{name}": each for name, each in a_layer.items()}})
     return rows
 
 
@@ -76,17 +81,36 @@ def _scan(
     for _ in range(layers):
         width = shape.d_inner + shape.num_kept
         weights = MixerWeights(
-            _normal(conv_dim, shape.width, device=device), _normal(conv_dim, device=device),
+            _normal(shape.width, conv_dim, device=device).T, _normal(conv_dim, device=device),
             *per_head,
         )  # fmt: skip
-        state = torch.randn(1, shape.num_heads, shape.head_dim, shape.d_state, device=device)
         projected = _normal(1, num_nodes, width, device=device)
-        kept = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
-        sets.append((projected, kept, state, weights, shape, topology, steering, 0))
-    return {
-        "fused": lambda: [ops.mamba_tree(*each) for each in sets],
-        "naive": lambda: [naive.mamba_tree(*each) for each in sets],
+        rows = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
+        xb = _normal(2, 1, num_nodes, conv_dim - groups[2] * shape.d_state, device=device)
+        steps = torch.rand(2, 1, 2, num_nodes, shape.num_heads, device=device)
+        state = torch.randn(1, shape.num_heads, shape.head_dim, shape.d_state, device=device)
+        rest = (state, weights, shape, topology, steering, 0)
+        sets.append((projected, rows, Derived(xb, steps), rest))
+    functions: dict[str, Callable[[], object]] = {
+        "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
     }
+    if device.type == "cuda":
+        from stree_kernels import tree_fused, tree_scan
+
+        by_channel = [(a, b, _tap_by_tap(rest)) for a, b, _, rest in sets]
+        functions["split"] = lambda: [
+            tree_scan.mamba_tree(a, b, c, *rest) for a, b, c, rest in sets
+        ]
+        functions["fused"] = lambda: [
+            tree_fused.mamba_tree(a, b, *rest) for a, b, rest in by_channel
+        ]
+    return functions
+
+
+def _tap_by_tap(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With a conv weight whose taps lie together."""
+    state, weights, *others = rest
+    return (state, dataclasses.replace(weights, conv=weights.conv.contiguous()), *others)
 
 
 def _attention(

@@ -16,8 +16,8 @@ from torch import Tensor
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.rotary import rotary_angles
-from stree_kernels import naive
-from stree_kernels.shapes import MixerShape, MixerWeights, Steering
+from stree_kernels import naive, ops
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
 
 
 @dataclass
@@ -43,6 +43,7 @@ class MambaCache:
 
     state: Tensor
     rows: Tensor  # (2, B, W − 1 + N, C + H)
+    derived: Derived | None  # for the fused kernels
     shape: MixerShape
     parity: Tensor  # (1,), shared by all layers
 
@@ -111,9 +112,12 @@ class HybridCache:
             rows = torch.zeros(
                 2, batch, shape.tail + max_nodes, shape.num_kept, device=device, dtype=dtype
             )
-            self.layers.append(
-                MambaCache(zeros(*dims, dtype=state_dtype), rows, shape, self.parity)
-            )
+            derived = None
+            largest_dim = max(shape.head_dim, shape.d_state)
+            if ops.SCAN == "split" and ops.fused(rows.device, dtype, largest_dim):
+                derived = _derived(shape, batch, max_nodes, rows)
+            state = zeros(*dims, dtype=state_dtype)
+            self.layers.append(MambaCache(state, rows, derived, shape, self.parity))
         self.num_committed = 0  # the host's count, the pending path included
 
     def reset(self) -> None:
@@ -143,3 +147,12 @@ class HybridCache:
                 f"{self.num_committed} + {num_tokens} tokens do not fit a cache of "
                 f"{self.max_length}; raise max_length"
             )
+
+
+def _derived(shape: MixerShape, batch: int, max_nodes: int, like: Tensor) -> Derived:
+    x_groups, b_groups, _ = shape.scan_groups
+    channels = x_groups * shape.head_dim + b_groups * shape.d_state
+    return Derived(
+        like.new_zeros(2, batch, max_nodes, channels),
+        like.new_zeros(2, batch, 2, max_nodes, shape.num_heads, dtype=torch.float32),
+    )

@@ -194,9 +194,11 @@ class Mamba2(nn.Module):
         return self._finish(y, z)
 
     def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
+        if cache.derived is not None:
+            lay_channels_together(self.conv1d.weight)
         projected = self.in_proj(x)
         y = ops.mamba_tree(
-            projected, cache.rows, cache.state, self.weights, self.shape,
+            projected, cache.rows, cache.derived, cache.state, self.weights, self.shape,
             call.topology, call.steering, call.first,
         )  # fmt: skip
         z = projected[..., : self.shape.d_inner]
@@ -239,6 +241,13 @@ def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
             weight.data = piece
         owner.__dict__["joined_weight"] = joined
     return F.linear(x, joined)
+
+
+def lay_channels_together(weight: Tensor) -> None:
+    """Store a conv weight (C, 1, W) tap by tap, in place: the tree conv reads many channels of one
+    tap at a time. Its shape and values stay."""
+    if weight.stride(0) != 1:
+        weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def _lie_in(joined: Tensor, projections: Sequence[nn.Linear]) -> bool:

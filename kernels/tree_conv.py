@@ -1,0 +1,271 @@
+"""What a Mamba-2 layer's tree call makes of each node before the scan, in one launch (Triton).
+
+One program serves one sequence, a block of channels and a few nodes: it reads each node's window
+of raw inputs (new nodes, older nodes of the tree, or the accepted path and the tail of the last
+tree), keeps the nodes' own raw inputs, and writes silu(conv). The programs of the last block do
+the same for dt and the log-decay. What the next call's replay needs is kept (`Derived`), so that
+nothing is convolved twice. The naive twins are in `naive.mamba_tree`.
+
+The last tree's inputs are still read while the new tree's are written: hence two buffers, and
+`Steering.parity` says which is which.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
+
+BLOCK_CHANNELS = 64
+BLOCK_NODES = 16
+
+
+def convolve(
+    kept: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    weights: MixerWeights,
+    shape: MixerShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
+
+    Writes rows, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S).
+    """
+    batch, num_new, _ = kept.shape
+    x_conv, b_conv, c_conv = shape.scan_groups
+    x_channels, b_channels = x_conv * shape.head_dim, b_conv * shape.d_state
+    c_channels = c_conv * shape.d_state
+    C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
+    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
+    xb, steps = derived.xb, derived.steps
+    tree_conv_kernel[(num_blocks + 1, triton.cdiv(num_new, BLOCK_NODES), batch)](
+        kept, kept.stride(0), kept.stride(1),
+        rows, rows.stride(0), rows.stride(1), rows.stride(2),
+        xb, xb.stride(0), xb.stride(1), xb.stride(2),
+        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
+        C, C.stride(0), C.stride(1),
+        weights.conv, weights.conv.stride(0), weights.conv.stride(1), weights.conv_bias,
+        weights.dt_bias, weights.A_log,
+        topology.ancestors.view(torch.uint8), topology.windows, topology.depths.shape[1],
+        steering.path, steering.path.stride(0), steering.path_length,
+        steering.variant, steering.parity, first, num_new,
+        HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, D_STATE=shape.d_state, WIDTH=shape.width,
+        X_REPEATS=x_conv // shape.x_groups, B_REPEATS=b_conv // shape.b_groups,
+        B_COLUMN=shape.xbc_dims[0], C_COLUMN=shape.xbc_dims[0] + shape.xbc_dims[1],
+        DT_COLUMN=shape.num_channels,
+        B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
+        NUM_CHANNELS=x_channels + b_channels + c_channels,
+        DT_MIN=shape.dt_limit[0], DT_MAX=shape.dt_limit[1], REPLAY=first == 0,
+        BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
+        BLOCK_H=max(16, triton.next_power_of_2(shape.num_heads)), num_warps=4,
+    )  # fmt: skip
+    return C
+
+
+@triton.jit
+def tree_conv_kernel(
+    projected, projected_batch_stride, projected_stride,
+    rows, rows_parity_stride, rows_batch_stride, row_stride,
+    xb, xb_parity_stride, xb_batch_stride, xb_stride,
+    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
+    C_pointer, C_batch_stride, C_stride,
+    weight_pointer, channel_stride, tap_stride, conv_bias, dt_bias, A_log,
+    ancestors, windows, tree_size,
+    path, path_stride, path_lengths, variants, parities, first, num_new,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr,
+    X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
+    B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr, DT_COLUMN: tl.constexpr,
+    B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    block, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    parity = tl.load(parities)
+    variant = tl.load(variants + batch)
+    projected += batch * projected_batch_stride
+    rows += batch * rows_batch_stride
+    old = rows + parity * rows_parity_stride
+    path += batch * path_stride
+    if REPLAY:
+        path_length = tl.load(path_lengths + batch).to(tl.int32)
+        half = 1 - parity
+    else:
+        path_length = 0
+        half = parity
+    new = rows + half * rows_parity_stride
+    if block == tl.num_programs(0) - 1:
+        _keep_steps(
+            projected, projected_stride, old, new, row_stride,
+            steps + batch * steps_batch_stride + half * steps_parity_stride,
+            steps_part_stride, steps_stride, dt_bias, A_log,
+            ancestors + variant * tree_size * tree_size, tree_size,
+            path, path_length, tile, first, num_new,
+            HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, BLOCK_Q, BLOCK_H,
+        )  # fmt: skip
+    else:
+        _keep_channels(
+            projected, projected_stride, old, new, row_stride,
+            xb + batch * xb_batch_stride + half * xb_parity_stride, xb_stride,
+            C_pointer + batch * C_batch_stride, C_stride,
+            weight_pointer, channel_stride, tap_stride, conv_bias,
+            windows + variant * tree_size * WIDTH,
+            path, path_length, block, tile, first, num_new,
+            HEAD_DIM, D_STATE, WIDTH, X_REPEATS, B_REPEATS, B_COLUMN, C_COLUMN,
+            B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, BLOCK_C, BLOCK_Q,
+        )  # fmt: skip
+
+
+@triton.jit
+def _replayed(seq, path, known, WIDTH: tl.constexpr):
+    """Where a token of [old tail, accepted path] lies in the old buffer of [tail, nodes]."""
+    on_path = seq >= WIDTH - 1
+    node = tl.load(path + seq - (WIDTH - 1), mask=known & on_path, other=0)
+    return tl.where(on_path, WIDTH - 1 + node, seq).to(tl.int32)
+
+
+@triton.jit
+def _keep_channels(
+    projected, projected_stride, old, new, row_stride, xb, xb_stride, C_pointer, C_stride,
+    weight_pointer, channel_stride, tap_stride, conv_bias, windows,
+    path, path_length, block, tile, first, num_new,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr,
+    X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
+    B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr,
+    B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    REPLAY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    channel = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_conv = channel < NUM_CHANNELS
+    if X_REPEATS * B_REPEATS == 1:
+        column, owned = channel, in_conv
+    else:  # several channels convolve one column; the first of them keeps it
+        x_head, b_head = channel // HEAD_DIM, (channel - B_CHANNEL) // D_STATE
+        x_column = (x_head // X_REPEATS) * HEAD_DIM + channel % HEAD_DIM
+        b_column = B_COLUMN + (b_head // B_REPEATS) * D_STATE + (channel - B_CHANNEL) % D_STATE
+        is_x, is_b = channel < B_CHANNEL, (channel >= B_CHANNEL) & (channel < C_CHANNEL)
+        column = tl.where(is_b, b_column, C_COLUMN + channel - C_CHANNEL)
+        column = tl.where(is_x, x_column, column)
+        owned = in_conv & ~(is_x & (x_head % X_REPEATS > 0))
+        owned = owned & ~(is_b & (b_head % B_REPEATS > 0))
+
+    q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    known = q < num_new
+    node = first + q
+    y = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
+    if conv_bias is not None:
+        y += tl.load(conv_bias + channel, mask=in_conv, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        seen = tl.load(windows + node * WIDTH + tap, mask=known, other=0)
+        fresh = seen - (WIDTH - 1) - first
+        is_new, is_old = known & (fresh >= 0), known & (fresh < 0)
+        if REPLAY:
+            row = _replayed(path_length + seen, path, is_old, WIDTH)
+        else:
+            row = seen
+        value = tl.load(
+            projected + fresh[:, None] * projected_stride + column[None, :],
+            mask=is_new[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        if tap == WIDTH - 1:  # the node itself
+            at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
+            tl.store(at, value, mask=known[:, None] & owned[None, :])
+        earlier = tl.load(
+            old + row[:, None] * row_stride + column[None, :],
+            mask=is_old[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        weight = tl.load(
+            weight_pointer + channel * channel_stride + tap * tap_stride, mask=in_conv, other=0.0
+        )
+        y += (value.to(tl.float32) + earlier.to(tl.float32)) * weight.to(tl.float32)[None, :]
+    y = (y * tl.sigmoid(y)).to(xb.dtype.element_ty)
+    in_xb, in_c = channel < C_CHANNEL, in_conv & (channel >= C_CHANNEL)
+    at = xb + node[:, None] * xb_stride + channel[None, :]
+    tl.store(at, y, mask=known[:, None] & in_xb[None, :])
+    at = C_pointer + q[:, None] * C_stride + (channel - C_CHANNEL)[None, :]
+    tl.store(at, y, mask=known[:, None] & in_c[None, :])
+    if REPLAY and tile == 0:
+        _keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH)
+
+
+@triton.jit
+def _keep_tail(
+    old, new, row_stride, column, owned, path, path_length, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The last inputs of [old tail, accepted path] are the new tail."""
+    for tail_row in tl.static_range(WIDTH - 1):
+        source = _replayed(path_length + tail_row, path, True, WIDTH)
+        kept = tl.load(old + source * row_stride + column, mask=owned, other=0.0)
+        tl.store(new + tail_row * row_stride + column, kept, mask=owned)
+
+
+@triton.jit
+def _keep_steps(
+    projected, projected_stride, old, new, row_stride, steps, steps_part_stride, steps_stride,
+    dt_bias, A_log, ancestors, tree_size, path, path_length, tile, first, num_new,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, DT_COLUMN: tl.constexpr,
+    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
+    head = tl.arange(0, BLOCK_H)
+    in_h = head < HEADS
+    bias = tl.load(dt_bias + head, mask=in_h, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_log + head, mask=in_h, other=0.0).to(tl.float32))
+    q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    known = q < num_new
+    node = first + q
+    mine = known[:, None] & in_h[None, :]
+    raw = tl.load(
+        projected + q[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
+        mask=mine, other=0.0,
+    )  # fmt: skip
+    at = new + (WIDTH - 1 + node)[:, None] * row_stride + (DT_COLUMN + head)[None, :]
+    tl.store(at, raw, mask=mine)
+    at = steps + node[:, None] * steps_stride + head[None, :]
+    tl.store(at, _positive_dt(raw, bias[None, :], DT_MIN, DT_MAX), mask=mine)
+
+    total = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
+    for start in range(0, first + tl.minimum((tile + 1) * BLOCK_Q, num_new), BLOCK_Q):
+        other = start + tl.arange(0, BLOCK_Q)
+        fresh = other - first
+        is_new, is_old = (fresh >= 0) & (fresh < num_new), fresh < 0
+        value = tl.load(
+            projected + fresh[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
+            mask=is_new[:, None] & in_h[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if not REPLAY:
+            value += tl.load(
+                old + (WIDTH - 1 + other)[:, None] * row_stride + (DT_COLUMN + head)[None, :],
+                mask=is_old[:, None] & in_h[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+        dt = _positive_dt(value, bias[None, :], DT_MIN, DT_MAX)
+        there = (is_new | is_old)[:, None] & in_h[None, :]
+        above = tl.load(
+            ancestors + node[:, None] * tree_size + other[None, :],
+            mask=known[:, None] & (is_new | is_old)[None, :], other=0,
+        )  # fmt: skip
+        decay = tl.where(there, dt * A[None, :], 0.0)
+        total += tl.dot((above != 0).to(tl.float32), decay, input_precision="ieee")
+    tl.store(at + steps_part_stride, total, mask=mine)
+    if REPLAY and tile == 0:
+        _keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
+
+
+@triton.jit
+def _positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+    """softplus and clamp."""
+    # max(x, 0) + log1p(e), with log1p(e) = 2·atanh(e / (2 + e)) as a series: exact for small e too
+    dt = dt.to(tl.float32) + bias
+    e = tl.exp(-tl.abs(dt))
+    z = e / (2.0 + e)
+    z2 = z * z
+    series = 1.0 / 9 + z2 * (1.0 / 11 + z2 * (1.0 / 13))
+    series = 1.0 + z2 * (1.0 / 3 + z2 * (1.0 / 5 + z2 * (1.0 / 7 + z2 * series)))
+    soft = tl.maximum(dt, 0.0) + 2.0 * z * series
+    return tl.minimum(tl.maximum(soft, DT_MIN), DT_MAX)

@@ -1,0 +1,98 @@
+"""Compile every kernel of a tree call for a GPU that need not be there.
+
+A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
+of a draft, as the engine does; each launch is compiled with the very arguments it has there, and
+not run. Prints a line a launch: kernel, warps, instructions of its machine code, stores of spilled
+registers among them, bytes of shared memory.
+
+python tests/support/compile_kernels.py --capability 90 --nodes 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel, topology_of
+from stree.tree import TokenTree, balanced
+from stree_kernels import ops
+
+
+class AbsentGPU:
+    """What Triton's launcher asks of a driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def pretend(capability: int) -> list[tuple[str, Any]]:
+    """From now on a launch compiles, and adds name and compiled kernel to the list returned."""
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, warmup: bool = False, **options: Any) -> None:
+        kernel = run(self, *arguments, warmup=True, **options)
+        compiled.append((self.__name__, kernel))
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(AbsentGPU(capability))
+    torch.Tensor.is_cuda = property(lambda self: True)
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    ops.fused = lambda *_: True
+    return compiled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16])
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    compiled = pretend(options.capability)
+    config = HybridConfig(
+        vocab_size=1024, d_model=256, num_layers=2, attn_layers=(1,), intermediate_size=512,
+        num_heads=32, num_kv_heads=8, head_dim=128, num_ssm_heads=32, ssm_head_dim=128,
+        d_state=128, num_x_groups=8, num_b_groups=8, num_c_groups=32, gated_norm_groups=32,
+    )  # fmt: skip
+    with torch.no_grad():
+        model = HybridModel(config).to(getattr(torch, options.dtype))
+        for num_nodes in options.nodes:
+            tree = balanced([num_nodes - 1], "star") if num_nodes > 1 else TokenTree.chain(0)
+            cache = model.new_cache(512, num_nodes)
+            tokens = torch.zeros(1, num_nodes, dtype=torch.long)
+            logits = model.tree_forward(tokens, tree, cache, cache.num_slots)
+            best, highest = ops.top_tokens(logits[0], 1)
+            report = torch.zeros(1, 2 + num_nodes, dtype=torch.long)
+            ops.accept_greedy(
+                best.T, highest[None], tokens, torch.tensor(tree.parents),
+                cache.path, cache.path_length, torch.zeros_like(tokens), report,
+            )  # fmt: skip
+            topology = topology_of(tree, config.d_conv, tokens.device)
+            model.tree_hidden(tokens[:, :-1], topology, cache, 1, cache.num_slots)
+    for name, kernel in dict.fromkeys(compiled):
+        code = re.findall(r"\t(?:@!?U?P\d+ )?([A-Z][A-Z0-9.]+)", kernel.asm["sass"])
+        spills = sum(each.startswith("STL") for each in code)
+        print(name, kernel.metadata.num_warps, len(code), spills, kernel.metadata.shared)
+
+
+if __name__ == "__main__":
+    main()
