@@ -1,8 +1,8 @@
-"""Give a run's exported drafters their measured profile: speculation_profile.json.
+"""Give a run's exported drafters their measured profile and a model card.
 
 python pipelines/profile_drafter.py runs/quickstart
-`stree.load` decodes with the tree that the profile recommends. Weights and result rows stay as they
-are; run it again after another evaluation.
+`stree.load` decodes with the tree that speculation_profile.json recommends; README.md is the card.
+Weights and result rows stay as they are; run it again after another evaluation.
 """
 
 from __future__ import annotations
@@ -14,20 +14,29 @@ from stree.files import add_files
 from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.drafter_profile import profile_of
-from stree_pipelines.eval_context import checkpoint_sha256
-from stree_pipelines.report_data import open_results
+from stree_pipelines.eval_context import CURVE_NAME, checkpoint_sha256
+from stree_pipelines.model_card import CARD_NAME, may_write_card, model_card
+from stree_pipelines.report_data import RunData, load_run, open_results
+from stree_pipelines.report_plots import tau_vs_step, to_svg
 
 
-def write_profile(run: Path, drafter: Path, num_nodes: int | None = None) -> None:
-    """Put the profile that RUN's rows give into the drafter's folder.
+def write_profile(
+    data: RunData, drafter: Path, figures: dict[str, str], num_nodes: int | None = None
+) -> None:
+    """Put the profile that the run's rows give, and the card with its figures, into the folder.
 
     Raises UsageError when no row is about it, CheckpointRefused when the folder is damaged.
     """
+    run = data.folder
     profile = profile_of(open_results(run), run, checkpoint_sha256(drafter), num_nodes)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
-    add_files(drafter, {PROFILE_NAME: profile.model_dump_json(indent=2) + "\n"})
-    print(f"{drafter}/{PROFILE_NAME}")
+    contents = {PROFILE_NAME: profile.model_dump_json(indent=2) + "\n"}
+    if may_write_card(drafter):
+        card = model_card(profile, data, drafter, next(iter(figures), None))
+        contents |= {CARD_NAME: card, **figures}
+    add_files(drafter, contents)
+    print(f"{drafter}: {', '.join(contents)}")
     for each in profile.recommendations:
         print(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")
 
@@ -44,10 +53,13 @@ def main(arguments: list[str] | None = None) -> None:
     drafters = [Path(name) for name in options.drafter] or sorted(run.glob("drafter/step-????????"))
     if not drafters:
         raise UsageError(f"{run}/drafter holds no step-* folder: name folders with --drafter")
+    data = load_run(run)
+    curve = tau_vs_step(data)
+    figures = {CURVE_NAME: to_svg(curve, "τ against distillation step")} if curve else {}
     failures: list[StreeError] = []
     for drafter in drafters:
         try:
-            write_profile(run, drafter, options.nodes)
+            write_profile(data, drafter, figures, options.nodes)
         except StreeError as error:
             failures.append(error)
             print(f"{drafter} has no new profile: {error}")

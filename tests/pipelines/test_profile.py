@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import huggingface_hub
 import pytest
+import torch
 from hand_made_run import CALL_S, TREES, make_run
+from toys import tiny_model
 
 from stree.errors import CheckpointRefused, UsageError
-from stree.files import publish_directory, verify_manifest
+from stree.files import add_files, publish_directory, verify_manifest
+from stree.models.convert import load_model, save_model
 from stree.speculation_profile import PROFILE_NAME, load_profile
 from stree_pipelines.drafter_profile import profile_of
 from stree_pipelines.eval_context import checkpoint_sha256
@@ -22,9 +27,10 @@ def give_drafters(folder, steps=(100, 1000, 10000)):
     hashes = {}
     for step in steps:
         drafter = folder / f"drafter/step-{step:08d}"
-        with publish_directory(drafter, {"step": step}) as new:
-            (new / "model.safetensors").write_bytes(b"%d" % step)
-            (new / "provenance.json").write_text(json.dumps({"step": step}))
+        model = tiny_model(step, dtype=torch.float32, num_layers=2, attn_layers=())
+        provenance = {"step": step, "tokens_seen": 7 * step, "loss": 0.25, "git_sha": "c0ffee"}
+        files = {"provenance.json": json.dumps(provenance)}
+        save_model(model, drafter, extra_files=files, manifest_extra={"step": step})
         hashes[step] = checkpoint_sha256(drafter)
     store = ResultStore(folder / "eval")
     rows = [
@@ -35,11 +41,16 @@ def give_drafters(folder, steps=(100, 1000, 10000)):
     return hashes
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("made"))
+    give_drafters(folder)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path):
-    make_run(tmp_path)
-    give_drafters(tmp_path)
-    return tmp_path
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
 
 
 def test_each_export_gets_the_figures_of_its_own_rows(run):
@@ -75,7 +86,8 @@ def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
     assert checkpoint_sha256(folder) == identity
     assert after["step"] == 1000
     assert {name: after["files"][name] for name in before["files"]} == before["files"]
-    assert PROFILE_NAME in after["files"]
+    assert {PROFILE_NAME, "README.md", "tau_vs_step.svg"} <= after["files"].keys()
+    load_model(folder)
     content = (folder / PROFILE_NAME).read_bytes()
     main([str(run)])
     assert (folder / PROFILE_NAME).read_bytes() == content
@@ -130,7 +142,7 @@ def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, mo
 
 
 def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_theirs(run, capsys):
-    (run / "drafter/step-00000100/model.safetensors").write_bytes(b"100!")
+    (run / "drafter/step-00000100/config.json").write_text("{}")
     with pytest.raises(CheckpointRefused, match="1 of 3 drafters"):
         main([str(run)])
     assert "step-00000100 has no new profile" in capsys.readouterr().out
@@ -150,6 +162,64 @@ def test_rows_from_before_ends_of_paths_were_recorded_still_make_a_profile(run):
     main([str(run)])
     profile = load_profile(run / "drafter/step-00010000")
     assert profile.suggested_trees == () and len(profile.recommendations) == 2
+
+
+# The card
+
+
+def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run):
+    (run / "command.json").write_text('{"command_line": "python pipelines/distill.py fit"}')
+    (run / "config.yaml").write_text("data: {train: sharegpt.jsonl, valid: null}")
+    main([str(run)])
+    folder = run / "drafter/step-00010000"
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert "speculative-decoding" in card.data.tags
+    row = next(
+        r for r in ResultStore(run / "eval").results()
+        if (r.step, r.method, r.benchmark, r.temperature) == (10000, "stree", "gsm8k", 1.0)
+    )  # fmt: skip
+    line = next(
+        line for line in card.text.splitlines() if "gsm8k, T = 1" in line and "STree, paper" in line
+    )
+    low, high = row.confidence_intervals["speedup"]
+    assert f" {row.acceptance_length:.2f} [" in line
+    assert f" {row.speedup:.2f}× [{low:.2f}, {high:.2f}]" in line
+    for fact in (
+        "python pipelines/distill.py fit", "`sharegpt.jsonl`", "c0ffee", "70,000", "0.2500",
+        "Use the tree", "![τ against distillation step](tau_vs_step.svg)", "a prediction, not",
+    ):  # fmt: skip
+        assert fact in card.text, fact
+    assert "validation data" not in card.text
+    assert (folder / "tau_vs_step.svg").read_text().startswith("<?xml")
+
+
+def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
+    own, ours = run / "drafter/step-00000100", run / "drafter/step-00001000"
+    add_files(own, {"README.md": "# Mine"})
+    main([str(run)])
+    assert (own / "README.md").read_text() == "# Mine" and load_profile(own) is not None
+    before = (ours / "README.md").read_text()
+    store = ResultStore(run / "eval")
+    rows = [row.model_copy(update={"acceptance_length": 4.5}) for row in store.results()]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    assert "4.50" in (ours / "README.md").read_text() and "4.50" not in before
+
+
+def test_the_targets_licence_is_passed_on(run, monkeypatch):
+    monkeypatch.chdir(run)  # the rows call their target "target"
+    (run / "target").mkdir()
+    for card, licence in {
+        "---\nlicense: mit\n---\n# T": "(its card says: mit)",
+        "# no front matter\n---\nlicense: mit\n---\n": None,
+        "---\n[: no yaml\n---\n": None,
+    }.items():
+        (run / "target/README.md").write_text(card)
+        main([str(run)])
+        text = (run / "drafter/step-00010000/README.md").read_text()
+        assert "distilled from the target" in text
+        assert licence in text if licence else "its card says" not in text
 
 
 @pytest.mark.parametrize(
