@@ -1,12 +1,14 @@
 """The benchmarks measure something, say what made it, and refuse to when a test is red."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from process_group import run_together
 
 from stree.errors import InvariantBroken
-from stree_pipelines import bench_decode, bench_kernels, timing
+from stree_pipelines import bench_decode, bench_kernels, bench_training, distill, timing
 
 CPU = torch.device("cpu")
 
@@ -24,6 +26,26 @@ def test_rows(tmp_path):
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
         assert times and all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+
+
+def test_processes_are_measured_against_one(tmp_path, monkeypatch):
+    def distil(arguments):
+        count = int(arguments[-1])
+        log = tmp_path / "log"
+        codes = run_together(count, distill.main, ["fit", *arguments], log)
+        assert codes == [0] * count, Path(f"{log}.0").read_text()
+
+    monkeypatch.setattr(bench_training, "_distil", distil)
+    rows = bench_training.measure("tiny", ["fsdp2"], [1, 2], 2, 64, 4, [], CPU)
+    assert [(row["strategy"], row["num_processes"]) for row in rows] == [("auto", 1), ("fsdp2", 2)]
+    assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
+    assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
+    assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
+
+
+def test_a_training_that_fails_is_named():
+    with pytest.raises(InvariantBroken, match=r"--nonsense ended with code 2: error"):
+        bench_training._distil(["--nonsense"])
 
 
 def test_no_number_when_red(tmp_path, monkeypatch):

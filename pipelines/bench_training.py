@@ -1,0 +1,149 @@
+"""Measure distillation on several processes: tokens/s, scaling efficiency, distance of the losses.
+
+    python pipelines/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
+
+Target and data are random. All runs have the same rows a step in the same micro-batches; a process
+alone accumulates what several share, so that their losses should be one curve.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stree.errors import InvariantBroken, UsageError, exit_with_reason
+from stree.models.convert import save_model
+from stree_pipelines import distill
+from stree_pipelines.bench_decode import SHAPES, random_model
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.timing import require_green, write_rows
+from stree_pipelines.tokenizer_training import train_tokenizer
+
+TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
+TARGETS = {**SHAPES, "tiny": TINY}
+TESTS = ["pipelines/test_losses.py", "pipelines/test_scaling.py"]
+NUM_INTERVALS = 10  # of a run; each has a rate, the first warms up
+ALONE = ("auto", 1)
+
+
+def measure(
+    shape: str, strategies: list[str], processes: list[int], batch_size: int,
+    sequence_length: int, steps: int, more: list[str], device: torch.device,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows for one process and for each strategy with each larger number of processes.
+
+    Args:
+        batch_size: rows in a micro-batch. A step has as many as the most processes have together.
+        more: further arguments of distill.py.
+    """
+    rows_a_step = batch_size * max(processes)
+    runs = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = [
+            *_make_workspace(folder, shape, sequence_length, device),
+            "--data.sequence_length", str(sequence_length), "--data.batch_size", str(batch_size),
+            "--data.global_batch_size", str(rows_a_step), "--trainer.max_steps", str(steps),
+            "--trainer.accelerator", "gpu" if device.type == "cuda" else "cpu",
+            "--trainer.log_every_n_steps", str(max(steps // NUM_INTERVALS, 1)),
+            "--trainer.enable_progress_bar", "false", "--checkpoint.every_n_steps", str(steps),
+            *more,
+        ]  # fmt: skip
+        for strategy, count in [ALONE, *((s, n) for n in processes if n > 1 for s in strategies)]:
+            run_dir = folder / f"{strategy}-{count}"
+            placed = ["--trainer.strategy", strategy, "--trainer.devices", str(count)]
+            _distil(["--run_dir", str(run_dir), *arguments, *placed])
+            with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+                runs[strategy, count] = list(csv.DictReader(file))
+    rows: list[dict[str, Any]] = []
+    for (strategy, count), run in runs.items():
+        rates = sorted(float(row["tokens_per_second"]) for row in run[2:])  # step 1 is a row, too
+        losses = [[float(row["loss"]) for row in each] for each in (run, runs[ALONE])]
+        row: dict[str, Any] = dict(
+            what="distill", shape=shape, strategy=strategy, num_processes=count,
+            rows_a_step=rows_a_step, batch_size=batch_size, sequence_length=sequence_length,
+            num_steps=steps, options=more,
+            tokens_per_second=dict(
+                median=statistics.median(rates), p20=rates[len(rates) // 5],
+                p80=rates[-1 - len(rates) // 5],
+            ),
+            loss_distance=max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
+        )  # fmt: skip
+        alone = rows[0] if rows else row
+        medians = [each["tokens_per_second"]["median"] for each in (row, alone)]
+        rows.append({**row, "efficiency": medians[0] / medians[1] / count})
+    return rows
+
+
+def _make_workspace(
+    folder: Path, shape: str, sequence_length: int, device: torch.device
+) -> list[str]:
+    """A random target, and conversations that fill a row each; the arguments that name them."""
+    rng = np.random.default_rng(0)
+    words = [f"{chr(97 + i % 26)}{i}" for i in range(500)]
+    texts = [" ".join(rng.choice(words, sequence_length)) for _ in range(64)]
+    turns = ([{"from": "human", "value": text[:64]}, {"from": "gpt", "value": text}]
+             for text in texts)  # fmt: skip
+    lines = (json.dumps({"conversations": each}) + "\n" for each in turns)
+    (folder / "train.jsonl").write_text("".join(lines))
+    tokenizer = train_tokenizer(texts, 320, folder / "tokenizer")
+    save_model(random_model(TARGETS[shape], device), folder / "target", tokenizer)
+    return ["--model.target", str(folder / "target"), "--data.train", str(folder / "train.jsonl")]
+
+
+def _distil(arguments: list[str]) -> None:
+    command = [sys.executable, distill.__file__, "fit", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InvariantBroken(
+            f"distill.py {' '.join(arguments)} ended with code {done.returncode}: "
+            f"{' | '.join(done.stderr.strip().splitlines()[-3:])}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("bench_training.py", description=__doc__)
+    parser.add_argument("out", type=str, help="file to write, JSON lines")
+    parser.add_argument("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
+    parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
+    parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
+    parser.add_argument("--sequence_length", "--sequence-length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--device", type=str, default="cuda")
+    parser.add_argument("--more", type=list[str], default=[], help="arguments of distill.py")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if options.shape not in TARGETS or options.steps < 3:
+        raise UsageError(f"wanted a shape of {sorted(TARGETS)} and at least 3 steps (2 warm up)")
+    if device.type == "cuda" and torch.cuda.device_count() < max(options.processes):
+        raise UsageError(
+            f"{max(options.processes)} processes need as many CUDA devices, there are "
+            f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
+        )
+    require_green(TESTS)
+    rows = measure(
+        options.shape, options.strategies, options.processes, options.batch_size,
+        options.sequence_length, options.steps, options.more, device,
+    )  # fmt: skip
+    write_rows(options.out, rows, device)
+    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
+    for row in rows:
+        print(
+            f"| {row['strategy']} | {row['num_processes']} | "
+            f"{row['tokens_per_second']['median']:,.0f} | {row['efficiency']:.2f} | "
+            f"{row['loss_distance']:.1e} |"
+        )
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
