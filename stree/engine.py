@@ -21,7 +21,7 @@ from stree.graphs import CapturedTree
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
-from stree.steps import GreedySteps
+from stree.steps import DeviceSteps
 from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_multi_step
 
@@ -173,7 +173,7 @@ class Decoder:
         self.max_length, self.tokenizer = max_length, tokenizer
         self.cache = target.new_cache(max_length, tree.num_nodes)
         self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
-        self._steps: GreedySteps | None = None
+        self._steps: dict[SamplingRule, DeviceSteps] = {}
         if isinstance(target, HybridModel) and target.device.type == "cuda":
             self._verify: Callable[[Tensor], Tensor] = CapturedTree(target, tree, self.cache)
         else:
@@ -239,7 +239,7 @@ class Decoder:
         yield kept, reason
         clock.mark(PAUSED)
 
-        calls = self._calls_on_device if self._on_device(rule, choose) else self._calls
+        calls = self._calls_on_device if self._on_device(choose) else self._calls
         blocks = calls(sequence, rule, choose, stats, clock)
         while not reason:
             path, block = next(blocks)
@@ -277,15 +277,15 @@ class Decoder:
             clock.mark("commit")
             yield path, block
 
-    def _on_device(self, rule: SamplingRule, choose: Chooser) -> bool:
-        """Whether whole steps run on the device: greedy, with graphs of the fused kernels.
+    def _on_device(self, choose: Chooser) -> bool:
+        """Whether whole steps run on the device, as graphs of the fused kernels.
 
         Only with `STREE_STEPS=device` in the environment: drafted steps of this kind are tested
         on the CPU, but have not run on a GPU yet.
         """
         if os.environ.get("STREE_STEPS") != "device":
             return False
-        if not (rule.greedy and choose is self._random and isinstance(self._verify, CapturedTree)):
+        if choose is not self._random or not isinstance(self._verify, CapturedTree):
             return False
         model_drafter = self.drafter is None or isinstance(self.drafter, ModelDrafter)
         return self._verify.reads_lengths_on_device and model_drafter
@@ -299,13 +299,15 @@ class Decoder:
         clock: PhaseClock,
     ) -> Iterator[tuple[list[int], list[int]]]:
         """As `_calls`, decided on the device: each call starts before the last one is read."""
-        if self._steps is None:
+        if rule not in self._steps:
             draft = None
             if isinstance(self.drafter, ModelDrafter):
                 draft = self.drafter.capture(self.tree, rule, self._random)
             assert isinstance(self.target, HybridModel)
-            self._steps = GreedySteps(self.target, self.tree, self.cache, draft)
-        steps = self._steps
+            self._steps[rule] = DeviceSteps(
+                self.target, self.tree, self.cache, draft, rule, self._random
+            )
+        steps = self._steps[rule]
         steps.begin(sequence[-1])
         steps.launch(clock.mark)
         while True:

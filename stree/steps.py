@@ -1,4 +1,4 @@
-"""Greedy decoding steps that run on the device from end to end."""
+"""Decoding steps that run on the device from end to end."""
 
 from __future__ import annotations
 
@@ -7,31 +7,43 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stree.draft import CapturedDraft
+from stree.draft import CapturedDraft, SamplingRule
 from stree.graphs import Capture
 from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel, topology_of
+from stree.sampling import Chooser, RandomChooser
 from stree.tree import TokenTree
+from stree.verify import verify_multi_step
 from stree_kernels import ops
 
 
-class GreedySteps:
+class DeviceSteps:
     """Draft, verify, accept and commit as two CUDA graphs, without the host in between.
 
     Tokens, the accepted path and all lengths stay on the device; the host reads a report of each
     step, and may do so while later ones run.
 
-    Args: cache, the target's; draft, the drafter's graph, or None for autoregressive decoding.
+    Args: cache, the target's; draft, the drafter's graph, or None for autoregressive decoding;
+    choose, where random choices come from (the draft's too).
     """
 
     def __init__(
-        self, model: HybridModel, tree: TokenTree, cache: HybridCache, draft: CapturedDraft | None
+        self,
+        model: HybridModel,
+        tree: TokenTree,
+        cache: HybridCache,
+        draft: CapturedDraft | None,
+        rule: SamplingRule,
+        choose: RandomChooser,
     ) -> None:
-        self.model, self.tree, self.cache, self.draft = model, tree, cache, draft
+        self.model, self.tree, self.cache = model, tree, cache
+        self.draft, self.rule = draft, rule
         longest, device = tree.max_depth + 1, model.device
+        self.laws: Tensor | None = None
         if draft is not None:
             self.block = draft.tokens  # a step's new tokens are what the drafter reads next
             self.nodes = draft.capture.outputs.tokens[None]
+            self.laws = draft.capture.outputs.laws
             self.drafts_are_finite = draft.capture.outputs.finite
         else:
             self.block = self.nodes = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -46,21 +58,44 @@ class GreedySteps:
         self.launched = self.collected = 0
         scratch = model.new_cache(longest, cache.max_nodes)
         some_nodes, some_block = torch.zeros_like(self.nodes), torch.zeros_like(self.block)
+        scratch_choose = RandomChooser(0, device)
         self.verify = Capture(
-            lambda: self._verify(cache, self.nodes, self.block),
-            lambda: self._verify(scratch, some_nodes, some_block),
+            lambda: self._verify(cache, self.nodes, self.block, choose),
+            lambda: self._verify(scratch, some_nodes, some_block, scratch_choose),
+            () if rule.greedy else (choose.generator,),
         )
 
-    def _verify(self, cache: HybridCache, nodes: Tensor, block: Tensor) -> Tensor:
+    def _verify(self, cache: HybridCache, nodes: Tensor, block: Tensor, choose: Chooser) -> Tensor:
         logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots)[0]
-        best, highest = ops.top_tokens(logits, 1)
-        ops.accept_greedy(
-            best.T, highest[None], nodes, self.parents,
-            cache.path, cache.path_length, block, self.report,
-        )  # fmt: skip
+        if self.rule.greedy:
+            best, highest = ops.top_tokens(logits, 1)
+            ops.accept_greedy(
+                best.T, highest[None], nodes, self.parents,
+                cache.path, cache.path_length, block, self.report,
+            )  # fmt: skip
+        else:
+            self._sample(logits, cache, nodes[0], block, choose)
         (self.count if self.draft is None else self.draft.count).copy_(cache.path_length)
-        path = cache.path[:, : self.block.shape[1]]
+        path = cache.path[:, : block.shape[1]]
         return torch.cat([self.report, path, self.drafts_are_finite.long().view(1, 1)], dim=1)
+
+    def _sample(
+        self, logits: Tensor, cache: HybridCache, tokens: Tensor, block: Tensor, choose: Chooser
+    ) -> None:
+        """As `ops.accept_greedy`, by multi-step speculative sampling."""
+        if self.laws is None:
+            path = torch.zeros(1, dtype=torch.long, device=logits.device)
+            length, bonus = path + 1, choose(self.rule.law(logits))
+        else:
+            laws = self.rule.law(logits)
+            path, length, bonus = verify_multi_step(laws, self.laws, tokens, self.tree, choose)
+        drafted = torch.cat([tokens[path[1:]], bonus])
+        place = torch.arange(block.shape[1], device=logits.device)
+        cache.path[:, : len(path)] = path
+        cache.path_length.copy_(length)
+        block.copy_(torch.where(place < length - 1, drafted, bonus)[None])
+        finite = logits.amax(-1).isfinite().all()
+        self.report.copy_(torch.cat([length, finite.long()[None], block[0]])[None])
 
     def begin(self, root: int) -> None:
         """Start from a root that neither cache holds; the prompt before it is committed."""

@@ -17,7 +17,7 @@ class Uncaptured(RandomChooser):
     on_cuda = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def models():
     target = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).cuda()
     drafter = tiny_model(1, torch.float32, num_layers=2, attn_layers=()).cuda()
@@ -58,3 +58,21 @@ def test_phases_add_up(models):
     decoder.generate([1, 2, 3], GenerationConfig(20))
     stats: DecodingStats = decoder.generate([1, 2, 3], GenerationConfig(50)).stats
     assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("tree", [None, TokenTree.chain(4), TokenTree.paper()], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_on_the_device_give_the_same_tokens(models, monkeypatch, tree, temperature):
+    target, drafter = models
+    host = Decoder(target, drafter if tree else None, tree, max_length=700)
+    device = Decoder(target, drafter if tree else None, tree, max_length=700)
+    for seed, length in ((1, 5), (2, 250)):
+        prompt = [(7 * i + seed) % 61 for i in range(length)]
+        generation = GenerationConfig(60, temperature=temperature, seed=seed)
+        monkeypatch.delenv("STREE_STEPS", raising=False)
+        wanted = host.generate(prompt, generation)
+        monkeypatch.setenv("STREE_STEPS", "device")
+        got = device.generate(prompt, generation)
+        assert device._steps, "the steps ran on the host"
+        assert got.tokens == wanted.tokens
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call

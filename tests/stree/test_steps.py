@@ -12,7 +12,7 @@ import stree.steps
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.draft import ModelDrafter, SamplingRule
 from stree.sampling import RandomChooser
-from stree.steps import GreedySteps
+from stree.steps import DeviceSteps
 
 
 class Replayed:
@@ -26,8 +26,9 @@ class Replayed:
         new = self.function()
         if isinstance(new, torch.Tensor):
             return self.outputs.copy_(new)
-        self.outputs.tokens.copy_(new.tokens)
-        self.outputs.finite.copy_(new.finite)
+        for mine, theirs in zip(vars(self.outputs).values(), vars(new).values(), strict=True):
+            if mine is not None:
+                mine.copy_(theirs)
         return self.outputs
 
 
@@ -37,35 +38,46 @@ class Event:
     def synchronize(self): ...
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(3), TokenTree.paper()], ids=str)
-@pytest.mark.parametrize("drafted", [True, False])
-def test_device_steps_equal_host_steps(monkeypatch, tree, drafted):
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch):
     monkeypatch.setattr(stree.steps, "Capture", Replayed)
     monkeypatch.setattr(stree.draft, "Capture", Replayed)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
-    target, model = tiny_model(1), tiny_model(1, num_layers=2, attn_layers=())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("tree", [TokenTree.chain(3), TokenTree.paper()], ids=str)
+@pytest.mark.parametrize("drafted", [True, False])
+def test_device_steps_equal_host_steps(tree, drafted, temperature):
+    target, model = tiny_model(1), tiny_model(1)
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # so that it is right now and then
+        parameter.data += 0.1 * parameter.data.std() * torch.randn_like(parameter)
     tree = tree if drafted else TokenTree.chain(0)
     cache = target.new_cache(128, tree.num_nodes)
     drafter = ModelDrafter(model, 128, tree.num_nodes)
-    steps = None
-    for prompt in ([5, 6, 7], [9] * 11):
-        # An autoregressive run says what the tokens are
-        wanted = Decoder(target, max_length=128).generate(prompt, GenerationConfig(40)).tokens
+    choose, steps = RandomChooser(0), None
+    for seed, prompt in enumerate(([5, 6, 7], [9] * 11)):
+        generation = GenerationConfig(40, temperature=temperature, top_k=20, seed=seed)
         host = Decoder(target, model if drafted else None, tree if drafted else None)
-        stats = host.generate(prompt, GenerationConfig(40)).stats
-        calls, ends = stats.accepted_per_call, stats.end_node_per_call
+        wanted = host.generate(prompt, generation)
+        calls, ends = wanted.stats.accepted_per_call, wanted.stats.end_node_per_call
         if steps is None:
-            draft = drafter.capture(tree, SamplingRule(), RandomChooser(0)) if drafted else None
-            steps = GreedySteps(target, tree, cache, draft)
+            rule = generation.rule
+            draft = drafter.capture(tree, rule, choose) if drafted else None
+            steps = DeviceSteps(target, tree, cache, draft, rule, choose)
         for each in (cache, drafter.cache):
             each.reset()
-        target.prefill(torch.tensor([prompt]), cache)
+        choose.reseed(seed)
+        logits = target.prefill(torch.tensor([prompt]), cache)
         drafter.catch_up(prompt)
-        steps.begin(wanted[0])
+        root = int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
+        assert root == wanted.tokens[0]
+        steps.begin(root)
         steps.launch(lambda phase: None)
-        tokens, accepted, ended = wanted[:1], [], []
+        tokens, accepted, ended = [root], [], []
         while len(tokens) < 40:
             steps.launch(lambda phase: None)  # one ahead, as the decoder does
             finite, path, block = steps.collect()
@@ -73,6 +85,21 @@ def test_device_steps_equal_host_steps(monkeypatch, tree, drafted):
             tokens += block
             accepted.append(len(block) - 1)
             ended.append(path[-1])
-        assert tokens[:40] == wanted
+        assert tokens[:40] == wanted.tokens
         assert accepted[:-1] == calls[:-1]
         assert ended[:-1] == ends[:-1]
+        if drafted:
+            assert len(set(accepted)) > 1  # else this shows little
+
+
+def test_what_is_not_finite_is_reported():
+    target = tiny_model(1)
+    cache = target.new_cache(16, 1)
+    rule = SamplingRule(1.0)
+    steps = DeviceSteps(target, TokenTree.chain(0), cache, None, rule, RandomChooser(0))
+    cache.reset()
+    target.prefill(torch.tensor([[1, 2]]), cache)
+    target.model.norm.weight.data[0] = torch.nan
+    steps.begin(3)
+    steps.launch(lambda phase: None)
+    assert not steps.collect()[0]
