@@ -14,7 +14,7 @@ from argparse import RawDescriptionHelpFormatter
 
 from jsonargparse import DefaultHelpFormatter
 
-from stree.errors import StreeError, exit_with_reason
+from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree_pipelines.benchmarks import PROMPT_FORMAT
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.eval_plan import METHODS, resolve
@@ -67,14 +67,16 @@ def main(arguments: list[str] | None = None) -> None:
             evaluation.evaluate(checkpoint)
         except StreeError as error:
             failures.append((checkpoint, error))
+            if isinstance(error, CannotWrite):
+                break  # the next one would meet the same disk
             if len(checkpoints) > 1:
                 evaluation.progress.say(f"{checkpoint} failed: {error}")
     evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
     evaluation.workers.part()
     if failures and not evaluation.workers.is_main:
         sys.exit(failures[0][1].exit_code)  # the main process says why
-    if failures and len(checkpoints) == 1:
-        raise failures[0][1]
+    if failures and (len(checkpoints) == 1 or isinstance(failures[-1][1], CannotWrite)):
+        raise failures[-1][1]
     if failures:
         names = ", ".join(str(checkpoint) for checkpoint, _ in failures)
         raise type(failures[0][1])(

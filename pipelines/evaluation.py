@@ -13,11 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stree import metrics
 from stree.engine import Decoder
-from stree.errors import InvariantBroken, OutOfMemory, StreeError, UsageError
+from stree.errors import (
+    InvariantBroken,
+    OutOfMemory,
+    StreeError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
 from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
@@ -152,9 +157,11 @@ class Evaluation:
             self._run_share(jobs, done, benchmark, temperature)
         except StreeError as error:
             problem = error
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             problem = OutOfMemory(
-                f"{benchmark.name}: {str(error).splitlines()[0]}; lower max_new_tokens, or use "
+                f"{benchmark.name}: {first_line(error)}; lower max_new_tokens, or use "
                 "dtype bfloat16 or a larger GPU"
             )
         self._raise_anyones(problem)

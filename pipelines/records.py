@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from stree.errors import BadData, CannotWrite
-from stree.files import write_atomically
+from stree.errors import BadData
+from stree.files import reporting_refusals, write_atomically
 from stree.speculation_profile import Record, Tree
 
 SCHEMA_VERSION = 1
@@ -192,22 +192,16 @@ def append_row(path: Path, row: BaseModel) -> None:
     be glued to it. Raises CannotWrite when the disk or folder refuses.
     """
     line = row.model_dump_json().encode() + b"\n"
-    try:
+    with reporting_refusals(path, needed_bytes=len(line), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             _cut_torn_line(descriptor)
-            written = os.write(descriptor, line)
+            if os.write(descriptor, line) < len(line):  # what a disk that fills up does first
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise CannotWrite(f"cannot append to {path}: {error.strerror}") from error
-    if written != len(line):
-        raise CannotWrite(
-            f"{path}: {written} of {len(line)} bytes written, the disk is full; free some space "
-            "and run the same command again"
-        )
 
 
 def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
@@ -248,11 +242,9 @@ class ResultStore:
         """Keep other evaluations out of the folder: two at once would disturb each other's timing
         and journals. Waits for its turn, after `on_wait()`; a killed holder's lock is gone."""
         path = self.directory / LOCK_NAME
-        try:
+        with reporting_refusals(path, codes=None):
             self.directory.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise CannotWrite(f"cannot write in {self.directory}: {error.strerror}") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,18 +10,18 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import CannotWrite, UsageError
-from stree.files import sweep_leftovers, write_atomically
+from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree_pipelines.eval_context import describe_environment
 from stree_pipelines.records import config_hash
 
@@ -137,6 +137,36 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class Curves(TensorBoardLogger):
+    """RUN/tensorboard. metrics.csv has the same rows, so a disk that refuses these is told once and
+    the training goes on without them."""
+
+    def __init__(self, run_dir: Path, last_step: int = 0) -> None:
+        super().__init__(str(run_dir), name="", version="tensorboard", purge_step=last_step + 1)
+        self._is_refused = False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._try(super().log_metrics, metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._try(super().finalize, status)
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        if self._is_refused:
+            return
+        try:
+            write(*arguments)
+        except (OSError, ValueError) as error:
+            # Lightning tells whatever goes wrong as a value that cannot be logged.
+            reason = error.__cause__ if isinstance(error, ValueError) else error
+            if not isinstance(reason, OSError):
+                raise
+            self._is_refused = True
+            print(f"{self.log_dir} ends here: {reason.strerror}", file=sys.stderr, flush=True)
+
+
 class MetricsFile(Logger):
     """RUN/metrics.csv, one row a logged step, flushed as it is written.
 
@@ -178,14 +208,12 @@ class MetricsFile(Logger):
             rows = _read_rows(self.path)
             self._columns += new
             write_atomically(self.path, _as_csv(self._columns, rows, header=True))
-        try:
-            with open(self.path, "a", encoding="utf-8", newline="") as file:
-                file.write(_as_csv(self._columns, [row], header=False))
-        except OSError as error:
-            raise CannotWrite(
-                f"cannot append step {step} to {self.path}: {error.strerror}; free some space and "
-                "run the same command to go on from the last checkpoint"
-            ) from error
+        text = _as_csv(self._columns, [row], header=False)
+        with (
+            reporting_refusals(self.path, needed_bytes=len(text), codes=None),
+            open(self.path, "a", encoding="utf-8", newline="") as file,
+        ):
+            file.write(text)
 
     def _start(self) -> None:
         rows = [row for row in _read_rows(self.path) if int(row["step"]) <= self._last_step]

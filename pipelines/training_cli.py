@@ -13,12 +13,11 @@ import lightning.pytorch as pl
 import torch
 import torch.utils.deterministic
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import OutOfMemory, UsageError
-from stree.files import MANIFEST_NAME, sweep_leftovers
+from stree.errors import OutOfMemory, UsageError, first_line, is_out_of_memory
+from stree.files import FULL_DISK, MANIFEST_NAME, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
 from stree_pipelines.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.checkpointing import (
@@ -32,6 +31,7 @@ from stree_pipelines.data import ConversationDataModule, accumulation
 from stree_pipelines.export import Exports
 from stree_pipelines.restarts import RestartLimit, note_start
 from stree_pipelines.run_folder import (
+    Curves,
     MetricsFile,
     describe_code,
     hash_of_config,
@@ -223,12 +223,10 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         step = self.resume_step
         trainer_options = self._get(self.config_init, "trainer")
-        own = [MetricsFile(self.run_dir / "metrics.csv", last_step=step)]
-        own.append(
-            TensorBoardLogger(
-                str(self.run_dir), name="", version="tensorboard", purge_step=step + 1
-            )
-        )
+        own = [
+            MetricsFile(self.run_dir / "metrics.csv", last_step=step),
+            Curves(self.run_dir, last_step=step),
+        ]
         given = trainer_options.get("logger")
         if given is False:
             own = []
@@ -313,10 +311,13 @@ class TrainingCLI(LightningCLI):
             f"{self._rows_a_step} rows"
         )
         try:
-            self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
-        except torch.OutOfMemoryError as error:
+            with reporting_refusals(self.run_dir, codes=FULL_DISK):
+                self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise OutOfMemory(
-                f"{str(error).splitlines()[0]}; lower data.batch_size (and raise "
+                f"{first_line(error)}; lower data.batch_size (and raise "
                 "trainer.accumulate_grad_batches by the same factor, unless the run has a "
                 "checkpoint to go on from) or data.sequence_length"
             ) from error

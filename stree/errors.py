@@ -53,6 +53,18 @@ class Preempted(StreeError):
     exit_code = 75
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: a GPU's, the host's under PyTorch (which has no type for that), or
+    Python's own."""
+    is_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return is_torch or isinstance(error, MemoryError)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without its explanations; its type when it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def exit_with_reason(main: Callable[[], object]) -> None:
     """Run an entry point; a `StreeError` becomes one line on stderr and its exit code.
 

@@ -33,6 +33,7 @@ _REFUSED_WRITE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR,
     errno.EFBIG, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
 }  # fmt: skip
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # nobody but a writer meets it
 _in_use: set[Path] = set()
 
 
@@ -385,18 +386,16 @@ def _errno_of(error: Exception) -> int | None:
 def _explain(path: Path, code: int | None, needed_bytes: int) -> str:
     existing = next(folder for folder in path.absolute().parents if folder.is_dir())
     disk = os.statvfs(existing)
-    free = f"{disk.f_bavail * disk.f_frsize} bytes free"
-    needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
+    free = f"{disk.f_bavail * disk.f_frsize} bytes"
     if code == errno.EFBIG:
         remedy = "raise the limit on a file's size (ulimit -f)"
-    elif code == errno.ENOSPC and disk.f_files and not disk.f_favail:
-        free += ", but no inodes"
-        remedy = "delete some files (df -i) or choose another disk"
     elif code in (errno.ENOSPC, errno.EDQUOT):
+        free += f" and {disk.f_favail} inodes" if disk.f_files else ""
         remedy = "free some space or choose another disk"
     else:
         remedy = "choose a folder that you may write to"
-    return f"cannot write {path}: {os.strerror(code or 0)} ({needed}{free}): {remedy}"
+    needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
+    return f"cannot write {path}: {os.strerror(code or 0)} ({needed}{free} free): {remedy}"
 
 
 def _link_or_copy(source: str, destination: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,11 @@ class Training:
     def arguments(self, run_dir: Path) -> list[str]:
         return arguments_of(self.workspace, run_dir)
 
-    def start(self, run_dir: Path, **options) -> forked.Command:
+    def start(self, run_dir: Path, output: Path | None = None, **options) -> forked.Command:
         # These faults come in rows that tests/pipelines/test_restarts.py is about.
-        (run_dir / "restarts.json").unlink(missing_ok=True)
-        output = run_dir.with_name(f"{run_dir.name}.out")
+        if (run_dir / "restarts.json").exists() and os.access(run_dir, os.W_OK):
+            (run_dir / "restarts.json").unlink()
+        output = output or run_dir.with_name(f"{run_dir.name}.out")
         return self.forks.start(forked.DISTILL, self.arguments(run_dir), output, **options)
 
     def run(self, run_dir: Path, **options) -> forked.Command:
@@ -75,11 +77,10 @@ class Evaluation:
     options: tuple[str, ...]
     table: str = ""
 
-    def start(self, out: Path, **options) -> forked.Command:
+    def start(self, out: Path, output: Path | None = None, **options) -> forked.Command:
+        output = output or out.with_name(f"{out.name}.log")
         arguments = [*self.options, "--out", str(out)]
-        return self.forks.start(
-            forked.EVAL_SPEC, arguments, out.with_name(f"{out.name}.log"), **options
-        )
+        return self.forks.start(forked.EVAL_SPEC, arguments, output, **options)
 
     def run(self, out: Path, **options) -> forked.Command:
         command = self.start(out, **options)

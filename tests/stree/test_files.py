@@ -80,7 +80,7 @@ def test_full_disk_leaves_the_old_file_and_says_how_much_was_needed(tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", no_space)
-    with pytest.raises(CannotWrite, match=r"No space left.*3 bytes needed, \d+ bytes free.*free"):
+    with pytest.raises(CannotWrite, match=r"No space left.*3 bytes needed, \d+ bytes.* free"):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert hidden(tmp_path) == []

@@ -30,7 +30,7 @@ DISTILL, EVAL_SPEC = (REPOSITORY / "pipelines" / name for name in ("distill.py",
 PATIENCE_S = 240.0  # for anything that a busy machine may take long for
 
 
-@dataclass
+@dataclass(repr=False)
 class Command:
     """A started command. `output` is the file of its stdout and stderr together."""
 
@@ -57,9 +57,11 @@ class Command:
             os.kill(self.pid, number)
 
     def text(self) -> str:
-        return self.output.read_text(encoding="utf-8", errors="replace")
+        """What it said, without what a library says at the end about objects that were frozen."""
+        said = self.output.read_text(encoding="utf-8", errors="replace")
+        return said.partition("nanobind: leaked")[0]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"process {self.pid}, whose output is\n{self.text()}"
 
 

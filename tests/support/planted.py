@@ -37,6 +37,20 @@ def die_at(call: str, naming: str = "", when: str = "before", nth: int = 1) -> N
     _replace(call, instead)
 
 
+def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> None:
+    """Before the nth call of `call`, leave so many bytes free on the disk of `folder`."""
+
+    def instead(original: Callable) -> Callable:
+        return _at(original, nth, fill)
+
+    def fill() -> None:
+        disk = os.statvfs(folder)
+        with open(Path(folder, "filler"), "wb") as file:
+            file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - spare_bytes)))
+
+    _replace(call, instead)
+
+
 def die_inside_a_save(nth: int, line: int) -> None:
     """SIGKILL when the nth save has executed so many lines of stree/files.py."""
     lines: list[int] = []
@@ -86,6 +100,19 @@ def _watch_saves(
         return saving
 
     _replace("stree_pipelines.checkpointing:TrainingCheckpoints._save", instead)
+
+
+def _at(original: Callable, nth: int, action: Callable[[], None]) -> Callable:
+    left = nth
+
+    def calling(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            action()
+        return original(*arguments, **options)
+
+    return calling
 
 
 def _replace(call: str, instead: Callable[[Callable], Callable]) -> None:

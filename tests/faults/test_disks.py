@@ -1,0 +1,153 @@
+"""Disks that refuse: the last good checkpoint verifies, one line says what was needed and what is
+free (code 73), and once there is room the same command ends as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from pathlib import Path
+
+import forked
+import pytest
+from run_checks import (
+    assert_same_run,
+    assert_visible_is_whole,
+    lanes,
+    leftovers,
+    logged_steps,
+    table_without_timings,
+)
+from small_disk import mounted
+from tiny_run import distill_arguments
+
+from stree.files import verify_manifest
+from stree_pipelines.checkpointing import latest_valid
+from stree_pipelines.records import ResultStore
+
+pytestmark = pytest.mark.timeout(1200)
+FULL = (
+    r"error: cannot write \S+: No space left on device "
+    r"\((\d+) bytes needed, (\d+) bytes and (\d+) inodes free\): free some space or choose another"
+)
+PLENTY = "size=100m,nr_inodes=10000"
+
+
+def last_line(command: forked.Command) -> str:
+    return command.text().splitlines()[-1]
+
+
+def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Match:
+    """Code 73, the reason as the last line, nothing half visible and nothing left lying about."""
+    assert command.poll() == 73, command
+    said = re.match(reason, last_line(command))
+    assert said, command
+    assert_visible_is_whole(run_dir)
+    assert leftovers(run_dir) == []
+    return said
+
+
+@pytest.mark.parametrize("seed", lanes(quick=2, long=15))
+def test_a_disk_too_small_for_the_run(training, tmp_path, seed, figures):
+    """Any size from less than one checkpoint (340 kB) to a little less than the run needs."""
+    size_kib = random.Random(seed).randint(100, 1500)
+    with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
+        run_dir = disk.folder / "run"
+        said = assert_refused(training.run(run_dir, output=tmp_path / "out"), run_dir, FULL)
+        assert int(said[1]) > 100_000, "a checkpoint or an export is what does not fit"
+        disk.change(PLENTY)
+        assert training.run(run_dir, output=tmp_path / "out").poll() == 0
+        assert_same_run(run_dir, training.whole)
+    figures("disks full or without inodes under a training", 1)
+
+
+@pytest.mark.parametrize("seed", lanes(quick=1, long=10))
+def test_a_disk_without_inodes(training, tmp_path, seed, figures):
+    num_inodes = random.Random(seed).randint(9, 48)
+    with mounted(tmp_path / "disk", f"size=100m,nr_inodes={num_inodes}") as disk:
+        run_dir = disk.folder / "run"
+        said = assert_refused(training.run(run_dir, output=tmp_path / "out"), run_dir, FULL)
+        assert int(said[2]) > int(said[1]) and int(said[3]) < 10
+        disk.change(PLENTY)
+        assert training.run(run_dir, output=tmp_path / "out").poll() == 0
+        assert_same_run(run_dir, training.whole)
+    figures("disks full or without inodes under a training", 1)
+
+
+def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
+    """What is written then are rows: TensorBoard's are given up, those of metrics.csv are not."""
+    with mounted(tmp_path / "disk", PLENTY) as disk:
+        run_dir = disk.folder / "run"
+        arguments = distill_arguments(
+            training.workspace, run_dir, "--checkpoint.every_n_steps", "100",
+            "--trainer.limit_val_batches", "0", steps=100,
+        )  # fmt: skip
+        step = "stree_pipelines.training:Training.training_step"
+        full = {"folder": str(disk.folder), "call": step, "nth": 5}
+        command = training.forks.run(
+            forked.DISTILL, arguments, tmp_path / "out", before=("planted:fill_disk", full)
+        )
+        assert_refused(command, run_dir, FULL.replace(r"\S+", r"\S+/metrics\.csv"))
+        assert "tensorboard ends here: No space left on device" in command.text()
+        (disk.folder / "filler").unlink()
+        again = training.forks.run(forked.DISTILL, arguments, tmp_path / "out")
+        assert again.poll() == 0, again
+        assert logged_steps(run_dir) == list(range(1, 101))
+
+
+def test_a_disk_that_becomes_read_only(training, tmp_path):
+    with mounted(tmp_path / "disk", PLENTY) as disk:
+        run_dir = disk.folder / "run"
+        killed = training.start(run_dir, output=tmp_path / "out")
+        forked.wait_until(
+            lambda: latest_valid(run_dir, lambda line: None) is not None, lambda: str(killed)
+        )
+        killed.send(signal.SIGKILL)
+        killed.wait()
+        saved = latest_valid(run_dir)
+        disk.change("ro")
+        command = training.run(run_dir, output=tmp_path / "out")
+        assert command.poll() == 73
+        assert re.match(r"error: cannot write \S+: Read-only file system", last_line(command))
+        assert saved is not None and verify_manifest(saved)
+        disk.change("rw")
+        assert training.run(run_dir, output=tmp_path / "out").poll() == 0
+        assert_same_run(run_dir, training.whole)
+
+
+def test_a_limit_on_the_size_of_files(training, tmp_path):
+    run_dir = tmp_path / "run"
+    reason = (
+        r"error: cannot write \S+/step-00000003: File too large "
+        r"\((\d+) bytes needed, \d+ bytes free\): raise .* \(ulimit -f\)"
+    )
+    said = assert_refused(training.run(run_dir, limit_file_bytes=100_000), run_dir, reason)
+    assert int(said[1]) > 100_000
+    assert training.run(run_dir).poll() == 0
+    assert_same_run(run_dir, training.whole)
+
+
+def test_a_temporary_folder_is_not_needed(training, evaluation, tmp_path):
+    """Nothing that matters goes through $TMPDIR."""
+    nowhere = {"TMPDIR": "/proc/nowhere"}
+    assert training.run(tmp_path / "run", environment=nowhere).poll() == 0
+    assert_same_run(tmp_path / "run", training.whole)
+    assert evaluation.run(tmp_path / "out", environment=nowhere).poll() == 0
+    assert table_without_timings(tmp_path / "out") == evaluation.table
+
+
+@pytest.mark.parametrize("seed", lanes(quick=2, long=15))
+def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed, figures):
+    size_kib = random.Random(seed).randrange(12, 64, 4)
+    with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
+        out = disk.folder / "out"
+        command = evaluation.run(out, output=tmp_path / "log")
+        assert command.poll() == 73, command
+        assert re.match(FULL, last_line(command)), command
+        store = ResultStore(out)
+        assert all(len(store.samples(row)) == row.num_prompts for row in store.results())
+        assert leftovers(out) == []
+        disk.change(PLENTY)
+        assert evaluation.run(out, output=tmp_path / "log").poll() == 0
+        assert table_without_timings(out) == evaluation.table
+    figures("full disks under an evaluation", 1)

@@ -1,0 +1,38 @@
+"""A disk of a few hundred kilobytes: a tmpfs of one's own, which needs root."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Disk:
+    folder: Path
+
+    def change(self, options: str) -> None:
+        """`size=…`, `nr_inodes=…`, `ro` or `rw`, while it is in use."""
+        _mount(f"remount,{options}", self.folder).check_returncode()
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Disk]:
+    """A disk at `folder`; the test is skipped where none may be mounted."""
+    folder.mkdir()
+    done = _mount(options, folder)
+    if done.returncode:
+        pytest.skip(f"needs root to mount a small disk: {done.stderr.strip()}")
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _mount(options: str, folder: Path) -> subprocess.CompletedProcess:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
