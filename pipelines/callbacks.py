@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stree.errors import StreeError, UsageError
+from stree_pipelines.eval_launch import start_process, submit_job
 from stree_pipelines.export import Exports
 from stree_pipelines.training import Training
 
@@ -112,23 +113,39 @@ class EvaluateExports(pl.Callback):
 
     `inline` evaluates in this process, between two steps, and leaves the random numbers of the
     training as they were. `process` starts `eval_spec.py` and does not wait until the fit's end.
-    Either way options, benchmarks and trees are checked before the first step, the training state
-    of the same step is saved first, and an evaluation that fails is told but stops nothing:
-    `raise_failures` does so at the end.
+    `slurm` submits `slurm/eval_spec.sh` and never waits; where that is refused, a warning has the
+    command to type. In all modes options, benchmarks and trees are checked before the first step,
+    the training state of the same step is saved first, and an evaluation that fails is told but
+    stops nothing: `raise_failures` does so at the end.
     """
 
     def __init__(
         self,
-        mode: Literal["off", "inline", "process"] = "off",
+        mode: Literal["off", "inline", "process", "slurm"] = "off",
         config: str | None = None,
+        visible_devices: str | None = None,
+        sbatch_options: list[str] | None = None,
     ) -> None:
         """
         Args:
             mode: see the class.
             config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
+            visible_devices: of `process`: its CUDA_VISIBLE_DEVICES, such as a GPU that the training
+                leaves free (default: the training's).
+            sbatch_options: of `slurm`: what stands before the script, such as
+                ["--gpus-per-node=1", "--time=30"].
         """
         super().__init__()
+        if visible_devices is not None and mode != "process":
+            raise UsageError(
+                f"evaluation.visible_devices is for mode process, and evaluation.mode is {mode}"
+            )
+        if sbatch_options is not None and mode != "slurm":
+            raise UsageError(
+                f"evaluation.sbatch_options is for mode slurm, and evaluation.mode is {mode}"
+            )
         self.mode, self.config = mode, config
+        self.visible_devices, self.sbatch_options = visible_devices, sbatch_options or []
         # Set by the entry point before `fit`.
         self.exports: Exports | None = None
         self.target: str = ""
@@ -196,8 +213,19 @@ class EvaluateExports(pl.Callback):
             with pl_module.untimed(), untouched_training_state():
                 self._evaluate_here(path)
         elif trainer.is_global_zero:
-            command = [sys.executable, str(EVAL_SCRIPT), *self._options(), "--checkpoint", path]
-            self._processes.append((path, subprocess.Popen(command)))
+            arguments = [*self._options(), "--checkpoint", path]
+            if self.mode == "process":
+                process = start_process(EVAL_SCRIPT, arguments, self.visible_devices)
+                self._processes.append((path, process))
+                return
+            assert self.out is not None
+            with pl_module.untimed():
+                name = f"eval-{self.out.resolve().parent.name}"
+                told, submitted = submit_job(arguments, self.sbatch_options, name)
+            if submitted:
+                print(f"evaluation of {path}: {told}", flush=True)
+            else:
+                print(f"warning: no evaluation of {path}: {told}", file=sys.stderr, flush=True)
 
     def _evaluate_here(self, path: str) -> None:
         try:

@@ -9,6 +9,6 @@ export PYTHONUNBUFFERED=1              # lines in the job's output as they are s
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take over sbatch's
 
-# Where the processes of a job meet.
-export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+# Where the processes of a job meet (not MASTER_ADDR: a job that a job submits inherits that).
+export MASTER_ADDR="${STREE_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
 export MASTER_PORT="$((15000 + SLURM_JOB_ID % 10000))"

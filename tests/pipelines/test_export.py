@@ -296,7 +296,7 @@ def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluat
     assert ours == theirs
 
 
-@pytest.mark.parametrize("mode", ["inline", "process"])
+@pytest.mark.parametrize("mode", ["inline", "process", "slurm"])
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
@@ -35,6 +37,11 @@ def last_step(run_dir: Path) -> int:
     return int(steps[-1]) if steps and steps[-1] else 0
 
 
+def write_prompts(path: Path, count: int) -> None:
+    prompts = [{"id": str(i), "turns": [f"What is {i} plus 2?"]} for i in range(count)]
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+
 def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
@@ -42,12 +49,7 @@ def checkpoints(run_dir: Path) -> list[int]:
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_path):
     """Once by the signal that comes before the time is up, once by Slurm's own requeueing."""
     workspace = make_workspace(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(
-            json.dumps({"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]}) + "\n"
-            for i in range(4)
-        )
-    )
+    write_prompts(tmp_path / "prompts.jsonl", count=4)
     preempted, whole = tmp_path / "run-1", tmp_path / "run-2"
 
     def submit(run_dir: Path) -> str:
@@ -98,6 +100,47 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
     }
     assert all(len(store.samples(row)) == 4 for row in rows)
     assert all(row.environment.num_processes == 2 for row in rows)
+
+
+def test_a_training_submits_its_evaluations_and_the_gate_fails_a_worse_checkpoint(
+    cluster, tmp_path
+):
+    """Each export's evaluation is a job of its own, for which the training does not wait. The
+    gate's job ends with the gate's code: a drafter of one step is worse than the target itself."""
+    workspace, run_dir = make_workspace(tmp_path), tmp_path / "run"
+    write_prompts(tmp_path / "prompts.jsonl", count=8)
+    options = {
+        "benchmarks": [str(tmp_path / "prompts.jsonl")], "temperatures": [0.0],
+        "methods": ["autoregressive", "stree"], "max_new_tokens": 8, "device": "cpu",
+    }  # fmt: skip
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(options))
+    output = f"--output={cluster.folder}/job-%j.out"
+    fit, *arguments = distill_arguments(
+        workspace, run_dir, "--export.steps", "[1]", "--evaluation.mode", "slurm",
+        "--evaluation.config", str(tmp_path / "eval.yaml"),
+        "--evaluation.sbatch_options", json.dumps([output]), steps=2,
+    )  # fmt: skip
+    assert fit == "fit"
+    training = cluster.sbatch("slurm/distill.sh", *arguments)
+    cluster.wait_for_success(training)
+    said = cluster.output_of(training)
+    evaluations = re.findall(r"evaluation of \S+/step-0000000[12]: job (\d+)", said)
+    assert len(evaluations) == 2, said
+    gate = cluster.sbatch(
+        "slurm/benchmark_checkpoint.sh", str(run_dir / "drafter/step-00000001"),
+        "--baseline", str(workspace / "target"), "--target", str(workspace / "target"),
+        "--config", str(tmp_path / "eval.yaml"), "--fail_below", "acceptance_length=-3%",
+        "--out", str(tmp_path / "gate"),
+    )  # fmt: skip
+    for job in evaluations:
+        cluster.wait_for_success(job)
+    rows = ResultStore(run_dir / "eval").results()
+    assert {(row.step, row.method) for row in rows} == {
+        (None, "autoregressive"), (1, "stree"), (2, "stree"),
+    }  # fmt: skip
+    state = cluster.wait_for_end(gate)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "70:0"), cluster.output_of(gate)
+    assert (tmp_path / "gate/summary.md").read_text().startswith("## Checkpoint benchmark: regr")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -87,14 +87,18 @@ class SlurmCluster:
 
     def wait_for_success(self, job: str, timeout_s: float = 120) -> None:
         """Return when the job is completed; fail as soon as it ends in any other way."""
+        state = self.wait_for_end(job, timeout_s)
+        assert state["JobState"] == "COMPLETED", f"{state}\n{self.output_of(job)}"
+
+    def wait_for_end(self, job: str, timeout_s: float = 120) -> dict[str, str]:
+        """What `state_of` says of the job when it has ended, however it has."""
         unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         wait_until(
             lambda: self.state_of(job)["JobState"] not in unfinished,
             lambda: f"{job} at its end\n{self.output_of(job)}",
             timeout_s,
         )
-        state = self.state_of(job)
-        assert state["JobState"] == "COMPLETED", f"{state}\n{self.output_of(job)}"
+        return self.state_of(job)
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def running_cluster() -> Iterator[SlurmCluster]:
             "PATH": SEARCH_PATH,
             "SLURM_CONF": str(config),
             # Names of the nodes are known to Slurm only.
-            "MASTER_ADDR": "127.0.0.1",
+            "STREE_MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
             "STREE_VENV": sys.prefix,
         }

@@ -1,0 +1,72 @@
+"""Starting the evaluation of an export beside the training: as a process, or as a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# In the repository's folder, from which jobs are submitted (slurm/README.md).
+JOB_SCRIPT = "slurm/eval_spec.sh"
+# Only to submit; a controller that is down must not hold the training up for longer.
+SUBMIT_TIMEOUT_S = 60
+# What a launcher tells a process of the training about its place, which is no other process'.
+_PLACE = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_")
+_SLURM_SETUP = "SLURM_CONF"  # where the cluster is, not where in it we are
+
+
+def start_process(
+    script: Path, arguments: Sequence[str], visible_devices: str | None
+) -> subprocess.Popen:
+    """Run the evaluation in a process of its own, on the GPUs that CUDA_VISIBLE_DEVICES is to name
+    (None: those of this process)."""
+    environment = _without_place(dict(os.environ))
+    if visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment)
+
+
+def submit_job(arguments: Sequence[str], options: Sequence[str], name: str) -> tuple[str, bool]:
+    """Submit the evaluation to Slurm and return what to tell, and whether it was submitted.
+
+    Jobs of one name run one after the other: evaluations of one folder would wait for each other
+    anyway, each with its GPUs. Never raises: the evaluation can be submitted by hand as well.
+    """
+    command = [
+        "sbatch", "--parsable", f"--job-name={name}", "--dependency=singleton", *options,
+        JOB_SCRIPT, *arguments,
+    ]  # fmt: skip
+    environment = _without_place(dict(os.environ))
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # of the training's node
+    try:
+        answer = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace",
+            timeout=SUBMIT_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        reason = "there is no sbatch here"
+    except subprocess.TimeoutExpired:
+        reason = f"sbatch did not answer for {SUBMIT_TIMEOUT_S} s (squeue tells if it did submit)"
+    except OSError as error:
+        reason = f"sbatch cannot be run: {error.strerror}"
+    else:
+        if answer.returncode == 0:
+            return f"job {answer.stdout.strip()}", True
+        said = " ".join(answer.stderr.split()) or "it said nothing"
+        reason = f"sbatch ended with code {answer.returncode}: {said}"
+    return f"{reason}; by hand: {shlex.join(command)}", False
+
+
+def _without_place(environment: dict[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == _SLURM_SETUP or (name not in _PLACE and not name.startswith(_PLACE_PREFIXES))
+    }
