@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stree.errors import BadData, UsageError
+from stree.plain_data import parse_json
 from stree_pipelines.records import config_hash
 
 DEFAULT_DIRECTORY = Path("../shared/data/benchmarks")
@@ -100,7 +100,7 @@ def _read(path: Path) -> list[BenchmarkPrompt]:
         if not line.strip():
             continue
         try:
-            prompt = _parse(json.loads(line))
+            prompt = _parse(parse_json(line))
         except (ValueError, TypeError) as error:
             raise BadData(f"{path}:{number}: {error}; {PROMPT_FORMAT}") from error
         if prompt.id in seen:
@@ -122,4 +122,5 @@ def _parse(content: Any) -> BenchmarkPrompt:
         raise ValueError(f"turns is {turns!r}, wanted a list of what the user says")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("turns must be texts, none empty")
+    "".join(turns).encode()  # half a surrogate pair, which JSON can spell, is no text
     return BenchmarkPrompt(str(identity), str(content.get("category", "")), tuple(turns))

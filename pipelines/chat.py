@@ -16,15 +16,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from stree.errors import BadData, UsageError, exit_with_reason
+from stree.errors import BadData, CheckpointRefused, UsageError, exit_with_reason
+from stree.plain_data import read_text
 from stree_pipelines.command_line import PlainParser
 from stree_pipelines.conversations import Turn, read_conversations
+from stree_pipelines.template_rendering import (
+    DATA,
+    GENERATION_MARK,
+    ChildRenderer,
+    Refused,
+    Renderer,
+    Rendering,
+    render,
+)
 
 STREE_CHAT = """\
 {%- for message in messages -%}
@@ -52,8 +60,8 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 TEMPLATES = {"stree-chat": STREE_CHAT, "chatml": CHATML}
+SHIPPED = frozenset(TEMPLATES.values())
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Llama 3's template prints today's date unless told one; training data must not change at midnight.
 FIXED_DATE = "26 Jul 2024"
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in well-formed interchange
@@ -94,7 +102,10 @@ def resolve_template(tokenizer: Any, template: str | None = None) -> str:
     if "{%" in template or "{{" in template:
         return template
     if Path(template).is_file():
-        return Path(template).read_text(encoding="utf-8")
+        try:
+            return read_text(Path(template))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"chat template {template} cannot be read: {error}") from error
     raise UsageError(
         f"no chat template {template!r}: neither a file nor one of {', '.join(TEMPLATES)}"
     )
@@ -115,6 +126,7 @@ class ChatEncoder:
             )
         self.template = resolve_template(tokenizer, template)
         self.has_marks = bool(GENERATION_MARK.search(self.template))
+        self._renderer: Renderer = render if self.template in SHIPPED else ChildRenderer()
         self.specials_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos: str = tokenizer.eos_token or ""
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
@@ -182,39 +194,39 @@ class ChatEncoder:
         fence = rf"{sentinel}\g<0>{sentinel}"
         return [(role, self.special_pattern.sub(fence, text)) for role, text in turns], sentinel
 
-    def _render(self, turns: Sequence[Turn], prompt: bool, marks: bool = False) -> tuple[str, Any]:
+    def _render(self, turns: Sequence[Turn], prompt: bool) -> Rendering:
         messages = [{"role": role, "content": text} for role, text in turns]
+        variables = {"date_string": FIXED_DATE, **self.specials_map}
         try:
-            # annotated as str, returns ([text, …], [spans, …])
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **{"date_string": FIXED_DATE, **self.specials_map},
-            )
-        except jinja2.TemplateError as error:
-            roles = " ".join(role for role, _ in turns)
-            raise BadData(f"the chat template refuses the turns {roles!r}: {error}") from error
-        return rendered[0][0], rendered[1][0] if marks else None
+            return self._renderer(self.template, messages, prompt, variables)
+        except Refused as refused:
+            if refused.culprit == DATA:
+                roles = " ".join(role for role, _ in turns)
+                raise BadData(
+                    f"the chat template refuses the turns {roles!r}: {refused}"
+                ) from refused
+            raise CheckpointRefused(
+                f"the chat template cannot be used: {refused}; name one of {', '.join(TEMPLATES)} "
+                "instead, or give a .jinja file"
+            ) from refused
 
     def _render_with_spans(
         self, turns: Sequence[Turn], prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         if self.has_marks:
-            text, marked = self._render(turns, prompt, marks=True)
+            text, marked = self._render(turns, prompt)
             # A block that closes before the end-of-turn token would never teach the model to stop.
             return text, [
                 (start, stop + len(self.eos) * text.startswith(self.eos, stop))
                 for start, stop in marked
             ]
-        text, _ = self._render(turns, prompt)
+        text = self._render(turns, prompt).text
         spans = []
         for number, (role, _) in enumerate(turns):
             if role != "assistant":
                 continue
-            before, _ = self._render(turns[:number], prompt=True)
-            through, _ = self._render(turns[: number + 1], prompt=False)
+            before = self._render(turns[:number], prompt=True).text
+            through = self._render(turns[: number + 1], prompt=False).text
             if not (through.startswith(before) and text.startswith(through)):
                 raise UsageError(
                     f"the chat template renders turn {number} differently when more turns follow, "

@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,10 +35,13 @@ from stree.files import (
     sweep_leftovers,
     verify_manifest,
 )
+from stree.plain_data import read_json
 from stree_pipelines.data import recount_micro_batches
 
 TENSORS_NAME = "state.safetensors"
 TREE_NAME = "state.json"
+STATE_KEYS = ("state_dict", "optimizer_states", "loops", "global_step", "random_state")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
@@ -159,6 +163,13 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: decode_state(item, tensors) for key, item in tree.items()}
 
 
+def _require_training_state(state: Any) -> dict[str, Any]:
+    missing = [name for name in STATE_KEYS if not isinstance(state, dict) or name not in state]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return state
+
+
 class SafeCheckpointIO(CheckpointIO):
     """Lightning's checkpoint dict as a published directory.
 
@@ -189,9 +200,9 @@ class SafeCheckpointIO(CheckpointIO):
         folder = Path(path)
         verify_manifest(folder)
         try:
-            tree = json.loads((folder / TREE_NAME).read_text())
-            return decode_state(tree, load_file(folder / TENSORS_NAME))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            tree = read_json(folder / TREE_NAME)
+            return _require_training_state(decode_state(tree, load_file(folder / TENSORS_NAME)))
+        except _UNREADABLE as error:
             raise CheckpointRefused(
                 f"{folder} holds no training state of this program ({error}): resume from a "
                 "folder under RUN/checkpoints"

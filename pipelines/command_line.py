@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+import yaml
+from jsonargparse import ArgumentParser, get_loader, set_loader
 
 from stree.errors import UsageError
+from stree.errors import one_line as shortened
+from stree.plain_data import require_plain_yaml
 
 # Lines of jsonargparse's explanations that repeat types and say nothing about what to change.
 _FILLER = re.compile(
@@ -29,8 +32,21 @@ class OneLineErrors:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        print(f"error: {one_line(message)}; see {program} --help", file=sys.stderr)
+        print(f"error: {shortened(one_line(message))}; see {program} --help", file=sys.stderr)
         sys.exit(UsageError.exit_code)
+
+
+def _load_yaml(text: str) -> Any:
+    require_plain_yaml(text)
+    try:
+        return _load_any_yaml(text)
+    except (KeyError, TypeError, AttributeError) as error:  # a tag that its value does not fit
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+# Before jsonargparse's own loader, whose recursion in C ends the process where it is nested deep.
+_load_any_yaml = get_loader("yaml")
+set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError, ValueError))
 
 
 class CommandParser(OneLineErrors, ArgumentParser):

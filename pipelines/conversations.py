@@ -40,6 +40,8 @@ ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
+# JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
+MOST_EXPANSION = 500
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 # A character can take six bytes as \uXXXX; the rest of a row (ids, keys) gets a margin.
 BYTES_PER_CHAR, LINE_MARGIN_BYTES = 6, 1 << 16
@@ -235,8 +237,8 @@ def _line_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
     max_bytes = BYTES_PER_CHAR * max_chars + LINE_MARGIN_BYTES
     number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(_lines(file, max_bytes), start=1):
+        with path.open("rb") as stored:
+            for number, line in enumerate(_lines(stored, path.suffix == ".gz", max_bytes), start=1):
                 if line is None:
                     yield f"{path}:{number}", BadRow(HUGE, f"the line is over {max_bytes:,} bytes")
                 elif line.strip():  # an empty line is no row
@@ -245,14 +247,23 @@ def _line_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
         raise BadData(f"{path}: cannot be read beyond line {number}: {error}") from error
 
 
-def _lines(file: BinaryIO | gzip.GzipFile, max_bytes: int) -> Iterator[bytes | None]:
-    """Lines of a binary file; None for one over `max_bytes`, which is passed over in pieces."""
-    while line := file.readline(max_bytes + 1):
-        if len(line) <= max_bytes or line.endswith(b"\n"):
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(max_bytes)
+def _lines(stored: BinaryIO, packed: bool, max_bytes: int) -> Iterator[bytes | None]:
+    """Lines of a file; None for one over `max_bytes`, which is passed over in pieces.
+
+    Raises OSError when a packed file unpacks to more than `MOST_EXPANSION` times its size.
+    """
+    file = gzip.GzipFile(fileobj=stored) if packed else stored
+    num_bytes = 0
+    is_whole = True  # the line so far
+    while piece := file.readline(max_bytes + 1):
+        num_bytes += len(piece)
+        if packed and num_bytes > MOST_EXPANSION * stored.tell():
+            raise OSError(f"it unpacks to over {MOST_EXPANSION} times its size")
+        ends = len(piece) <= max_bytes or piece.endswith(b"\n")
+        if ends:
+            yield piece if is_whole else None
+        is_whole = ends
+    if not is_whole:
         yield None
 
 
@@ -304,7 +315,9 @@ def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
             dataset = dataset["train"]
         for number, row in enumerate(dataset, start=1):
             yield f"{name}:{number}", row
-    except (OSError, ValueError) as error:
-        if isinstance(error, BadData):
-            raise
-        raise BadData(f"{name}: `datasets` cannot load it: {error}") from error
+    except BadData:
+        raise
+    except Exception as error:  # a damaged folder makes it raise whatever Python can
+        raise BadData(
+            f"{name}: `datasets` cannot load it: {type(error).__name__}: {error}"
+        ) from error

@@ -53,7 +53,7 @@ def _latest(rows: Sequence[ResultRow], sha256: str) -> list[ResultRow]:
 
 
 def _where(row: ResultRow) -> tuple[str, str]:
-    return row.environment.device, row.environment.dtypes["weights"]
+    return row.environment.device, row.environment.dtypes.get("weights", "unknown")
 
 
 def _measurement(row: ResultRow) -> Measurement:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from stree.errors import CheckpointRefused, UsageError
-from stree.files import MANIFEST_NAME, sha256_of_file
+from stree.files import MANIFEST_NAME, read_manifest, sha256_of_file
+from stree.models.checked_json import LARGEST
+from stree.plain_data import read_json
 from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.records import Environment
 
@@ -119,12 +121,7 @@ def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
         raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
-    listed: dict[str, Any] = {}
-    if manifest.is_file():
-        try:
-            listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointRefused(f"{manifest} cannot be read: {error}") from error
+    listed = read_manifest(directory)["files"] if manifest.exists() else {}
     parts = [
         f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
         for name in names
@@ -138,15 +135,17 @@ def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:
     says."""
     directory = Path(directory)
     provenance = directory / "provenance.json"
-    if provenance.is_file():
+    if provenance.exists():
         try:
-            step = json.loads(provenance.read_text(encoding="utf-8")).get("step")
-        except (ValueError, AttributeError) as error:
+            step = read_json(provenance).get("step")
+        except (OSError, ValueError, AttributeError) as error:
             raise CheckpointRefused(f"{provenance} cannot be read: {error}") from error
-        if isinstance(step, int):
+        if isinstance(step, int) and 0 <= step <= LARGEST:
             return step
-    prefix, _, number = directory.name.rpartition("-")
-    return int(number) if prefix == "step" and number.isdigit() else None
+        if step is not None:
+            raise CheckpointRefused(f"{provenance} has step {step!r}, wanted a number of steps")
+    number = re.fullmatch(r"step-([0-9]{1,9})", directory.name)
+    return int(number[1]) if number else None
 
 
 def describe_environment(

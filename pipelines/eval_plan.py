@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stree.errors import UsageError
+from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree_pipelines.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.eval_context import checkpoint_sha256, checkpoint_step
@@ -155,7 +155,7 @@ def resolve(
     run, checkpoints = options.pop("run"), list(options.pop("checkpoint"))
     if run is not None:
         exports = Path(run, "drafter").glob("step-*")
-        found = sorted(str(path) for path in exports if path.name[len("step-") :].isdigit())
+        found = sorted(str(path) for path in exports if path.name[len("step-") :].isdecimal())
         if not found and not checkpoints:
             raise UsageError(f"{run}/drafter holds no step-* folder: has the run exported yet?")
         checkpoints += found
@@ -187,6 +187,6 @@ def prompt_seed(seed: int, benchmark: str, prompt_id: str, turn: int) -> int:
 def _target_of(run: Path) -> str:
     path = run / "command.json"
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["target"])
+        return str(read_json(path)["target"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} does not name the run's target: give --target") from error

@@ -293,7 +293,7 @@ def require_lossless(rows: Sequence[ResultRow]) -> None:
     only.
     """
     for row in rows:
-        bound = LARGEST_TIE.get(row.environment.dtypes["weights"])
+        bound = LARGEST_TIE.get(row.environment.dtypes.get("weights", ""))
         if row.lossless is None or bound is None:
             continue
         for each in row.lossless.divergences:

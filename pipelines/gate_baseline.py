@@ -12,6 +12,8 @@ from stree.files import write_atomically
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, Job
 from stree_pipelines.records import RESULTS_NAME, ResultRow, ResultStore
 
+MAX_POINTER_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -38,14 +40,16 @@ class Baseline:
         folder and no pointer.
         """
         given = Path(given)
-        # Rows name the folder itself: a pointer may lead elsewhere tomorrow.
-        folder = given.resolve() if given.is_symlink() else given
-        if given.is_file():
-            text = given.read_text(encoding="utf-8", errors="replace").strip()
-            folder = (given.parent / text).resolve()
-            if "\n" in text or not text:
-                raise UsageError(f"--baseline {given} is no pointer: wanted one line, a folder")
-        if not folder.is_dir():
+        try:
+            folder = _follow(given)
+            leads_somewhere = folder.is_dir()
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # a loop of links, a name of 10^6 bytes
+            raise UsageError(f"--baseline {given} is no pointer to a folder: {error}") from error
+        if not leads_somewhere:
             raise UsageError(f"--baseline {given} leads to no folder ({folder.resolve()})")
         if movable and not given.is_symlink() and not given.is_file():
             raise UsageError(
@@ -103,3 +107,15 @@ class Baseline:
             raise CannotWrite(
                 f"cannot move {self.given}: {error.strerror}; the old baseline stays"
             ) from error
+
+
+def _follow(given: Path) -> Path:
+    """Where a pointer leads: rows name the folder itself, a pointer may lead elsewhere tomorrow."""
+    if not given.is_file():
+        return given.resolve() if given.is_symlink() else given
+    if given.stat().st_size > MAX_POINTER_BYTES:
+        raise ValueError("wanted one line, a folder")
+    text = given.read_text(encoding="utf-8", errors="replace").strip()
+    if len(text.splitlines()) != 1:
+        raise ValueError("wanted one line, a folder")
+    return (given.parent / text).resolve()

@@ -60,7 +60,7 @@ def markdown(
         f"- checkpoint: {_identity(checkpoint)}",
         f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
         f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
-        f"{checkpoint.environment.dtypes['weights']}, at most {checkpoint.max_new_tokens} new "
+        f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
         f"tokens a turn, seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
         *([f"- {note}"] if note else []),
         "",

@@ -17,13 +17,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from stree.errors import BadData
 from stree.files import reporting_refusals, write_atomically
 from stree.speculation_profile import Record, Tree
+from stree.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
@@ -35,6 +36,12 @@ Row = TypeVar("Row", bound=BaseModel)
 SampleKey = tuple[str | None, str, str | None, str, str, str, int]
 # (checkpoint sha256, method, tree, benchmark, prompts hash, decoding hash, seed)
 ResultKey = tuple[str | None, str, str | None, str, str, str, int]
+
+# What a figure can be at all: the report draws axes up to them.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Node = Annotated[int, Field(ge=0, lt=MAX_NODES)]  # of a tree, or a depth in one
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Divergence(Record):
@@ -55,9 +62,9 @@ class Divergence(Record):
 class Lossless(Record):
     """Greedy tokens against autoregressive decoding's: share of prompts equal, and each other."""
 
-    share: float
-    num_prompts: int
-    num_identical: int
+    share: Share
+    num_prompts: Count
+    num_identical: Count
     divergences: tuple[Divergence, ...] = ()
 
 
@@ -75,7 +82,7 @@ class ResultRow(Record):
     """One (checkpoint, method, benchmark, temperature); the names are metrics.md's."""
 
     version: int = SCHEMA_VERSION
-    step: int | None
+    step: Count | None
     checkpoint: str | None
     checkpoint_sha256: str | None
     target: str
@@ -85,27 +92,27 @@ class ResultRow(Record):
     verifier: str | None
     benchmark: str
     prompts_hash: str
-    temperature: float
-    num_prompts: int
-    max_new_tokens: int
+    temperature: NonNegative
+    num_prompts: Count
+    max_new_tokens: Count
     ignore_eos: bool
     seed: int
     decoding_hash: str
-    acceptance_length: float | None
-    acceptance_length_prompt_mean: float | None
-    acceptance_histogram: dict[int, int]
-    depth_accept_rates: dict[int, float]
-    end_nodes: dict[int, int] = Field(default_factory=dict)
-    nodes_per_call: float | None
-    tokens_per_second: float | None
-    tokens_per_second_e2e: float | None
-    speedup: float | None
-    speedup_per_tau: float | None
+    acceptance_length: NonNegative | None
+    acceptance_length_prompt_mean: NonNegative | None
+    acceptance_histogram: dict[Node, Count]
+    depth_accept_rates: dict[Node, Share]
+    end_nodes: dict[Node, Count] = Field(default_factory=dict)
+    nodes_per_call: NonNegative | None
+    tokens_per_second: NonNegative | None
+    tokens_per_second_e2e: NonNegative | None
+    speedup: NonNegative | None
+    speedup_per_tau: NonNegative | None
     time_ms: dict[str, float]
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
-    samples: str
+    samples: Annotated[str, Field(pattern=r"^samples_[^/\x00]*\.jsonl$")]
 
     @property
     def key(self) -> ResultKey:
@@ -134,9 +141,9 @@ class Turn(Record):
 class BaselineTiming(Record):
     """The autoregressive run of the same prompt in the same process."""
 
-    num_new_tokens: int
-    prefill_s: float
-    decode_s: float
+    num_new_tokens: Count
+    prefill_s: NonNegative
+    decode_s: NonNegative
 
 
 class SampleRow(Record):
@@ -144,24 +151,24 @@ class SampleRow(Record):
 
     version: int = SCHEMA_VERSION
     checkpoint_sha256: str | None
-    step: int | None
+    step: Count | None
     method: str
     tree: str | None
     benchmark: str
     prompt_id: str
     category: str
-    temperature: float
+    temperature: NonNegative
     seed: int
     decoding_hash: str
     turns: tuple[Turn, ...]
-    num_new_tokens: int
-    num_calls: int
-    num_nodes: int
-    accepted_per_call: tuple[int, ...]
-    end_node_per_call: tuple[int, ...] | None = None
-    tree_max_depth: int
-    prefill_s: float
-    decode_s: float
+    num_new_tokens: Count
+    num_calls: Count
+    num_nodes: Count
+    accepted_per_call: tuple[Node, ...]
+    end_node_per_call: tuple[Node, ...] | None = None
+    tree_max_depth: Node
+    prefill_s: NonNegative
+    decode_s: NonNegative
     time_ms: dict[str, float]
     baseline: BaselineTiming | None = None
     lossless: bool | None = None

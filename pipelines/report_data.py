@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from stree import metrics
 from stree.errors import BadData, UsageError
+from stree.plain_data import read_json
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation import summarise_lossless
 from stree_pipelines.records import (
@@ -213,7 +213,11 @@ def _read_curves(path: Path, notes: list[str]) -> dict[str, list[tuple[float, fl
         notes.append("No metrics.csv: the loss curve and the simulated acceptance are missing.")
         return {}
     curves: dict[str, list[tuple[float, float]]] = {}
-    for row in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8", errors="replace"))):
+    try:
+        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8", errors="replace"))))
+    except (OSError, csv.Error) as error:
+        raise BadData(f"{path} is no table: {error}; move it away") from error
+    for row in rows:
         step = _number(row.get("step"))
         if step is None:
             continue
@@ -228,8 +232,8 @@ def _read_command(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise BadData(f"{path} is no JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 

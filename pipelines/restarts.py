@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 
 from stree.errors import InvariantBroken
 from stree.files import write_atomically
+from stree.plain_data import read_json
 
 MAX_RESTARTS = 3
 FILE_NAME = "restarts.json"
@@ -28,7 +29,7 @@ def note_start(run_dir: Path, step: int, config: str) -> int:
     path = run_dir / FILE_NAME
     start = {"step": step, "config_sha256": hashlib.sha256(config.encode()).hexdigest()}
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json(path)
         is_restart = {name: before[name] for name in start} == start
         restarts = int(before["restarts"]) + 1 if is_restart else 0
     except (OSError, ValueError, KeyError, TypeError):

@@ -20,8 +20,9 @@ import yaml
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import CannotWrite, UsageError
+from stree.errors import BadData, CannotWrite, UsageError
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
+from stree.plain_data import parse_yaml, read_text
 from stree_pipelines.eval_context import describe_environment
 from stree_pipelines.records import config_hash
 
@@ -108,9 +109,8 @@ def require_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
     if not path.is_file() or not any((run_dir / "checkpoints").glob("step-*")):
         return
     try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        old = _flatten(fixed_config(before))
-    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        old = _flatten(fixed_config(parse_yaml(read_text(path))))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{path} cannot be read ({error}): restore it, or choose another --run_dir"
         ) from error
@@ -226,10 +226,13 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
     """Rows of a metrics file, without a last line that a killed writer left unfinished."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    rows = csv.DictReader(io.StringIO(whole))
-    return [row for row in rows if row.get("step", "").isdigit()]
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        rows = list(csv.DictReader(io.StringIO(whole)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadData(f"{path} is no table of metrics ({error}): move it away") from error
+    return [row for row in rows if (row.get("step") or "").isdecimal()]
 
 
 def _as_csv(columns: list[str], rows: list[Any], header: bool) -> str:

@@ -13,7 +13,6 @@ each) and the log of the tail mass (4 bytes).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from stree.errors import CheckpointRefused, UsageError
 from stree.files import verify_manifest
+from stree.plain_data import read_json
 from stree_pipelines.packing import Packing, TokenTable
 from stree_pipelines.records import config_hash
 
@@ -169,7 +169,7 @@ def read_cache_file(cache: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["version"] != VERSION:
             raise ValueError(f"version {content['version']}, wanted {VERSION}")
         CacheSpec(**{name: content[name] for name in CacheSpec.__dataclass_fields__})

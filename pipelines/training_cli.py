@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import warnings
@@ -16,8 +15,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import OutOfMemory, UsageError, first_line, is_out_of_memory
-from stree.files import FULL_DISK, MANIFEST_NAME, reporting_refusals, sweep_leftovers
+from stree.errors import (
+    CheckpointRefused,
+    OutOfMemory,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
+from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
 from stree_pipelines.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.checkpointing import (
@@ -275,9 +280,12 @@ class TrainingCLI(LightningCLI):
         trainer, data = self.trainer, self.datamodule
         trained = None
         if self.resume_path is not None:
-            trained = json.loads((self.resume_path / MANIFEST_NAME).read_text())[
-                "global_batch_size"
-            ]
+            trained = read_manifest(self.resume_path).get("global_batch_size")
+            if not isinstance(trained, int) or trained < 1:
+                raise CheckpointRefused(
+                    f"{self.resume_path} does not say its global batch (got {trained!r}): resume "
+                    "from another checkpoint, or start in another run folder"
+                )
         given = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = accumulation(
             data.batch_size, trainer.world_size, given, data.global_batch_size, trained

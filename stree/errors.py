@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
+_LONGEST_REASON = 2000
+
 
 class StreeError(ValueError):
     """A reason to stop that the user can act on: says what was got, what was wanted, what to do."""
@@ -76,7 +78,7 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     try:
         main()
     except StreeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = error.exit_code
     except SystemExit as leaving:
         code = 0 if leaving.code is None else leaving.code
@@ -85,6 +87,14 @@ def exit_with_reason(main: Callable[[], object]) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def one_line(text: str) -> str:
+    """A reason as one line that a terminal can show: what libraries and files say may be of many
+    lines, of any length, or move the cursor."""
+    line = "".join(char if char.isprintable() else " " for char in text[: 4 * _LONGEST_REASON])
+    line = " ".join(line.split())
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + " …"
 
 
 def _one_of_many() -> bool:

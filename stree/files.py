@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stree.errors import CannotWrite, CheckpointRefused
+from stree.plain_data import read_json
 
 MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_VERSION = 1
@@ -166,22 +167,28 @@ def verify_manifest(directory: str | os.PathLike[str]) -> dict:
     """Return the parsed MANIFEST.json after checking every file of `directory` against it.
 
     Raises CheckpointRefused naming the file that is missing, unlisted, of the wrong size or of
-    the wrong sha256. Hidden files (.gitattributes, .cache/) are nobody's and are not looked at.
+    the wrong sha256, or a link that leads out of the folder. Hidden files (.gitattributes,
+    .cache/) are nobody's and are not looked at.
     """
     directory = Path(directory)
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     again = "copy or export the checkpoint again"
-    present = _relative_files(directory)
+    present = set(_relative_files(directory))
     for name, expected in manifest["files"].items():
         file = directory / name
-        if not file.is_file():
+        # By what is there, and not by where a name may lead: `../x` is no file of this folder.
+        if name not in present or not file.is_file():
             raise CheckpointRefused(f"{file} is missing, {MANIFEST_NAME} lists it: {again}")
+        if not _is_inside(file, directory):
+            raise CheckpointRefused(
+                f"{file} is a link to {file.resolve()}, out of the checkpoint: put the file there"
+            )
         size = file.stat().st_size
         if size != expected["size_bytes"]:
             raise CheckpointRefused(
                 f"{file} has {size} bytes, {MANIFEST_NAME} says {expected['size_bytes']}: {again}"
             )
-    unlisted = sorted(set(present) - set(manifest["files"]))
+    unlisted = sorted(present - set(manifest["files"]))
     if unlisted:
         raise CheckpointRefused(
             f"{directory / unlisted[0]} is not listed in {MANIFEST_NAME}: move it elsewhere, "
@@ -265,10 +272,12 @@ def _write_manifest(directory: Path, extra: Mapping[str, object]) -> None:
         _fsync(Path(folder))
 
 
-def _read_manifest(directory: Path) -> dict:
+def read_manifest(directory: Path) -> dict:
+    """The parsed MANIFEST.json of a folder, its files not looked at. Raises CheckpointRefused when
+    it is missing or malformed."""
     path = directory / MANIFEST_NAME
     try:
-        manifest = json.loads(path.read_text())
+        manifest = read_json(path)
         files = manifest["files"]
         well_formed = manifest["version"] == MANIFEST_VERSION and all(
             isinstance(entry["sha256"], str) and isinstance(entry["size_bytes"], int)
@@ -276,7 +285,7 @@ def _read_manifest(directory: Path) -> dict:
         )
     except FileNotFoundError:
         raise CheckpointRefused(f"{path} is missing: {directory} was not published whole") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointRefused(
             f"{path} cannot be read ({error}): export the checkpoint again"
         ) from error
@@ -286,6 +295,14 @@ def _read_manifest(directory: Path) -> dict:
             f"{MANIFEST_VERSION}: export the checkpoint again"
         )
     return manifest
+
+
+def _is_inside(file: Path, directory: Path) -> bool:
+    """Whether a file's bytes lie in the folder, or where the Hub's cache keeps those of all its
+    snapshots (snapshots/REVISION/NAME links to ../../blobs/SHA)."""
+    folder = directory.resolve()
+    cache = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    return any(file.resolve().is_relative_to(place) for place in (folder, *cache))
 
 
 def _relative_files(directory: Path) -> list[str]:

@@ -21,9 +21,12 @@ Interval = tuple[float, float]  # 95 %, bootstrap over prompts
 
 
 class Record(BaseModel):
-    """A saved row: no field too many, none of the wrong type."""
+    """A saved row: no field too many, none of the wrong type, no NaN or infinity (which JSON cannot
+    say: they would come back as null)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class Tree(Record):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused
+from stree.plain_data import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,18 +39,28 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
+        _refuse_own_code(directory / "tokenizer_config.json")
         # AutoTokenizer would ask config.json for a class; tokenizer.json says everything itself.
         if (directory / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
-        # The libraries raise everything from KeyError to bare Exception on a damaged file.
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # The libraries raise everything from KeyError to bare Exception on a damaged file, and a
+        # panic of the one in Rust is no Exception.
         raise CheckpointRefused(
             f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}): "
             "copy its files again"
         ) from error
+
+
+def _refuse_own_code(path: Path) -> None:
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict) or config.get("auto_map"):
+        raise ValueError(f"{path.name} asks for code of its own, which is not run, or is no object")
 
 
 def fingerprint(tokenizer: Any) -> str:

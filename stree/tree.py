@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from stree.errors import UsageError
+from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 256
 
@@ -48,6 +49,8 @@ class TokenTree:
     @classmethod
     def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
         """The root followed by one sequence of drafts."""
+        if num_drafts >= MAX_NODES:  # before so many nodes are made
+            raise UsageError(f"a chain of {num_drafts} drafts, wanted at most {MAX_NODES - 1}")
         return cls(tuple(range(-1, num_drafts)), name or f"chain-{num_drafts}")
 
     @classmethod
@@ -62,7 +65,7 @@ class TokenTree:
         The file holds `name` and `parents`. Raises `UsageError` when it does not.
         """
         name = str(name_or_path)
-        if name.startswith("chain-") and name[6:].isdigit():
+        if re.fullmatch(r"chain-[0-9]{1,9}", name):
             return cls.chain(int(name[6:]))
         if name == "paper":
             return cls.paper()
@@ -70,16 +73,18 @@ class TokenTree:
         if not path.is_file():
             raise UsageError(f"no tree {name!r}: give paper, chain-N, or the path of a YAML file")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"tree {path} is no YAML: {reason}") from error
+            content = parse_yaml(read_text(path))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"tree {path} is no YAML: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("parents"), list):
             raise UsageError(f"tree {path} must hold `parents: [-1, 0, …]`")
-        unknown = sorted(set(content) - {"name", "parents", "description"})
+        unknown = sorted(str(key) for key in content.keys() - {"name", "parents", "description"})
         if unknown:
             raise UsageError(f"tree {path} has unknown keys {unknown}")
-        return cls(tuple(content["parents"]), str(content.get("name", path.stem)))
+        name = content.get("name", path.stem)
+        if not isinstance(name, str):
+            raise UsageError(f"tree {path} has the name {name!r}, wanted a text")
+        return cls(tuple(content["parents"]), name)
 
     @property
     def num_nodes(self) -> int:

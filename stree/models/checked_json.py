@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused
+from stree.plain_data import read_json
+
+LARGEST = 2**31 - 1  # of a whole number in a config
 
 
 class CheckedJson(Mapping[str, Any]):
@@ -21,7 +23,7 @@ class CheckedJson(Mapping[str, Any]):
     @classmethod
     def load(cls, path: Path) -> CheckedJson:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
         except FileNotFoundError:
             raise CheckpointRefused(
                 f"no {path.name} in {path.parent}: give the path of a checkpoint folder"
@@ -51,9 +53,10 @@ class CheckedJson(Mapping[str, Any]):
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
             raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r}, wanted a whole number: copy it again"
+                f"{self.path} has {name} = {value!r}, wanted a whole number up to {LARGEST}: "
+                "copy it again"
             )
         return value
 
@@ -65,7 +68,12 @@ class CheckedJson(Mapping[str, Any]):
             raise CheckpointRefused(
                 f"{self.path} has {name} = {value!r}, wanted a number: copy it again"
             )
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value}, more than a number can be: copy it again"
+            ) from None
 
     def limits(self, name: str) -> tuple[float, float]:
         value = self.get(name, [0.0, math.inf])
@@ -77,8 +85,10 @@ class CheckedJson(Mapping[str, Any]):
     def token_ids(self, name: str) -> tuple[int, ...]:
         value = self.get(name, [])
         ids = tuple(value) if isinstance(value, list) else (value,)
-        if any(not isinstance(index, int) or isinstance(index, bool) for index in ids):
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted token ids")
+        for index in ids:
+            # −1 is how some configs say that there is none.
+            if not isinstance(index, int) or isinstance(index, bool) or not -1 <= index <= LARGEST:
+                raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted token ids")
         return ids
 
     def require(self, name: str, wanted: Any, default: Any) -> None:

@@ -64,6 +64,8 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
             f"one of: {', '.join(LAYOUTS)}"
         )
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
+    for name in ("auto_map", "trust_remote_code"):
+        values.refuse_if_set(name, "code that comes with a checkpoint is not run")
     try:
         if layout == MAMBA_IN_LLAMA:
             mamba_values = CheckedJson.load(directory / "mamba_config.json")
@@ -74,8 +76,8 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     padded = model.vocab_size
     if layout == STATE_SPACES:
-        multiple = values.integer("pad_vocab_size_multiple", 8)
-        padded = math.ceil(padded / multiple) * multiple
+        multiple = max(values.integer("pad_vocab_size_multiple", 8), 1)
+        padded = -(-padded // multiple) * multiple
     return CheckpointConfig(layout, _with_generation_eos(directory, model), padded)
 
 
@@ -191,7 +193,7 @@ def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
             f"{mamba.path} has d_inner {d_inner}, wanted ngroups · d_state = "
             f"{num_ssm_heads} · {ssm_head_dim}: use an undamaged checkpoint"
         )
-    if d_xb % ssm_head_dim:
+    if not ssm_head_dim or d_xb % ssm_head_dim:
         raise CheckpointRefused(
             f"{mamba.path} has d_xb {d_xb}, wanted a multiple of the head dim {ssm_head_dim}: "
             "use an undamaged checkpoint"
@@ -261,7 +263,7 @@ def _state_spaces(values: CheckedJson) -> HybridConfig:
     d_inner = ssm.integer("expand", 2) * d_model
     ssm.require("d_ssm", d_inner, default=d_inner)
     head_dim, groups = ssm.integer("headdim", 64), ssm.integer("ngroups", 1)
-    if d_inner % head_dim:
+    if not head_dim or d_inner % head_dim:
         raise CheckpointRefused(
             f"{values.path}: expand · d_model = {d_inner} is no multiple of headdim {head_dim}: "
             "use an undamaged checkpoint"
@@ -363,8 +365,8 @@ def _rope(values: CheckedJson) -> tuple[float, dict[str, Any] | None]:
 def _special_tokens(values: CheckedJson) -> dict[str, Any]:
     return {
         "eos_token_ids": values.token_ids("eos_token_id"),
-        "bos_token_id": values.get("bos_token_id"),
-        "pad_token_id": values.get("pad_token_id"),
+        "bos_token_id": next(iter(values.token_ids("bos_token_id")), None),
+        "pad_token_id": next(iter(values.token_ids("pad_token_id")), None),
     }
 
 

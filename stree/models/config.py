@@ -9,6 +9,8 @@ from typing import Any
 from stree.errors import UsageError
 from stree_kernels.shapes import MixerShape
 
+MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
+
 
 @dataclass(frozen=True)
 class HybridConfig:
@@ -57,9 +59,16 @@ class HybridConfig:
     def __post_init__(self) -> None:
         for name in ("attn_layers", "dt_limit", "eos_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("vocab_size", "d_model", "num_layers"):
+        for name in ("vocab_size", "d_model", "num_layers", "chunk_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.num_layers > MAX_LAYERS:
+            raise UsageError(f"num_layers is {self.num_layers}, it must be at most {MAX_LAYERS}")
+        for name in ("rms_norm_eps", "gated_norm_eps", "rope_theta"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
+        if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:
+            raise UsageError(f"dt_limit is {self.dt_limit}, it must be a lower and an upper bound")
         bad = [i for i in self.attn_layers if not 0 <= i < self.num_layers]
         if bad or len(set(self.attn_layers)) != len(self.attn_layers):
             raise UsageError(
@@ -88,7 +97,7 @@ class HybridConfig:
             raise UsageError(f"the model has {kind} layers, so set {', '.join(missing)} above 0")
 
     def _require_divides(self, small: str, large: str) -> None:
-        if getattr(self, large) % getattr(self, small):
+        if getattr(self, small) < 1 or getattr(self, large) % getattr(self, small):
             raise UsageError(
                 f"{large} = {getattr(self, large)} is no multiple of "
                 f"{small} = {getattr(self, small)}"

@@ -35,6 +35,8 @@ from stree.models.checkpoint_configs import (
 )
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.models.pickled import load_tensors
+from stree.plain_data import read_json
 from stree.tokenizer import fingerprint
 
 SHARD_BYTES = 5_000_000_000
@@ -69,8 +71,13 @@ def load_model(
     directory = Path(path)
     checkpoint = read_checkpoint_config(directory)
     manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
-    with torch.device("meta"):
-        model = HybridModel(checkpoint.model)
+    try:
+        with torch.device("meta"):
+            model = HybridModel(checkpoint.model)
+    except (RuntimeError, OverflowError) as error:  # a size beyond what a tensor can have
+        raise CheckpointRefused(
+            f"{directory}: its config describes no possible model ({error})"
+        ) from error
     model.tokenizer_fingerprint = manifest.get("tokenizer_fingerprint")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with _open_weights(directory) as stored:
@@ -232,15 +239,11 @@ class _StoredTensors:
 
     def add_pickle(self, path: Path) -> None:
         try:
-            tensors = _load_pickled_tensors(path)
+            tensors = load_tensors(path)
         except Exception as error:
             # The unpickler raises whatever a damaged or hostile byte stream makes of it.
             raise _damaged(path, error) from error
-        if not isinstance(tensors, dict):
-            raise _damaged(path, f"it holds a {type(tensors).__name__}, not named tensors")
         for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise _damaged(path, f"{name} is a {type(tensor).__name__}, not a tensor")
             number_format = {"float": "F", "bfloat": "BF"}.get(
                 re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch.")), "I"
             )
@@ -284,24 +287,16 @@ def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [index.parent / Path(name).name for name in names]
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"it names {outside[0]!r}, wanted files beside it")
+        paths = [index.parent / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(index, error) from error
     for path in paths:
         if not path.is_file():
             raise CheckpointRefused(f"{path} is missing, {index.name} lists it: copy it again")
     return paths
-
-
-def _load_pickled_tensors(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        # Files from before the zip format cannot be mapped, only read.
-        if "mmap can only be used" not in str(error):
-            raise
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _damaged(path: Path, reason: object) -> CheckpointRefused:

@@ -1,0 +1,109 @@
+"""JSON and YAML of someone else's making: plain data, with its size, depth and keys in doubt.
+
+The parsers themselves recurse, repeat what an alias stands for, and let the last of two equal keys
+win; text that makes them do so is refused here before they see it, as a `ValueError` with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 1 << 26  # a sharded index or a manifest has some megabytes at most
+MAX_DEPTH = 100
+MAX_YAML_NODES = 100_000  # aliases counted as what they stand for
+# Beyond these PyYAML's time grows with the square of a number in base 60 or of open brackets, and
+# jsonargparse parses a string that it finds in YAML once more.
+MAX_YAML_CHARS, MAX_YAML_SCALAR_CHARS = 1 << 20, 20_000
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_text(path: Path) -> str:
+    """A regular file's text. Raises OSError, or ValueError when it is none, too large or no UTF-8.
+
+    A named pipe would be waited for, a device read without end.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes, at most {MAX_BYTES:,} are read")
+    return path.read_text(encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content. Raises as `read_text` and `parse_json` do."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError also for NaN, keys given twice and too deep
+    nesting; an infinity, which configs of transformers spell so, is a number."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_infinity)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, without tags of Python's. Raises ValueError as `require_plain_yaml`
+    does, and for a value that its tag or form does not allow."""
+    require_plain_yaml(text)
+    try:
+        return yaml.load(text, Loader=_SafeLoader)
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def require_plain_yaml(text: str) -> None:
+    """Raise ValueError when a YAML text is no YAML, nested deeper than `MAX_DEPTH`, or stands for
+    more than `MAX_YAML_NODES` values: a few lines of aliases can stand for 10^9."""
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, nodes before it
+    num_nodes = 0
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"it has {len(text):,} characters, at most {MAX_YAML_CHARS:,} are read")
+    try:
+        for event in yaml.parse(text, Loader=_SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor not in sizes:
+                    raise ValueError(f"alias *{event.anchor} stands for nothing that is complete")
+                num_nodes += sizes[event.anchor]
+            elif isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, num_nodes))
+                num_nodes += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = open_nodes.pop()
+                if anchor is not None:
+                    sizes[anchor] = num_nodes - before
+            elif isinstance(event, yaml.ScalarEvent):
+                num_nodes += 1
+                if event.anchor is not None:
+                    sizes[event.anchor] = 1
+                if len(event.value) > MAX_YAML_SCALAR_CHARS:
+                    raise ValueError(f"a value has more than {MAX_YAML_SCALAR_CHARS:,} characters")
+            if len(open_nodes) > MAX_DEPTH:
+                raise ValueError("it is nested too deep")
+            if num_nodes > MAX_YAML_NODES:
+                raise ValueError(f"it stands for more than {MAX_YAML_NODES:,} values")
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice[:80]!r} is given twice")
+    return content
+
+
+def _infinity(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return float(name)
