@@ -12,9 +12,6 @@ processes (accelerate launch, torchrun, srun) share the work.
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -23,6 +20,8 @@ from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
 from stree_pipelines.data import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
+from stree_pipelines.dry_run import config_lines, memory_line, model_line, require_writable
+from stree_pipelines.estimates import forward_memory, free_disk_bytes, size
 from stree_pipelines.eval_context import Workers, checkpoint_sha256, pick_device
 from stree_pipelines.run_folder import describe_code
 from stree_pipelines.teacher_cache import CacheSpec
@@ -58,7 +57,7 @@ class CacheCLI(DistillCLI):
 
     def make(self) -> None:
         options, model = self.options, self.options["model"]
-        workers = Workers(*place_among_processes())
+        workers = Workers.unconnected()
         data = ConversationDataModule(**options["data"])
         data.setup()
         spec = CacheSpec(
@@ -72,26 +71,37 @@ class CacheCLI(DistillCLI):
             shard_positions=options["shard_positions"],
         )
         writer = CacheWriter(options["out"], spec, data.tables)
+        device, dtype = pick_device(options["device"]), getattr(torch, model["target_dtype"])
+        precision = options["trainer"]["precision"] or "32-true"
         if workers.is_main:
             print(describe(writer), flush=True)
+            if options["dry_run"]:
+                self._describe_run(data, device.type == "cuda", dtype, precision)
         writer.require_space()
         if options["dry_run"] or not writer.missing():
             return
-        device = pick_device(options["device"])
-        dtype = getattr(torch, model["target_dtype"])
         target = load_model(model["target"], device, dtype)
-        made_with: dict[str, Any] = {
+        made_with = {
             "target": model["target"],
             "target_dtype": model["target_dtype"],
-            "precision": options["trainer"]["precision"] or "32-true",
+            "precision": precision,
             **describe_code(),
         }
-        writer.write(
-            target, data.pad_id, data.batch_size, workers, made_with, made_with["precision"]
-        )
+        writer.write(target, data.pad_id, data.batch_size, workers, made_with, precision)
         left = len(writer.missing())
         if workers.is_main:
             print(f"{writer.directory}: {_state(left, len(writer.shards))}", flush=True)
+
+    def _describe_run(
+        self, data: ConversationDataModule, on_cuda: bool, dtype: torch.dtype, precision: str
+    ) -> None:
+        self._dump_config()
+        config = load_config(self.options["model"]["target"])
+        shape = data.batch_size, data.sequence_length
+        print(config_lines(self.config_dump))
+        print(model_line("target", config))
+        print(memory_line(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda))
+        require_writable(self.options["out"])
 
 
 def describe(writer: CacheWriter) -> str:
@@ -104,20 +114,12 @@ def describe(writer: CacheWriter) -> str:
     lines = [
         f"teacher cache {writer.directory}: {sizes}",
         f"{spec.top_k} of {spec.vocab_size:,} tokens and the tail: {spec.row_bytes} bytes a "
-        f"prediction, {writer.num_bytes(writer.shards):,} bytes in all",
-        f"{len(writer.shards) - len(missing)} of {len(writer.shards)} shards are there; the others "
-        f"take {writer.num_bytes(missing):,} bytes, {writer.free_bytes():,} are free",
+        f"prediction, {size(writer.num_bytes(writer.shards))} in all",
+        f"{len(writer.shards) - len(missing)} of {len(writer.shards)} shards are there; the "
+        f"others take {size(writer.num_bytes(missing))}, "
+        f"{size(free_disk_bytes(writer.directory))} are free",
     ]
     return "\n".join(lines)
-
-
-def place_among_processes() -> tuple[int, int]:
-    """This process' number and how many there are, as its launcher (accelerate, torchrun or srun)
-    says. They need not meet: each shard is somebody's."""
-    for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and count in os.environ:
-            return int(os.environ[rank]), int(os.environ[count])
-    return 0, 1
 
 
 def _state(left: int, total: int) -> str:

@@ -171,6 +171,16 @@ class EvaluateExports(pl.Callback):
                 # Only to have it refused now what the processes would refuse after an export.
                 Evaluation(self._settings(), workers=Workers())
 
+    def require_settings(self, target: str | None, run_dir: Path) -> None:
+        """Have it refused now what the evaluations would refuse after an export."""
+        self.target, self.out = target or "", run_dir / "eval"
+        if self.mode != "off":
+            from stree_pipelines.eval_context import Workers
+            from stree_pipelines.evaluation import Evaluation
+
+            with untouched_training_state():
+                Evaluation(self._settings(), workers=Workers())
+
     def _options(self) -> list[str]:
         options = ["--config", self.config] if self.config else []
         return [*options, "--target", self.target, "--out", str(self.out)]

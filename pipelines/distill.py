@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint
+from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.eval_context import checkpoint_sha256
 from stree_pipelines.teacher_cache import TeacherCache
-from stree_pipelines.training import Distillation, require_same_vocabulary
+from stree_pipelines.training import Distillation, drafter_config_of, require_same_vocabulary
 from stree_pipelines.training_cli import TrainingCLI
 
 
@@ -42,15 +44,21 @@ class DistillCLI(TrainingCLI):
                 require_same_vocabulary(config, load_config(model["target"]))
         super().before_instantiate_classes()
 
-    def before_fit(self) -> None:
-        super().before_fit()
-        folder = self.model.teacher_cache
-        if folder is not None:
-            cache = TeacherCache(folder)
+    def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
+        target = load_config(options["target"])
+        trained = drafter_config_of(target, options["drafter"], options["drafter_layers"])
+        dtype = getattr(torch, options["target_dtype"])
+        return ModelPlan(trained, target, dtype, cached=options["teacher_cache"] is not None)
+
+    def _prepare_data(self, vocab_size: int) -> None:
+        super()._prepare_data(vocab_size)
+        model = self.options["model"]
+        if model["teacher_cache"] is not None:
+            cache = TeacherCache(model["teacher_cache"])
             cache.require(
                 target_sha256=checkpoint_sha256(str(self.target_path)),
                 tokenizer_fingerprint=fingerprint(self.datamodule.tokenizer),
-                temperature=self.model.temperature,
+                temperature=model["temperature"],
             )
             self.datamodule.use_teacher(cache)
 

@@ -59,6 +59,15 @@ class Workers:
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
+    @classmethod
+    def unconnected(cls) -> Workers:
+        """This process' number and how many there are, as its launcher (accelerate, torchrun or
+        srun) says; for work in which nobody has to meet anybody."""
+        for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+            if rank in os.environ and count in os.environ:
+                return cls(int(os.environ[rank]), int(os.environ[count]))
+        return cls()
+
     def part(self) -> None:
         """Leave the others, at the end of a command: a worker that just exits while another still
         holds a connection to it may bring that one down."""

@@ -191,7 +191,7 @@ def _loss_of(
     if normalizer is None:
         normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_MD.device)
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(len(rows_M), student_head)
+        chunk_tokens = chunk_rows(len(rows_M), student_head.shape[0], student_head.is_cuda)
     loss, terms_3 = _ChunkedLoss.apply(
         student_MD, student_head, teacher, labels_M, normalizer, ce_weight, temperature,
         chunk_tokens, product_dtype(student_MD), torch.is_grad_enabled(),
@@ -200,10 +200,10 @@ def _loss_of(
     return LossTerms(loss, kl, cross_entropy, acceptance)
 
 
-def default_chunk_tokens(num_rows: int, head: Tensor) -> int:
-    """Rows whose logits over the vocabulary of `head` (V, D) may exist at once."""
-    row_bytes = 4 * head.shape[0]
-    budget = _CUDA_BUFFER_BYTES if head.is_cuda else _CPU_BUFFER_BYTES
+def chunk_rows(num_rows: int, vocab_size: int, on_cuda: bool) -> int:
+    """Rows whose logits may exist at once."""
+    row_bytes = 4 * vocab_size
+    budget = _CUDA_BUFFER_BYTES if on_cuda else _CPU_BUFFER_BYTES
     most = max(budget // row_bytes, _MIN_CHUNK_TOKENS)
     # Small vocabularies gain nothing from many tiny chunks: 4 MiB a buffer is always allowed.
     least = max((4 << 20) // row_bytes, _MIN_CHUNK_TOKENS)

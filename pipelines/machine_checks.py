@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
 from stree_kernels.chunk_scan import mamba_ssm_kernel
+from stree_pipelines.estimates import free_memory_bytes, num_parameters
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()
@@ -132,7 +132,7 @@ def check_memory(target: HybridConfig) -> str:
     drafter = num_parameters(drafter_config_from(target))
     bytes_each = 2 if HAS_CUDA else 4
     wanted = bytes_each * num_parameters(target) + 16 * drafter
-    free = torch.cuda.mem_get_info()[0] if HAS_CUDA else _available_memory_bytes()
+    free = free_memory_bytes(HAS_CUDA)
     found = (
         f"{free / GIB:.1f} GiB free; the target ({num_parameters(target) / 1e6:,.0f} M parameters "
         f"in {'bfloat16' if HAS_CUDA else 'float32'}) and its two-layer drafter take "
@@ -141,16 +141,6 @@ def check_memory(target: HybridConfig) -> str:
     if free < wanted:
         raise Absent(found, "use a larger device, a smaller target, or fewer drafter layers")
     return found
-
-
-def num_parameters(config: HybridConfig) -> int:
-    with torch.device("meta"):
-        return HybridModel(config).num_parameters()
-
-
-def _available_memory_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _first_line(error: BaseException) -> str:

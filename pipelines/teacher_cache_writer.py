@@ -7,7 +7,6 @@ who makes it, in which order, or how often the command was killed before.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,9 @@ from stree.errors import CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.models.hybrid import HybridModel
 from stree_pipelines.callbacks import clock
+from stree_pipelines.estimates import AUTOCAST, free_disk_bytes, size
 from stree_pipelines.eval_context import Workers
-from stree_pipelines.losses import default_chunk_tokens, product_dtype
+from stree_pipelines.losses import chunk_rows, product_dtype
 from stree_pipelines.packing import TokenTable, make_batch, pack
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.teacher_cache import (
@@ -76,17 +76,12 @@ class CacheWriter:
     def path_of(self, split: str, shard: int) -> Path:
         return shard_directory(self.directory, split, shard, len(self.plans[split]))
 
-    def free_bytes(self) -> int:
-        absolute = self.directory.absolute()
-        folder = next(each for each in (absolute, *absolute.parents) if each.is_dir())
-        return shutil.disk_usage(folder).free
-
     def require_space(self) -> None:
         """Raise CannotWrite when what is missing does not fit on the disk."""
-        wanted, free = self.num_bytes(self.missing()), self.free_bytes()
+        wanted, free = self.num_bytes(self.missing()), free_disk_bytes(self.directory)
         if wanted > free:
             raise CannotWrite(
-                f"the teacher cache still needs {wanted:,} bytes, {self.directory} has {free:,} "
+                f"the teacher cache still needs {size(wanted)}, {self.directory} has {size(free)} "
                 "free: free some, choose another --out, or lower --top_k or data.limit"
             )
 
@@ -174,7 +169,8 @@ class CacheWriter:
                 dtype = product_dtype(hidden)
             hidden_MD = hidden[shift_left(batch["loss_mask"])].to(dtype)
             teacher = LiveTeacher(hidden_MD, model.head_weight.to(dtype), spec.temperature)
-            top = top_k_of(teacher, spec.top_k, default_chunk_tokens(len(hidden_MD), teacher.head))
+            num_rows = chunk_rows(len(hidden_MD), spec.vocab_size, hidden_MD.is_cuda)
+            top = top_k_of(teacher, spec.top_k, num_rows)
             if not bool(top.log_probs[:, 0].isfinite().all()):
                 raise InvariantBroken(
                     f"the target's outputs are not finite in shard {shard} of {split}: "
@@ -215,5 +211,5 @@ def _part_of(table: TokenTable, samples: range) -> TokenTable:
 
 
 def _autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    return torch.autocast(device.type, dtypes[precision]) if precision in dtypes else nullcontext()
+    dtype = AUTOCAST.get(precision)
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import UsageError, exit_with_reason
 from stree.tokenizer import load_tokenizer
+from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.training import TargetTraining
 from stree_pipelines.training_cli import TrainingCLI, say
@@ -55,7 +56,8 @@ class TargetCLI(TrainingCLI):
             return
         if tokenizer["vocab_size"]:
             kept = Path(self.options["run_dir"] or "", "tokenizer")
-            if self.options["show_mask"] and not kept.is_dir():
+            only_looks = self.options["show_mask"] or self.options["dry_run"]
+            if only_looks and not kept.is_dir():
                 self._scratch = tempfile.TemporaryDirectory()  # a look leaves nothing behind
                 kept = Path(self._scratch.name, "tokenizer")
             data["tokenizer"] = str(kept)
@@ -65,6 +67,9 @@ class TargetCLI(TrainingCLI):
         if not architecture["eos_token_ids"]:
             architecture["eos_token_ids"] = (loaded.eos_token_id,)
             architecture["pad_token_id"] = loaded.pad_token_id
+
+    def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
+        return ModelPlan(options["architecture"])
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

@@ -29,7 +29,7 @@ from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import slice_drafter
+from stree.models.slicing import drafter_config_from, slice_drafter
 from stree_pipelines.losses import (
     LossTerms,
     chunked_cross_entropy,
@@ -349,11 +349,16 @@ class Distillation(Training):
         self.ce_weight = ce_weight
         self.has_two_terms = ce_weight > 0
         self.temperature = temperature
+        config = drafter_config_of(load_config(target), drafter, drafter_layers)
         model = None
         if teacher_cache is None or drafter is None:  # a cut-out drafter starts from its weights
             model = load_model(target, dtype=getattr(torch, target_dtype)).eval()
             model.requires_grad_(False)
-        self.exported = _make_drafter(model, load_config(target), drafter, drafter_layers)
+        if drafter is None:
+            assert model is not None
+            self.exported = slice_drafter(model, drafter_layers)
+        else:
+            self.exported = HybridModel(config)
         # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
         object.__setattr__(self, "target", model if teacher_cache is None else None)
         self.target: HybridModel | None
@@ -468,25 +473,23 @@ def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None
         )
 
 
-def _make_drafter(
-    target: HybridModel | None,
-    target_config: HybridConfig,
-    config: HybridConfig | None,
-    layers: list[int] | None,
-) -> HybridModel:
-    if config is None:
-        assert target is not None
-        return slice_drafter(target, layers)
+def drafter_config_of(
+    target: HybridConfig, drafter: HybridConfig | None, layers: list[int] | None
+) -> HybridConfig:
+    """The architecture of the drafter that model.drafter or model.drafter_layers asks for.
+
+    Raises UsageError when both are given, or the target does not go with them.
+    """
+    if drafter is None:
+        return drafter_config_from(target, layers)
     if layers is not None:
         raise UsageError(
             "model.drafter describes a drafter with random weights and model.drafter_layers one "
             "that is sliced from the target: give one of them"
         )
-    require_same_vocabulary(config, target_config)
-    return HybridModel(
-        config.replace(
-            eos_token_ids=target_config.eos_token_ids,
-            bos_token_id=target_config.bos_token_id,
-            pad_token_id=target_config.pad_token_id,
-        )
+    require_same_vocabulary(drafter, target)
+    return drafter.replace(
+        eos_token_ids=target.eos_token_ids,
+        bos_token_id=target.bos_token_id,
+        pad_token_id=target.pad_token_id,
     )

@@ -33,6 +33,7 @@ from stree_pipelines.checkpointing import (
 )
 from stree_pipelines.command_line import OneLineErrors
 from stree_pipelines.data import ConversationDataModule, accumulation
+from stree_pipelines.dry_run import ModelPlan, config_lines, describe_training, require_writable
 from stree_pipelines.export import Exports
 from stree_pipelines.restarts import RestartLimit, note_start
 from stree_pipelines.run_folder import (
@@ -133,6 +134,10 @@ class TrainingCLI(LightningCLI):
             "--show_mask", "--show-mask", action="store_true",
             help="Print a training conversation with its loss mask in colour, and exit.",
         )  # fmt: skip
+        parser.add_argument(
+            "--dry_run", "--dry-run", action="store_true",
+            help="Read config and data, say what the run would take, write nothing, and exit.",
+        )  # fmt: skip
 
     @property
     def options(self) -> Any:
@@ -163,7 +168,10 @@ class TrainingCLI(LightningCLI):
         self._dump_config()
         require_same_run(self.run_dir, self.config_dump)
         self.resume_path = latest_valid(self.run_dir)
-        if not self.is_finished:
+        if self.options["dry_run"]:
+            require_writable(self.run_dir)
+            self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
+        elif not self.is_finished:
             self._prepare_run()
 
     @rank_zero_only
@@ -176,6 +184,10 @@ class TrainingCLI(LightningCLI):
             {"target": target, "seed": int(self.options["seed_everything"])},
         )
         self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
+
+    def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
+        """What stands in the model's place in a dry run."""
+        raise NotImplementedError
 
     @property
     def resume_step(self) -> int:
@@ -206,6 +218,8 @@ class TrainingCLI(LightningCLI):
                 asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
             self._tidy_up()
             say(f"{self.run_dir} is finished: {asked}")
+        elif self.options["dry_run"]:
+            self._dry_run()
         else:
             super()._run_subcommand(subcommand)
 
@@ -215,6 +229,20 @@ class TrainingCLI(LightningCLI):
         for folder in ("", "checkpoints", self.export_folder):
             sweep_leftovers(self.run_dir / folder)
         remove_all_but(self.options["checkpoint"]["keep_last"], self.run_dir / "checkpoints")
+
+    def _dry_run(self) -> None:
+        say(config_lines(self.config_dump))
+        plan: Any = self.model
+        self._prepare_data(plan.trained.vocab_size)
+        if self.evaluates:
+            self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
+        callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
+        say(
+            describe_training(
+                plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
+                self.export_folder,
+            )
+        )  # fmt: skip
 
     def _show_mask(self) -> None:
         """Read no more of the data than it takes to find a conversation."""
@@ -246,16 +274,8 @@ class TrainingCLI(LightningCLI):
         )
 
     def before_fit(self) -> None:
-        self._share_global_batch()
-        self.datamodule.setup("fit")
+        self._prepare_data(self.model.exported.config.vocab_size)
         tokenizer = self.datamodule.tokenizer
-        vocab_size = self.model.exported.config.vocab_size
-        if len(tokenizer) > vocab_size:
-            raise UsageError(
-                f"the tokenizer {self.datamodule.tokenizer_path} has {len(tokenizer)} ids, the "
-                f"model {vocab_size}: set its vocab_size to at least that, or give the tokenizer "
-                "that belongs to the model"
-            )
         identity = {
             "config_hash": hash_of_config(self.config_dump, self._rows_a_step),
             "tokenizer_fingerprint": fingerprint(tokenizer),
@@ -274,6 +294,18 @@ class TrainingCLI(LightningCLI):
             evaluation.exports = exports
             evaluation.target = self.target_path or ""
             evaluation.out = self.run_dir / "eval"
+
+    def _prepare_data(self, vocab_size: int) -> None:
+        """Read the data, and refuse what does not fit together."""
+        self._share_global_batch()
+        self.datamodule.setup("fit")
+        num_ids = len(self.datamodule.tokenizer)
+        if num_ids > vocab_size:
+            raise UsageError(
+                f"the tokenizer {self.datamodule.tokenizer_path} has {num_ids} ids, the "
+                f"model {vocab_size}: set its vocab_size to at least that, or give the tokenizer "
+                "that belongs to the model"
+            )
 
     def _share_global_batch(self) -> None:
         """Let the trainer accumulate what keeps the global batch, and validate by its steps."""

@@ -52,7 +52,7 @@ def test_sbatch_without_a_cluster_is_told_from_no_sbatch(monkeypatch, tmp_path, 
 def test_too_little_memory_or_disk_is_said_with_both_figures(monkeypatch, target, capsys):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: usage(10, 10, 0))
-    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(machine_checks, "free_memory_bytes", lambda on_cuda: 1000)
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
     assert doctor.examine(target, "runs") == ["disk", "memory"]
     output = capsys.readouterr().out
@@ -66,9 +66,9 @@ def test_memory_counts_target_and_drafter(monkeypatch):
     drafter = config.replace(num_layers=2, attn_layers=())
     wanted = 4 * HybridModel(config).num_parameters() + 16 * HybridModel(drafter).num_parameters()
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
-    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: wanted)
+    monkeypatch.setattr(machine_checks, "free_memory_bytes", lambda on_cuda: wanted)
     machine_checks.check_memory(config)
-    monkeypatch.setattr(machine_checks, "_available_memory_bytes", lambda: wanted - 1)
+    monkeypatch.setattr(machine_checks, "free_memory_bytes", lambda on_cuda: wanted - 1)
     with pytest.raises(machine_checks.Absent):
         machine_checks.check_memory(config)
 

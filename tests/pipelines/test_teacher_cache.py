@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -163,10 +164,11 @@ def test_shards_hold_whole_samples_and_every_row_once():
 def test_the_estimate_is_what_the_disk_gets(workspace, tmp_path, capsys):
     make_cache(workspace, tmp_path / "cache", "--top_k", "8", *SHARDED)
     printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if "bytes in all" in line]
-    estimate = int(line.split()[-4].replace(",", ""))
+    value, unit = re.search(r"([\d.]+) (KiB) in all", printed).groups()
     shards = list((tmp_path / "cache").glob("*/*/*"))
-    assert estimate == pytest.approx(sum(path.stat().st_size for path in shards), rel=0.02)
+    assert unit == "KiB"
+    taken = sum(path.stat().st_size for path in shards) / 1024
+    assert float(value) == pytest.approx(taken, rel=0.02)
 
 
 # How it is made
@@ -218,7 +220,7 @@ def test_a_full_disk_is_refused_before_anything_is_loaded(workspace, tmp_path, m
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9000, 8000, 1000))
     monkeypatch.setattr(cache_teacher, "load_model", None)
-    with pytest.raises(CannotWrite, match=r"needs [\d,]+ bytes, .* has 1,000 free") as refused:
+    with pytest.raises(CannotWrite, match=r"needs [\d.]+ KiB, .* has 1000 B free") as refused:
         make_cache(workspace, tmp_path / "cache")
     assert refused.value.exit_code == 73
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,131 @@
+"""--dry_run: refuse what would be refused, say what a command takes, write nothing.
+
+A training's model is not made: `ModelPlan` stands where LightningCLI would instantiate it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from stree.errors import CannotWrite
+from stree.models.config import HybridConfig
+from stree_pipelines.checkpointing import TrainingCheckpoints
+from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.estimates import (
+    free_disk_bytes,
+    free_memory_bytes,
+    itemised,
+    num_parameters,
+    size,
+    training_disk,
+    training_memory,
+)
+from stree_pipelines.export import Exports
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The architectures of a training. `target` runs beside what is trained; `cached` says that
+    its outputs come from a cache instead."""
+
+    trained: HybridConfig
+    target: HybridConfig | None = None
+    target_dtype: torch.dtype = torch.float32
+    cached: bool = False
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raise CannotWrite when a folder `path` could not be made or filled."""
+    absolute = Path(path).absolute()
+    existing = next(each for each in (absolute, *absolute.parents) if os.path.lexists(each))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CannotWrite(f"cannot write in {path} ({existing} forbids it): choose another folder")
+
+
+def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
+    """The line about the disk. Raises CannotWrite when it is too small."""
+    wanted, free = sum(parts.values()), free_disk_bytes(path)
+    if wanted > free:
+        raise CannotWrite(
+            f"{path} needs {itemised(parts)}, {size(free)} are free: free some or choose another "
+            "folder"
+        )
+    return f"disk: {itemised(parts)}; {size(free)} are free at {path}"
+
+
+def memory_line(parts: Mapping[str, int], on_cuda: bool) -> str:
+    if on_cuda and not torch.cuda.is_available():
+        return f"memory: about {itemised(parts)} on a GPU, which is not here"
+    free = free_memory_bytes(on_cuda)
+    kind = "GPU memory" if on_cuda else "memory"
+    judged = "" if sum(parts.values()) <= free else " — TOO LITTLE"
+    return f"{kind}: about {itemised(parts)}; {size(free)} are free{judged}"
+
+
+def model_line(name: str, config: HybridConfig) -> str:
+    return (
+        f"{name}: {num_parameters(config):,} parameters, {config.num_layers} layers "
+        f"({len(config.attn_layers)} attention), width {config.d_model}, vocabulary "
+        f"{config.vocab_size:,}"
+    )
+
+
+def config_lines(config: Mapping[str, Any]) -> str:
+    return "config:\n" + yaml.safe_dump(dict(config), sort_keys=False).rstrip()
+
+
+def describe_training(
+    plan: ModelPlan,
+    data: ConversationDataModule,
+    trainer: pl.Trainer,
+    callbacks: tuple[Exports, TrainingCheckpoints],
+    run_dir: Path,
+    resume_step: int,
+    name: str,
+) -> str:
+    """Everything of a training that is known before its first step; `data` is set up.
+
+    Raises CannotWrite when the disk is too small.
+    """
+    exports, checkpoints = callbacks
+    on_cuda = isinstance(trainer.accelerator, CUDAAccelerator)
+    max_steps, length = trainer.max_steps, data.sequence_length
+    left = max_steps - resume_step
+    rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    num_rows = len(data.micro_batches().packing)
+    steps = exports.export_steps(max_steps)
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    memory = training_memory(
+        plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
+        None if plan.cached else plan.target, plan.target_dtype,
+    )  # fmt: skip
+    disk = training_disk(
+        plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
+        sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
+        left // interval + 1,
+    )  # fmt: skip
+    lines = [model_line(name, plan.trained)]
+    if plan.target is not None:
+        cached = ", its outputs come from the cache" if plan.cached else ""
+        lines.append(model_line("target", plan.target) + cached)
+    lines += [
+        f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
+        + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "
+        f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
+        f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
+        f"{left * rows * length:,} tokens",
+        f"exports at steps {', '.join(map(str, steps))}; a checkpoint every "
+        f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay",
+        "each process, unsharded, " + memory_line(memory, on_cuda),
+        require_disk(run_dir, disk),
+    ]  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""What a command will take before it takes it: parameters, memory and disk, from configs alone.
+
+Nothing is loaded: models are built without data (meta or fake tensors), so an 8 B target is sized
+up on a laptop in seconds. Weights, gradients, moments, caches and files are exact to a percent;
+activations are counted on the plain PyTorch path and a guide only (a compiled model or another
+kernel keeps others).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stree.models.cache import HybridCache
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree_pipelines.losses import chunk_rows
+
+# fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
+TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12
+LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+LOGGED_ROW_BYTES = 1200  # of metrics.csv and TensorBoard together
+
+
+def num_parameters(config: HybridConfig) -> int:
+    with torch.device("meta"):
+        return HybridModel(config).num_parameters()
+
+
+def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
+    """What a forward pass over (B, T) tokens keeps for the backward pass, without the head."""
+    dtype = AUTOCAST.get(precision)
+    sizes: dict[int, int] = {}
+    kept = []  # alive until counted, or their numbers would be given out again
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept.append(storage)
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FakeTensorMode():
+        model = HybridModel(config)
+        tokens = torch.zeros(shape, dtype=torch.long)
+        autocast = torch.autocast("cpu", dtype) if dtype else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast:
+            model.hidden_states(tokens, torch.zeros_like(tokens))
+        for parameter in model.parameters():
+            sizes.pop(parameter.untyped_storage()._cdata, None)
+    return sum(sizes.values())
+
+
+def training_memory(
+    trained: HybridConfig,
+    shape: tuple[int, int],
+    precision: str,
+    on_cuda: bool,
+    target: HybridConfig | None = None,
+    target_dtype: torch.dtype = torch.float32,
+) -> dict[str, int]:
+    """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
+
+    target: the frozen target that runs beside; None when there is none (or it is cached).
+    """
+    parts = {
+        "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
+        "activations": activation_bytes(trained, shape, precision),
+        "the head's gradient": 4 * trained.vocab_size * trained.d_model,
+    }
+    if target is not None:
+        return parts | forward_memory(target, shape, precision, on_cuda, target_dtype)
+    return {**parts, "loss": _loss_bytes(trained, shape, on_cuda)}
+
+
+def forward_memory(
+    target: HybridConfig,
+    shape: tuple[int, int],
+    precision: str,
+    on_cuda: bool,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """Bytes by part of a target that only says what it thinks of (B, T) tokens."""
+    one_layer = target.replace(num_layers=1, attn_layers=())
+    return {
+        "target": dtype.itemsize * num_parameters(target),
+        # Without gradients one layer's activations live at a time.
+        "target's activations": activation_bytes(one_layer, shape, precision),
+        "loss": _loss_bytes(target, shape, on_cuda),
+    }  # fmt: skip
+
+
+def _loss_bytes(config: HybridConfig, shape: tuple[int, int], on_cuda: bool) -> int:
+    rows = chunk_rows(shape[0] * shape[1], config.vocab_size, on_cuda)
+    return LOSS_BUFFERS * 4 * rows * config.vocab_size
+
+
+def decoding_memory(
+    target: HybridConfig,
+    drafter: HybridConfig | None,
+    dtype: torch.dtype,
+    max_length: int,
+    trees: Mapping[str, int],
+) -> dict[str, int]:
+    """Bytes by part for an evaluation; `trees` is how many nodes each method verifies a call."""
+    parts = {"target": dtype.itemsize * num_parameters(target)}
+    caches = 0
+    for num_nodes in trees.values():
+        caches += cache_bytes(target, max_length, num_nodes, dtype)
+        if drafter is not None and num_nodes > 1:
+            caches += cache_bytes(drafter, max_length, num_nodes, dtype)
+    if drafter is not None:
+        parts["drafter"] = dtype.itemsize * num_parameters(drafter)
+    return {**parts, "caches": caches}
+
+
+def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: torch.dtype) -> int:
+    """A decoder's cache for one sequence."""
+    cache = HybridCache(config, max_length, max_nodes, device="meta", dtype=dtype)
+    tensors = {
+        id(value): value.nbytes
+        for layer in cache.layers
+        for value in (getattr(layer, field.name) for field in fields(layer))
+        if isinstance(value, Tensor)
+    }
+    return sum(tensors.values())
+
+
+def training_disk(
+    trained: HybridConfig,
+    saves: int,
+    keep_last: int,
+    exports: int,
+    export_dtype: torch.dtype,
+    tokenizer: str | os.PathLike[str],
+    logged_rows: int,
+) -> dict[str, int]:
+    """Bytes by part in the run folder at its fullest: one checkpoint more than are kept stands
+    there while the oldest goes."""
+    parameters = num_parameters(trained)
+    export = export_dtype.itemsize * parameters + files_beside_weights_bytes(tokenizer)
+    return {
+        "checkpoints": min(saves, keep_last + 1) * CHECKPOINT_BYTES * parameters,
+        "exports": exports * export,
+        "logs": logged_rows * LOGGED_ROW_BYTES,
+    }
+
+
+def files_beside_weights_bytes(directory: str | os.PathLike[str]) -> int:
+    """Tokenizer, configs and the like of a checkpoint folder."""
+    files = (path for path in Path(directory).iterdir() if path.is_file())
+    return sum(p.stat().st_size for p in files if p.suffix not in (".safetensors", ".bin"))
+
+
+def free_memory_bytes(on_cuda: bool) -> int:
+    if on_cuda:
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def free_disk_bytes(path: str | os.PathLike[str]) -> int:
+    """Free where `path` is, or is to be."""
+    absolute = Path(path).absolute()
+    folder = next(each for each in (absolute, *absolute.parents) if each.is_dir())
+    return shutil.disk_usage(folder).free
+
+
+def size(num_bytes: int) -> str:
+    """As people read it: 1.5 GiB."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def itemised(parts: Mapping[str, int]) -> str:
+    """Total and parts: "1.5 GiB (weights 1.0 GiB, …)"."""
+    listed = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+    return f"{size(sum(parts.values()))} ({listed})"
