@@ -19,6 +19,8 @@ from stree.models.hybrid import HybridModel
 from stree.sampling import RandomChooser
 from stree.tree import TokenTree, balanced
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.dry_run import memory_line, model_line
+from stree_pipelines.estimates import decoding_memory
 from stree_pipelines.timing import require_green, side_by_side, write_rows
 
 _MAMBA_IN_LLAMA = HybridConfig(
@@ -74,8 +76,7 @@ def measure(
         row["over_step"] = medians["tree"] / medians["step"]
         row["over_floor"] = medians["tree"] / medians["floor"]
         rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
-    config = SHAPES[shape].replace(num_layers=2, attn_layers=(), **DRAFTERS[shape])
-    drafter = ModelDrafter(random_model(config, device), context + 64, 13)
+    drafter = ModelDrafter(random_model(_drafter_config(shape), device), context + 64, 13)
     drafter.catch_up([1] * context)
     choose = RandomChooser(0, device)
     draft = StaticDraft(drafter, TokenTree.paper(), SamplingRule(), choose)
@@ -85,6 +86,21 @@ def measure(
     )  # fmt: skip
     rows.append(dict(what="draft", shape=shape, num_nodes=13, context=context, **times))
     return rows
+
+
+def describe(shape: str, nodes: list[int], context: int, on_cuda: bool) -> str:
+    """What there is to measure, and the memory that it takes; one target call's cache at a time."""
+    target, drafter = SHAPES[shape], _drafter_config(shape)
+    memory = decoding_memory(
+        target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
+    )
+    calls = f"target calls over {', '.join(map(str, nodes))} nodes and one draft, {context} tokens"
+    models = [model_line("target", target), model_line("drafter", drafter)]
+    return "\n".join([*models, f"{calls} committed", memory_line(memory, on_cuda)])
+
+
+def _drafter_config(shape: str) -> HybridConfig:
+    return SHAPES[shape].replace(num_layers=2, attn_layers=(), **DRAFTERS[shape])
 
 
 def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
@@ -134,12 +150,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--device", type=str, default="cuda")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     if options.shape not in SHAPES:
         raise UsageError(f"shape {options.shape!r} is not one of {sorted(SHAPES)}")
+    device = torch.device(options.device)
+    if options.dry_run:
+        print(describe(options.shape, options.nodes, options.context, device.type == "cuda"))
+        return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     require_green(TESTS)
     rows = measure(options.shape, options.nodes, options.context, options.repeats, device)
     write_rows(options.out, rows, device)

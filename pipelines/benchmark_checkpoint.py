@@ -20,9 +20,12 @@ from jsonargparse import DefaultHelpFormatter
 from stree.errors import exit_with_reason
 from stree_pipelines import gate, gate_summary
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.eval_context import Workers
+from stree_pipelines.eval_dry_run import describe_evaluation
 from stree_pipelines.eval_plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
+from stree_pipelines.evaluation import Evaluation
 from stree_pipelines.gate_baseline import Baseline
-from stree_pipelines.gate_comparison import Comparison, compare
+from stree_pipelines.gate_comparison import Comparison, compare, stored_rows
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -61,6 +64,7 @@ def build_parser() -> CommandParser:
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap")
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
     add("--overwrite", action="store_true", help="measure again what exists")
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     return parser
 
 
@@ -71,6 +75,18 @@ def main(arguments: list[str] | None = None) -> None:
     baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])
     names = {field.name for field in fields(EvaluationSettings)}
     settings = EvaluationSettings(**{n: value for n, value in options.items() if n in names})
+    if options["dry_run"]:
+        evaluation = Evaluation(settings, workers=Workers.unconnected())
+        stored = stored_rows(evaluation, checkpoint, baseline, thresholds)
+        measured = [checkpoint] if stored else [checkpoint, str(baseline.folder)]
+        text = describe_evaluation(
+            evaluation,
+            measured,
+            {"baseline": options["baseline"], "fail_below": options["fail_below"]},
+        )
+        if evaluation.workers.is_main:
+            print(text)
+        return
     result = compare(settings, checkpoint, baseline, thresholds)
     try:
         if result.workers.is_main:

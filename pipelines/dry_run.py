@@ -5,6 +5,7 @@ A training's model is not made: `ModelPlan` stands where LightningCLI would inst
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def model_line(name: str, config: HybridConfig) -> str:
 
 
 def config_lines(config: Mapping[str, Any]) -> str:
-    return "config:\n" + yaml.safe_dump(dict(config), sort_keys=False).rstrip()
+    plain = json.loads(json.dumps(config))  # tuples are lists in YAML
+    return "config:\n" + yaml.safe_dump(plain, sort_keys=False).rstrip()
 
 
 def describe_training(

@@ -22,13 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.models.rotary import rotary_angles
 from stree_pipelines.losses import chunk_rows
 
 # fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
 TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-LOGGED_ROW_BYTES = 1200  # of metrics.csv and TensorBoard together
+LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 
 
 def num_parameters(config: HybridConfig) -> int:
@@ -48,7 +49,10 @@ def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
         sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    with FakeTensorMode():
+    # What the model caches between calls must stay real: it is made before the fake pass needs it.
+    if config.attn_layers:
+        rotary_angles(config, torch.arange(1), torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model = HybridModel(config)
         tokens = torch.zeros(shape, dtype=torch.long)
         autocast = torch.autocast("cpu", dtype) if dtype else nullcontext()

@@ -174,7 +174,7 @@ class Answerer:
         needed = num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
         room, decoder = self._decoders.get(key, (0, None))
         if decoder is None or room < needed:
-            room = max(needed, self._max_length)
+            room = max(needed, self.max_length)
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
@@ -207,7 +207,7 @@ class Answerer:
         self._warm.add(key)
 
     @cached_property
-    def _max_length(self) -> int:
+    def max_length(self) -> int:
         """Room for about every conversation, with answers that come back as twice as many tokens
         as were generated."""
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")

@@ -17,6 +17,8 @@ from jsonargparse import DefaultHelpFormatter
 from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree_pipelines.benchmarks import PROMPT_FORMAT
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.eval_context import Workers
+from stree_pipelines.eval_dry_run import describe_evaluation
 from stree_pipelines.eval_plan import METHODS, resolve
 from stree_pipelines.evaluation import Evaluation
 
@@ -53,12 +55,20 @@ def build_parser() -> CommandParser:
         help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
     add("--overwrite", action="store_true", help="measure again what exists")
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parsed = build_parser().parse_args(arguments)
-    settings, checkpoints = resolve(parsed.as_dict())
+    options = build_parser().parse_args(arguments).as_dict()
+    dry_run = options.pop("dry_run")
+    settings, checkpoints = resolve(options)
+    if dry_run:
+        workers = Workers.unconnected()
+        text = describe_evaluation(Evaluation(settings, workers=workers), checkpoints)
+        if workers.is_main:
+            print(text)
+        return
     evaluation = Evaluation(settings)
     evaluation.announce(len(checkpoints))
     failures: list[tuple[str | None, StreeError]] = []

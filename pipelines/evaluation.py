@@ -100,6 +100,21 @@ class Evaluation:
             f"{self.workers.count} × {device_name(self.answerer.device)}, {self.settings.dtype}"
         )
 
+    def plan(self, checkpoint: str | Path | None) -> list[Job]:
+        """The rows that a checkpoint is to have. Raises CheckpointRefused when it is none, or does
+        not share the target's tokenizer."""
+        drafter = None
+        if checkpoint is not None:
+            require_same_tokenizer(self.settings.target, checkpoint)
+            drafter = Drafter.at(checkpoint)
+        return [
+            self._job(method, drafter, benchmark, temperature)
+            for benchmark in self.benchmarks
+            for temperature in self.settings.temperatures
+            for method in self.settings.methods
+            if drafter is not None or method == AUTOREGRESSIVE
+        ]
+
     def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
         """Measure one drafter checkpoint (None: autoregressive only) and return its rows, the
         baseline's included. Rows that exist are returned as they are, unless `overwrite`.
@@ -107,17 +122,7 @@ class Evaluation:
         Raises the first worker's StreeError on every worker; finished prompts stay journalled.
         Raises InvariantBroken, with all rows saved, as `require_lossless` does.
         """
-        drafter = None
-        if checkpoint is not None:
-            require_same_tokenizer(self.settings.target, checkpoint)
-            drafter = Drafter.at(checkpoint)
-        jobs = [
-            self._job(method, drafter, benchmark, temperature)
-            for benchmark in self.benchmarks
-            for temperature in self.settings.temperatures
-            for method in self.settings.methods
-            if drafter is not None or method == AUTOREGRESSIVE
-        ]
+        jobs = self.plan(checkpoint)
         with ExitStack() as stack:
             self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
             self._on_main(lambda: self._prepare_folder(jobs))
@@ -134,7 +139,7 @@ class Evaluation:
                     ]
                     if pending:
                         self._measure(pending, benchmark, temperature)
-        self.answerer.release(drafter)
+        self.answerer.release(next((job.drafter for job in jobs if job.drafter), None))
         found = {row.key: row for row in self.store.results()}
         rows = [found[job.result_key] for job in jobs]
         require_lossless(rows)

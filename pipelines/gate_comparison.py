@@ -36,17 +36,13 @@ def compare(
     together, and what `Evaluation.evaluate` raises.
     """
     evaluation = Evaluation(settings)
-    answerer = evaluation.answerer
-    jobs = _plan(evaluation, checkpoint)
-    gate.require_measurable(thresholds, jobs)
-    theirs = baseline.rows(jobs) if baseline.results else []
-    if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
-        _require_same_device(theirs, device_name(answerer.device))
+    theirs = stored_rows(evaluation, checkpoint, baseline, thresholds)
     evaluation.announce(1 if theirs else 2)
     mine = evaluation.evaluate(checkpoint)
     if not theirs:
         # An evaluation of its own measures autoregressive decoding again, next to the baseline's
         # answers: a speedup does not depend on how busy the machine was at another time.
+        answerer = evaluation.answerer
         again = Evaluation(settings, answerer.target, answerer.tokenizer, evaluation.workers)
         theirs = again.evaluate(baseline.folder)
     pairs = _pair_samples(
@@ -54,6 +50,24 @@ def compare(
     )
     findings = gate.judge(thresholds, pairs, settings.seed)
     return Comparison(mine, theirs, findings, evaluation.workers)
+
+
+def stored_rows(
+    evaluation: Evaluation,
+    checkpoint: str,
+    baseline: Baseline,
+    thresholds: Sequence[gate.Threshold],
+) -> list[ResultRow]:
+    """The baseline's rows as far as they are measured; nothing is computed.
+
+    Raises UsageError when thresholds, settings and baseline do not go together.
+    """
+    jobs = _plan(evaluation, checkpoint)
+    gate.require_measurable(thresholds, jobs)
+    theirs = baseline.rows(jobs) if baseline.results else []
+    if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
+        _require_same_device(theirs, device_name(evaluation.answerer.device))
+    return theirs
 
 
 def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:

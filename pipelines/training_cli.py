@@ -67,6 +67,8 @@ NOISE = (
     "You have overridden `on_before_batch_transfer`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
+    # Lightning instantiates by it, too.
+    r"\s*``ArgumentParser.add_instantiator`` was deprecated",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 

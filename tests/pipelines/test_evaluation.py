@@ -461,7 +461,7 @@ def test_each_temperature_is_warmed_up(world, tmp_path):
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
     """As when an answer comes back through the tokenizer as many more tokens than it had."""
-    monkeypatch.setattr(eval_decoding.Answerer, "_max_length", 1)
+    monkeypatch.setattr(eval_decoding.Answerer, "max_length", 1)
     rows = quiet(settings_for(world, tmp_path)).evaluate(export(world, 10))
     by_key = {row.key: row for row in complete.results()}
     assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])

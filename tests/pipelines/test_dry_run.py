@@ -1,0 +1,293 @@
+"""--dry_run writes nothing, refuses what the run would refuse, and its estimates are near what the
+run then takes.
+
+Tolerances: a checkpoint has headers and a few counters beside its tensors, which a tiny model's
+files show; activations are counted by the same hook on fake and on real tensors, so they are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace
+
+from stree.errors import BadData, CannotWrite, CheckpointRefused, StreeError, UsageError
+from stree.models.cache import HybridCache
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree_pipelines import (
+    bench_decode,
+    benchmark_checkpoint,
+    cache_teacher,
+    distill,
+    estimates,
+    eval_spec,
+    train_target,
+    training,
+)
+
+CONFIG = HybridConfig(**ARCHITECTURE)
+PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(workspace, tmp_path_factory) -> Path:
+    """A run that keeps two checkpoints and has three exports."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    distill.main(options_of(workspace, run_dir))
+    return run_dir
+
+
+def options_of(workspace: Path, run_dir: Path, *more: str) -> list[str]:
+    kept = ("--checkpoint.every_n_steps", "2", "--checkpoint.keep_last", "2")
+    return distill_arguments(workspace, run_dir, *kept, "--export.steps", "[2,5]", *more)
+
+
+def evaluation_of(workspace: Path, run: Path, *more: str) -> list[str]:
+    return [
+        "--run", str(run), "--benchmarks", str(workspace / "prompts.jsonl"), "--device", "cpu",
+        "--max-new-tokens", "8", "--ignore-eos", "--temperatures", "0", *more,
+    ]  # fmt: skip
+
+
+def everything_under(*folders: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for f in folders for path in (f, *f.rglob("*"))}
+
+
+def bytes_under(folder: Path) -> int:
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    parents = {path.resolve() for path in paths}
+    return sum(path.stat().st_size for path in parents)
+
+
+def architecture_options(**changes) -> list[str]:
+    values = {**ARCHITECTURE, **changes}
+    return [f"--model.architecture.{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+# Nothing is written, and no model is loaded
+
+
+def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "load_model", None)
+    before = everything_under(workspace, tmp_path)
+    distill.main(options_of(workspace, tmp_path / "not/yet/there", "--dry-run"))
+    printed = capsys.readouterr().out
+    assert everything_under(workspace, tmp_path) == before
+    for expected in (
+        "max_steps: 8\n", "sequence_length: 64\n", "drafter: ", " parameters, 2 layers",
+        "target: ", "4 layers (2 attention)", "steps: 8, each 2 rows of 64 tokens",
+        "exports at steps 2, 5, 8; a checkpoint every 2 steps, the last 2 stay",
+        "memory: about", "are free", "disk: ",
+    ):  # fmt: skip
+        assert expected in printed, expected
+
+
+def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
+    """With a tokenizer that is to be trained first: it is, and thrown away."""
+    monkeypatch.chdir(tmp_path)
+    train_target.main([
+        "fit", "--run_dir", "run", *architecture_options(), "--tokenizer.vocab_size",
+        str(VOCAB_SIZE), "--data.train", str(workspace / "train.jsonl"), "--dry_run",
+        "--data.sequence_length", "64", "--trainer.accelerator", "cpu",
+    ])  # fmt: skip
+    assert f"target: {HybridModel(CONFIG).num_parameters():,} parameters" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teacher_cache_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cache_teacher, "load_model", None)
+    cache_teacher.main([
+        "--model.target", str(workspace / "target"), "--data.train", str(workspace / "train.jsonl"),
+        "--data.sequence_length", "64", "--out", str(tmp_path / "cache"), "--dry_run",
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "0 of 1 shards are there" in printed and "memory: about" in printed
+    assert "top_k: 64" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_path, capsys):
+    before = everything_under(workspace, finished, tmp_path)
+    eval_spec.main(evaluation_of(workspace, finished, "--dry-run"))
+    printed = capsys.readouterr().out
+    assert "rows: 7 (3 checkpoints, 3 methods, 1 temperatures, 1 benchmarks), 0 are" in printed
+    assert "21 prompts × methods to go" in printed and "at most 168 tokens" in printed
+    new, old = (finished / f"drafter/step-{step:08d}" for step in (8, 2))
+    benchmark_checkpoint.main([
+        str(new), "--baseline", str(old), "--target", str(workspace / "target"), "--out",
+        str(tmp_path / "gate"), "--fail-below", "acceptance_length=-3%", "--benchmarks",
+        str(workspace / "prompts.jsonl"), "--device", "cpu", "--dry-run",
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "rows: 3 (2 checkpoints, 2 methods" in printed and "acceptance_length=-3%" in printed
+    assert everything_under(workspace, finished, tmp_path) == before
+
+
+def test_a_benchmark_says_what_it_takes(tmp_path, capsys):
+    bench_decode.main([str(tmp_path / "out.jsonl"), "--shape", "tiny", "--dry_run"])
+    assert "target calls over 1, 13, 16, 64 nodes" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_finished_run_says_so(workspace, finished, capsys):
+    before = everything_under(finished)
+    distill.main(options_of(workspace, finished, "--dry_run"))
+    assert "is finished: 8 of 8 steps are done" in capsys.readouterr().out
+    assert everything_under(finished) == before
+
+
+def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
+    distill.main([*options_of(workspace, finished, "--dry_run"), "--trainer.max_steps", "20"])
+    assert "steps: 12 from step 8 on" in capsys.readouterr().out
+
+
+# What would be refused is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (("--data.train", "absent.jsonl"), BadData),
+        (("--model.target", "absent"), CheckpointRefused),
+        (("--model.drafter_layers", "[0,9]"), UsageError),
+        (("--export.every_n_steps", "3"), UsageError),
+        (("--model.teacher_cache", "absent"), CheckpointRefused),
+        (("--data.global_batch_size", "3"), UsageError),
+        (("--trainer.max_steps", "0"), UsageError),
+        (("--evaluation.mode", "inline"), StreeError),  # of benchmarks that are not here
+        (tuple(f"--model.drafter.{k}={json.dumps(v)}" for k, v in
+               {**ARCHITECTURE, "vocab_size": 384}.items()), UsageError),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_the_error_is_the_run_s_own(options, kind, workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for dry_run in ((), ("--dry_run",)):
+        arguments = options_of(workspace, tmp_path / f"run{len(dry_run)}", *options, *dry_run)
+        with pytest.raises(kind) as refused:
+            distill.main(arguments)
+        told.append((str(refused.value), refused.value.exit_code))
+    assert told[0] == told[1]
+    assert not (tmp_path / "run1").exists()
+
+
+def test_an_evaluation_s_error_is_its_own(workspace, finished, tmp_path):
+    broken = tmp_path / "step-1"
+    shutil.copytree(finished / "drafter/latest/", broken)
+    (broken / "tokenizer.json").unlink()
+    for options in (("--benchmarks", "nowhere"), ("--checkpoint", str(broken))):
+        told = []
+        for dry_run in ((), ("--dry_run",)):
+            out = tmp_path / f"eval{len(dry_run)}"
+            with pytest.raises(StreeError) as refused:
+                eval_spec.main(
+                    evaluation_of(
+                        workspace, finished, "--limit", "1", "--out",
+                        str(out), *options, *dry_run,
+                    )
+                )  # fmt: skip
+            told.append(refused.value.exit_code)
+        assert told[0] == told[1]
+        assert not (tmp_path / "eval1").exists()
+
+
+def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9000, 8000, 1000))
+    with pytest.raises(CannotWrite, match=r"needs .*checkpoints .*1000 B are free") as refused:
+        distill.main(options_of(workspace, tmp_path / "run", "--dry_run"))
+    assert refused.value.exit_code == 73
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CannotWrite, match="choose another folder"):
+        distill.main(options_of(workspace, tmp_path / "file/run", "--dry_run"))
+
+
+# The estimates
+
+
+def test_a_run_takes_the_disk_that_was_estimated(workspace, finished):
+    drafter = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
+    parts = estimates.training_disk(
+        drafter, saves=4, keep_last=2, exports=3, export_dtype=torch.float32,
+        tokenizer=workspace / "target", logged_rows=10,
+    )  # fmt: skip
+    # One of the three is there only while the next is written.
+    assert parts["checkpoints"] * 2 / 3 == pytest.approx(
+        bytes_under(finished / "checkpoints"), rel=0.2
+    )
+    assert parts["exports"] == pytest.approx(bytes_under(finished / "drafter"), rel=0.1)
+    logs = bytes_under(finished / "tensorboard") + (finished / "metrics.csv").stat().st_size
+    assert logs / 2 < parts["logs"] < 3 * logs
+
+
+def test_an_evaluation_takes_at_most_the_disk_that_was_estimated(workspace, finished, capsys):
+    eval_spec.main(evaluation_of(workspace, finished, "--dry_run"))
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("disk: "))
+    value, unit = line.split()[1:3]
+    assert unit == "KiB"
+    eval_spec.main(evaluation_of(workspace, finished))
+    taken = bytes_under(finished / "eval") / 1024
+    assert taken < float(value) < 3 * taken
+    eval_spec.main(evaluation_of(workspace, finished, "--dry_run"))
+    assert "7 are there" in capsys.readouterr().out
+
+
+def test_activations_are_those_of_the_real_model():
+    """On the model itself, with real tensors, precision by precision."""
+    model = HybridModel(CONFIG)
+    tokens = torch.zeros(2, 48, dtype=torch.long)
+    for precision, dtype in (("32-true", None), ("bf16-mixed", torch.bfloat16)):
+        sizes, kept = {}, []
+
+        def count(tensor, sizes=sizes, kept=kept):
+            kept.append(tensor.untyped_storage())
+            sizes[kept[-1].data_ptr()] = kept[-1].nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            model.hidden_states(tokens, torch.zeros_like(tokens))
+        for parameter in model.parameters():
+            sizes.pop(parameter.data_ptr(), None)
+        estimated = estimates.activation_bytes(CONFIG, (2, 48), precision)
+        assert estimated == pytest.approx(sum(sizes.values()), rel=0.02)
+
+
+def test_caches_and_weights_are_counted_as_they_are():
+    cache = HybridCache(CONFIG, 100, 13)
+    values = [getattr(layer, f.name) for layer in cache.layers for f in fields(layer)]
+    tensors = {v.data_ptr(): v.nbytes for v in values if isinstance(v, torch.Tensor)}
+    assert estimates.cache_bytes(CONFIG, 100, 13, torch.float32) == sum(tensors.values())
+    assert estimates.num_parameters(CONFIG) == HybridModel(CONFIG).num_parameters()
+
+
+def test_a_cached_target_takes_no_memory():
+    live = estimates.training_memory(CONFIG, (2, 48), "32-true", False, CONFIG)
+    cached = estimates.training_memory(CONFIG, (2, 48), "32-true", False)
+    assert live["target"] == 4 * HybridModel(CONFIG).num_parameters()
+    assert sum(live.values()) - sum(cached.values()) == (
+        live["target"] + live["target's activations"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")]
+)
+def test_sizes_are_readable(num_bytes, text):
+    assert estimates.size(num_bytes) == text
