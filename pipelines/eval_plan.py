@@ -151,7 +151,7 @@ def resolve(
 
     Raises UsageError when something is missing.
     """
-    options = {name: value for name, value in options.items() if name != "config"}
+    options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
     run, checkpoints = options.pop("run"), list(options.pop("checkpoint"))
     if run is not None:
         exports = Path(run, "drafter").glob("step-*")

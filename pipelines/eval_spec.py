@@ -61,9 +61,8 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
-    dry_run = options.pop("dry_run")
     settings, checkpoints = resolve(options)
-    if dry_run:
+    if options["dry_run"]:
         workers = Workers.unconnected()
         text = describe_evaluation(Evaluation(settings, workers=workers), checkpoints)
         if workers.is_main:
