@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stree.errors import StreeError, UsageError, exit_with_reason
-from stree.files import add_files
+from stree.files import add_files, sweep_leftovers
 from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.drafter_profile import profile_of
@@ -28,6 +28,7 @@ def write_profile(
     Raises UsageError when no row is about it, CheckpointRefused when the folder is damaged.
     """
     run = data.folder
+    sweep_leftovers(drafter.resolve().parent)
     profile = profile_of(open_results(run), run, checkpoint_sha256(drafter), num_nodes)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")

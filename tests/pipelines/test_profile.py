@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import huggingface_hub
@@ -89,7 +90,11 @@ def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
     assert {PROFILE_NAME, "README.md", "tau_vs_step.svg"} <= after["files"].keys()
     load_model(folder)
     content = (folder / PROFILE_NAME).read_bytes()
+    dead = run / "drafter/.tmp-of-someone-killed"
+    dead.mkdir()
+    os.utime(dead, (0, 0))
     main([str(run)])
+    assert not dead.exists()
     assert (folder / PROFILE_NAME).read_bytes() == content
 
 
