@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from stree.errors import BadData
 from stree.models.convert import load_config
+from stree.plain_data import parse_yaml, read_text
 from stree.speculation_profile import Interval, Measurement, SpeculationProfile
 from stree_pipelines.eval_plan import METHODS
 from stree_pipelines.report_data import RunData, method_label
@@ -55,7 +55,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         by_depth=_by_depth(profile.measurements),
         curve=curve,
         suggestions=profile.suggested_trees,
-        provenance=list(_provenance(origin, data)),
+        provenance=list(_provenance(origin, profile.step, data)),
         target_licence=_licence(Path(profile.target)),
     )
 
@@ -72,23 +72,24 @@ def _facts(
         yield "tokenizer", f"fingerprint {str(origin['tokenizer_fingerprint'])[:12]}…"
 
 
-def _provenance(origin: dict[str, Any], data: RunData) -> Iterator[tuple[str, str]]:
+def _provenance(
+    origin: dict[str, Any], step: int | None, data: RunData
+) -> Iterator[tuple[str, str]]:
     """What made it, as far as the export and its run say."""
-    if origin.get("step") is not None:
-        yield "distillation steps", f"{origin['step']:,}"
-    if "tokens_seen" in origin:
-        yield "tokens", f"{origin['tokens_seen']:,}"
-    training = _read(data.folder / "config.yaml").get("data") or {}
+    for name, label in (("step", "distillation steps"), ("tokens_seen", "tokens")):
+        if isinstance(origin.get(name), int):
+            yield label, f"{origin[name]:,}"
+    training = _read(data.folder / "config.yaml").get("data")
     for name, label in (("train", "data"), ("valid", "validation data")):
-        if training.get(name):
+        if isinstance(training, dict) and training.get(name):
             yield label, f"`{training[name]}`"
-    if "loss" in origin:
+    if isinstance(origin.get("loss"), float):
         yield "distillation loss", f"{origin['loss']:.4f} on the step's batch"
     for name, label in (
         ("val_loss", "validation loss"),
         ("val_simulated_acceptance", "simulated acceptance (validation)"),
     ):
-        seen = [point for point in data.curves.get(name, []) if point[0] <= origin.get("step", -1)]
+        seen = [point for point in data.curves.get(name, []) if point[0] <= (step or 0)]
         if seen:
             yield label, f"{seen[-1][1]:.4f} at step {seen[-1][0]:.0f}"
     if "command_line" in data.command:
@@ -97,7 +98,7 @@ def _provenance(origin: dict[str, Any], data: RunData) -> Iterator[tuple[str, st
         yield "config hash", str(origin["config_hash"])
     if "git_sha" in origin:
         yield "commit", str(origin["git_sha"])
-    if "versions" in origin:
+    if isinstance(origin.get("versions"), dict):
         yield "versions", ", ".join(f"{k} {v}" for k, v in origin["versions"].items())
 
 
@@ -181,8 +182,8 @@ def _licence(target: Path) -> str | None:
     if parts[0] or len(parts) < 3:
         return None
     try:
-        front = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        front = parse_yaml(parts[1])
+    except ValueError:
         return None
     licence = front.get("license") if isinstance(front, dict) else None
     return licence if isinstance(licence, str) else None
@@ -193,9 +194,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadData(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        content = parse_yaml(read_text(path))  # JSON is YAML too
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise BadData(f"{path} holds no table of names and values")
     return content

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stree.errors import CheckpointRefused, UsageError
+from stree.errors import CheckpointRefused
+from stree.plain_data import read_text
 from stree.tree import TokenTree
 
 PROFILE_NAME = "speculation_profile.json"
@@ -150,7 +151,7 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
     if not path.is_file():
         return None
     try:
-        profile = SpeculationProfile.model_validate_json(path.read_bytes())
+        profile = SpeculationProfile.model_validate_json(read_text(path))
         trees = [each.tree for each in profile.recommendations if each.tree is not None]
         for tree in (*trees, *(each.tree for each in profile.suggested_trees)):
             tree.to_token_tree()
@@ -158,7 +159,7 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise _unreadable(path, f"{place}: {first['msg']}") from error
-    except UsageError as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if profile.version != PROFILE_VERSION:
         raise _unreadable(path, f"version {profile.version}, wanted {PROFILE_VERSION}")

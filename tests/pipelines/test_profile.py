@@ -12,7 +12,7 @@ import torch
 from hand_made_run import CALL_S, TREES, make_run
 from toys import tiny_model
 
-from stree.errors import CheckpointRefused, UsageError
+from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
 from stree.speculation_profile import PROFILE_NAME, load_profile
@@ -212,6 +212,29 @@ def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
     write_rows(store.directory / RESULTS_NAME, rows)
     main([str(run)])
     assert "4.50" in (ours / "README.md").read_text() and "4.50" not in before
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "a: &a [*a]"])
+def test_a_run_config_that_cannot_be_read_is_one_clear_line(run, content, capsys):
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(BadData, match="3 of 3"):
+        main([str(run)])
+    assert capsys.readouterr().out.count(f"{run}/config.yaml") == 3
+
+
+def test_odd_provenance_leaves_out_what_it_does_not_say(run):
+    folder = run / "drafter/step-00000100"
+    provenance = {
+        "step": 100,
+        "tokens_seen": "plenty",
+        "loss": None,
+        "versions": 3,
+        "git_sha": "a|b",
+    }
+    add_files(folder, {"provenance.json": json.dumps(provenance)})
+    main([str(run), "--drafter", str(folder)])
+    card = (folder / "README.md").read_text()
+    assert "| commit | a\\|b |" in card and "plenty" not in card and "versions" not in card
 
 
 def test_the_targets_licence_is_passed_on(run, monkeypatch):
