@@ -19,7 +19,7 @@ import torch
 from kernel_cases import DEVICE, comb, normal, relative_error, star, steering_of, topology_of
 
 from stree.tree import TokenTree
-from stree_kernels import naive, tree_scan
+from stree_kernels import chain_scan, naive, tree_scan
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights
 
 SHAPES = {
@@ -42,6 +42,7 @@ class Case:
     derived: Derived
     state: torch.Tensor
     weights: MixerWeights
+    as_chain: bool = False  # through the multi-step update
 
     def in_fp64(self) -> Case:
         wide = [None if each is None else each.double() for each in vars(self.weights).values()]
@@ -56,10 +57,12 @@ class Case:
         rest = (self.state, self.weights, shape, topology, steering, first)
         if self.state.dtype == torch.float64:
             return naive.mamba_tree(projected, self.rows, *rest)
+        if self.as_chain:
+            return chain_scan.mamba_chain(projected, self.rows, self.derived, *rest[:-1])
         return tree_scan.mamba_tree(projected, self.rows, self.derived, *rest)
 
 
-def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True):
+def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, as_chain=False):
     x_conv, b_conv, c_conv = shape.scan_groups
     xb = x_conv * shape.head_dim + b_conv * shape.d_state
     conv_dim = xb + c_conv * shape.d_state
@@ -81,7 +84,7 @@ def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True):
         normal(shape.num_heads, seed=6, dtype=dtype),
         normal(shape.num_heads, seed=7, dtype=dtype),
     )
-    return Case(projected, rows, derived, state.to(state_dtype), weights)
+    return Case(projected, rows, derived, state.to(state_dtype), weights, as_chain)
 
 
 def compare(shape, trees, paths, dtype=torch.float32, **options):
@@ -133,6 +136,13 @@ def test_without_bias_and_with_a_narrow_state(options):
 def test_a_tree_per_sequence():
     trees = [TokenTree.paper(), TokenTree.chain(12), star(13)]
     compare(SHAPES["grouped"], trees, [[0], [0, 1, 2], [], [0, 1, 4]])  # real paths
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name, num_nodes", [("odd", 1), ("odd", 5), ("repeated", 17)])
+def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
+    paths = [list(range(num_nodes)), [], [0]]
+    compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
 
 
 @pytest.mark.parametrize("num_nodes, piece", [(6, 1), (21, 9), (21, 20)])
