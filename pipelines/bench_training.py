@@ -23,7 +23,7 @@ import torch
 from stree.errors import InvariantBroken, UsageError, exit_with_reason
 from stree.models.convert import save_model
 from stree_pipelines import distill
-from stree_pipelines.bench_decode import SHAPES, random_model
+from stree_pipelines.bench_models import SHAPES, random_model
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.timing import require_green, write_rows
 from stree_pipelines.tokenizer_training import train_tokenizer

@@ -37,7 +37,7 @@ STYLE: Any = {
 
 def tau_vs_step(data: RunData) -> Figure | None:
     """τ over steps with its intervals, and the chain's τ that training's acceptance promises."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for method in data.methods:
         for number, temperature in enumerate(data.temperatures):
             line = LINES[number % len(LINES)]
@@ -53,7 +53,7 @@ def tau_vs_step(data: RunData) -> Figure | None:
 
 
 def speed_vs_step(data: RunData) -> Figure | None:
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for number, temperature in enumerate(data.temperatures):
         line = LINES[number % len(LINES)]
         for method in data.methods:
@@ -64,7 +64,7 @@ def speed_vs_step(data: RunData) -> Figure | None:
 
 
 def loss_vs_step(data: RunData) -> Figure | None:
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for name, label, width, colour in (
         ("loss", "training", 1.1, "#8b949e"),
         ("val_loss", "validation", 1.8, COLOURS[CHAIN]),
@@ -77,7 +77,7 @@ def loss_vs_step(data: RunData) -> Figure | None:
 
 def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
     """Share of calls by the number of drafts they accepted, at the last checkpoint."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     cells = _last_cells(data, temperature)
     width = 0.8 / max(len(cells), 1)
     for number, (method, cell) in enumerate(cells):
@@ -97,7 +97,7 @@ def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
 
 def depth_rates(data: RunData, temperature: float) -> Figure | None:
     """How often a draft of each depth is accepted once its parent was."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for method, cell in _last_cells(data, temperature):
         rates = cell["depth_accept_rates"]
         if rates:
@@ -113,7 +113,7 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
 
 def step_times(data: RunData, temperature: float) -> Figure | None:
     """Stacked bars of a call's parts in milliseconds, at the last checkpoint."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     baseline = data.cell("", AUTOREGRESSIVE, data.scopes[0], temperature)
     cells = [*_last_cells(data, temperature)[::-1]]
     if baseline is not None:
@@ -158,7 +158,7 @@ def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
     return svg.replace(INK, "currentColor")
 
 
-def _figure() -> tuple[Figure, Axes]:
+def new_figure() -> tuple[Figure, Axes]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES)
         return figure, figure.subplots()

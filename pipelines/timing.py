@@ -36,14 +36,13 @@ def side_by_side(
             elapsed = _elapsed_us(function, device)
             if turn >= 2:  # the first turns warm up
                 times[name].append(elapsed)
-    return {
-        name: dict(
-            median=statistics.median(each),
-            p20=sorted(each)[len(each) // 5],
-            p80=sorted(each)[len(each) - 1 - len(each) // 5],
-        )
-        for name, each in times.items()
-    }
+    return {name: spread(each) for name, each in times.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, p20 and p80."""
+    ordered, fifth = sorted(values), len(values) // 5
+    return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
 
 
 def _elapsed_us(function: Callable[[], object], device: torch.device) -> float:

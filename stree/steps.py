@@ -68,7 +68,7 @@ class DeviceSteps:
     def _verify(self, cache: HybridCache, nodes: Tensor, block: Tensor, choose: Chooser) -> Tensor:
         logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots)[0]
         if self.rule.greedy:
-            best, highest = ops.top_tokens(logits, 1)
+            best, highest = self._choices(logits, nodes)
             ops.accept_greedy(
                 best.T, highest[None], nodes, self.parents,
                 cache.path, cache.path_length, block, self.report,
@@ -78,6 +78,10 @@ class DeviceSteps:
         (self.count if self.draft is None else self.draft.count).copy_(cache.path_length)
         path = cache.path[:, : block.shape[1]]
         return torch.cat([self.report, path, self.drafts_are_finite.long().view(1, 1)], dim=1)
+
+    def _choices(self, logits: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's first choice (N, 1) at each node of nodes (1, N), and its logit (N,)."""
+        return ops.top_tokens(logits, 1)
 
     def _sample(
         self, logits: Tensor, cache: HybridCache, tokens: Tensor, block: Tensor, choose: Chooser

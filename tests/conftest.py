@@ -7,7 +7,9 @@ import os
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
+from captures import Event, Replayed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -27,3 +29,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("faults survived")
         for name, value in {**totals, **largest}.items():
             terminalreporter.line(f"{value:6g}  {name}")
+
+
+@pytest.fixture
+def captured_on_cpu(monkeypatch):
+    """Captured functions simply run whenever they are replayed."""
+    monkeypatch.setattr("stree.steps.Capture", Replayed)
+    monkeypatch.setattr("stree.draft.Capture", Replayed)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))

@@ -2,13 +2,25 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from process_group import run_together
 
+from stree.engine import Decoder
 from stree.errors import InvariantBroken
-from stree_pipelines import bench_decode, bench_kernels, bench_training, distill, timing
+from stree_pipelines import (
+    bench_decode,
+    bench_kernels,
+    bench_models,
+    bench_report,
+    bench_steps,
+    bench_training,
+    distill,
+    timing,
+)
 
 CPU = torch.device("cpu")
 
@@ -16,16 +28,82 @@ CPU = torch.device("cpu")
 @torch.no_grad()
 def test_rows(tmp_path):
     rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
-    rows += bench_decode.measure("tiny", [3], 8, 2, CPU)
+    options = SimpleNamespace(
+        shape="tiny", what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8,
+        repeats=2,
+    )  # fmt: skip
+    rows += bench_decode.measure(options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
-        "mamba_tree", "attend_tree", "mamba_tree", "attend_tree", "target call", "draft",
+        *("mamba_tree", "attend_tree") * 2, *("target call",) * 4, "draft", *("unrolled",) * 5,
+        "memory",
     ]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
-        assert times and all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+        assert times or line.get("what") == "memory"
+        assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+    kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
+    assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
+
+
+def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
+    monkeypatch.setenv("STREE_STEPS", "device")
+    monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
+    monkeypatch.setattr(bench_steps, "_graphs_alone_us", lambda *_: 1.0)
+    target = bench_models.random_target("tiny", CPU)
+    drafter = bench_models.random_drafter("tiny", CPU)
+    rows = bench_steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 100, 1)
+    told = [np.mean(bench_steps.accepted_for(tau, 4)) + 1 for tau in (1.0, 1.7, 5.0)]
+    assert [row["tau"] for row in rows] == pytest.approx(told, abs=0.02)
+    for row in rows:
+        speedup = row["tau"] * row["us_plain"]["median"] / row["us_tree"]["median"]
+        assert row["speedup"] == pytest.approx(speedup)
+
+
+def test_accepted_numbers_have_the_mean_asked_for():
+    for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
+        accepted = bench_steps.accepted_for(tau, 4)
+        assert len(accepted) == 100 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.011)
+        assert max(accepted) - min(accepted) <= 1
+
+
+def test_report_of_bars_and_fits(tmp_path, capsys):
+    def spread(value):
+        return dict(median=value, p20=value, p80=value)
+
+    made_by = {"git_sha": "abc", "device": "a GPU"}
+    rows = [
+        dict(op="mamba_tree", shape="8b", num_nodes=16, us_split=spread(6.5)),
+        dict(what="step", shape="8b", tau=2.0, speedup=1.7, speedup_per_tau=0.85, host_share=0.01),
+        dict(what="step", shape="8b", tau=3.0, speedup=2.1, speedup_per_tau=0.70, host_share=0.03),
+        dict(
+            what="unrolled", shape="8b", num_nodes=3, us_tree=spread(1.0), us_unrolled=spread(2.0)
+        ),
+    ]
+    for nodes in (1, 5, 16, 64):
+        for shape, quadratic in (("8b", 0.5), ("mamba2-2.7b", 0.0)):
+            time = quadratic * nodes**2 + 3 * nodes + 100
+            rows.append(dict(
+                what="target call", shape=shape, num_nodes=nodes, context=1024,
+                us_tree=spread(time), over_step=1.07, step_over_floor=1.1,
+            ))  # fmt: skip
+    text = "".join(json.dumps({**row, "environment": made_by}) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "t = 0.5·N² + 3·N + 100" in said and "t = 3·N + 100" in said
+    lines = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
+    assert "met" in lines["replay + conv + scan, µs a layer, N = 16"]
+    assert "not measured" in lines["replay + conv + scan, µs a layer, N = 64"]
+    assert "missed" in lines["tree call over a step, N = 16"]  # 1.07 above 1.06
+    assert "missed" in lines["speedup per τ, 13-node tree"]  # the worst row counts
+    assert "0.03" in lines["host time not hidden, share of a step"]
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {f"{name}.svg" for name in (
+        "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau"
+    )}  # fmt: skip
 
 
 def test_processes_are_measured_against_one(tmp_path, monkeypatch):

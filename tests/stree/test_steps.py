@@ -7,44 +7,12 @@ import pytest
 import torch
 from toys import tiny_model
 
-import stree.draft
-import stree.steps
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.draft import ModelDrafter, SamplingRule
 from stree.sampling import RandomChooser
 from stree.steps import DeviceSteps
 
-
-class Replayed:
-    """Stands in for `Capture`: static outputs, written by each replay."""
-
-    def __init__(self, function, rehearsal, generators=()):
-        rehearsal()
-        self.function, self.outputs = function, function()
-
-    def replay(self):
-        new = self.function()
-        if isinstance(new, torch.Tensor):
-            return self.outputs.copy_(new)
-        for mine, theirs in zip(vars(self.outputs).values(), vars(new).values(), strict=True):
-            if mine is not None:
-                mine.copy_(theirs)
-        return self.outputs
-
-
-class Event:
-    def record(self): ...
-
-    def synchronize(self): ...
-
-
-@pytest.fixture(autouse=True)
-def without_cuda(monkeypatch):
-    monkeypatch.setattr(stree.steps, "Capture", Replayed)
-    monkeypatch.setattr(stree.draft, "Capture", Replayed)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+pytestmark = pytest.mark.usefixtures("captured_on_cpu")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -1,0 +1,64 @@
+"""Models of random weights in the shapes that the benchmarks are about."""
+
+from __future__ import annotations
+
+import torch
+
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+
+_MAMBA_IN_LLAMA = HybridConfig(
+    vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
+    intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=500000.0,
+    num_ssm_heads=32, ssm_head_dim=128, d_state=128, num_x_groups=8, num_b_groups=8,
+    num_c_groups=32, gated_norm_groups=32,
+)  # fmt: skip
+_MAMBA2 = HybridConfig(
+    vocab_size=50288, d_model=2560, num_layers=64, tie_embeddings=True,
+    num_ssm_heads=80, ssm_head_dim=64, d_state=128, num_x_groups=80, num_b_groups=1,
+    num_c_groups=1, gated_norm_groups=1,
+)  # fmt: skip
+_CHAT = HybridConfig(
+    vocab_size=16384, d_model=768, num_layers=12, attn_layers=(1, 3, 5, 7, 9, 11),
+    intermediate_size=2048, tie_embeddings=True, num_heads=12, num_kv_heads=4, head_dim=64,
+    num_ssm_heads=12, ssm_head_dim=64, d_state=64, num_x_groups=4, num_b_groups=4,
+    num_c_groups=12, gated_norm_groups=12,
+)  # fmt: skip
+_TINY = _CHAT.replace(
+    vocab_size=64, d_model=32, num_layers=2, attn_layers=(1,), intermediate_size=48,
+    num_heads=2, num_kv_heads=1, head_dim=16, num_ssm_heads=2, ssm_head_dim=16, d_state=16,
+    num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2,
+)  # fmt: skip
+SHAPES = {"8b": _MAMBA_IN_LLAMA, "mamba2-2.7b": _MAMBA2, "chat": _CHAT, "tiny": _TINY}
+DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
+    "8b": dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
+               num_b_groups=2, num_c_groups=8, gated_norm_groups=8),
+    "mamba2-2.7b": dict(d_model=1024, num_ssm_heads=32, num_x_groups=32),
+    "chat": dict(d_model=384, intermediate_size=1024, num_ssm_heads=6, num_x_groups=2,
+                 num_b_groups=2, num_c_groups=6, gated_norm_groups=6),
+    "tiny": dict(d_model=16, intermediate_size=24),
+}  # fmt: skip
+
+
+def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
+    """A model of random bf16 weights, made where it runs."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return HybridModel(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def random_target(shape: str, device: torch.device) -> HybridModel:
+    return random_model(SHAPES[shape], device)
+
+
+def drafter_config(shape: str) -> HybridConfig:
+    return SHAPES[shape].replace(num_layers=2, attn_layers=(), **DRAFTERS[shape])
+
+
+def random_drafter(shape: str, device: torch.device) -> HybridModel:
+    return random_model(drafter_config(shape), device)

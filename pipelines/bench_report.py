@@ -1,0 +1,199 @@
+"""Turn rows of the benchmarks into a page: bars and what was measured, fits, plots.
+
+python pipelines/bench_report.py docs/results/h200-step   # reads *.jsonl there
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from stree.errors import UsageError, exit_with_reason
+from stree.files import write_atomically
+from stree_pipelines.command_line import CommandParser
+from stree_pipelines.report_plots import COLOURS, MORE_COLOURS, new_figure, to_svg
+from stree_pipelines.report_tables import MISSING, Table
+
+Row = dict[str, Any]
+PALETTE = (*COLOURS.values(), *MORE_COLOURS)
+CHAIN_NODES = 5  # what a tree has to beat: a chain of four drafts
+
+# What, the bar, how to find its rows, and the value of a row in the bar's unit
+BARS: list[tuple[str, float, dict[str, Any], str]] = [
+    ("replay + conv + scan, µs a layer, N = 16", 7,
+     dict(op="mamba_tree", shape="8b", num_nodes=16), "us_split"),
+    ("replay + conv + scan, µs a layer, N = 64", 12,
+     dict(op="mamba_tree", shape="8b", num_nodes=64), "us_split"),
+    ("step over the floor of its matrix products", 1.12,
+     dict(what="target call", shape="8b", num_nodes=16, context=1024), "step_over_floor"),
+    ("tree call over a step, N = 16", 1.06,
+     dict(what="target call", shape="8b", num_nodes=16, context=1024), "over_step"),
+    ("tree call over a step, N = 64", 1.12,
+     dict(what="target call", shape="8b", num_nodes=64, context=1024), "over_step"),
+    ("tree call over a step, N = 16, context 8k", 1.15,
+     dict(what="target call", shape="8b", num_nodes=16, context=8192), "over_step"),
+    ("draft of the 13-node tree, µs", 600, dict(what="draft", shape="8b"), "us_draft"),
+    ("host time not hidden, share of a step", 0.02, dict(what="step", shape="8b"), "host_share"),
+    ("kept for a 64-node tree, share of a state a node", 0.02,
+     dict(what="memory", shape="8b", num_nodes=64), "over_a_state_a_node"),
+    ("2.7B Mamba-2, tree call over a step, N = 16", 1.25,
+     dict(what="target call", shape="mamba2-2.7b", num_nodes=16), "over_step"),
+]  # fmt: skip
+SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), "speedup_per_tau")
+
+
+def bars_table(rows: list[Row]) -> Table:
+    """Each bar, the worst of the rows that it is about, and whether it is met."""
+    lines: list[tuple[str, ...]] = [("", "bar", "measured", "")]
+    for name, bar, wanted, key in [*BARS, SPEEDUP]:
+        values = [_value(row[key]) for row in rows if _is(row, wanted) and key in row]
+        upper = key != SPEEDUP[3]
+        sign = "≤" if upper else "≥"
+        if not values:
+            lines.append((name, f"{sign} {bar:g}", MISSING, "not measured"))
+            continue
+        worst = max(values) if upper else min(values)
+        met = worst <= bar if upper else worst >= bar
+        lines.append((name, f"{sign} {bar:g}", f"{worst:.3g}", "met" if met else "missed"))
+    return Table("Bars", tuple(lines))
+
+
+def fit(rows: list[Row], degree: int) -> np.ndarray:
+    """Coefficients of the call's time in µs over N, highest power first (STree, section 4.3)."""
+    nodes, times = _call_points(rows)
+    return np.polyfit(nodes, times, degree)
+
+
+def runtime_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
+    """Time of a call against N with its fit (the paper's Figure 2, left and middle)."""
+    figure, axes = new_figure()
+    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE, strict=False):
+        nodes, times = _call_points(rows)
+        axes.plot(nodes, times / 1e3, "o", color=colour, label=shape)
+        dense = np.linspace(1, nodes.max(), 100)
+        axes.plot(dense, np.polyval(fit(rows, _degree(rows)), dense) / 1e3, "-", color=colour)
+    axes.set(xlabel="nodes N", ylabel="target call, ms", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def required_tau_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
+    """By how much τ has to rise over a chain's of 5 for a tree of N to pay (STree, Eq. 7-8)."""
+    figure, axes = new_figure()
+    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE, strict=False):
+        nodes, _ = _call_points(rows)
+        coefficients = fit(rows, _degree(rows))
+        dense = np.linspace(CHAIN_NODES, nodes.max(), 100)
+        ratio = np.polyval(coefficients, dense) / np.polyval(coefficients, CHAIN_NODES)
+        axes.plot(dense, ratio, "-", color=colour, label=shape)
+    axes.set(xlabel="nodes N", ylabel=f"τ ratio to a chain of {CHAIN_NODES}")
+    axes.legend()
+    return figure
+
+
+def unrolled_figure(rows: list[Row]) -> Figure:
+    """A full binary tree in one call, and its paths unrolled (the paper's Figure 3)."""
+    figure, axes = new_figure()
+    keys = sorted({key for row in rows for key in row if key.startswith("us_")})
+    for key, colour in zip(keys, PALETTE, strict=False):
+        points = [(row["num_nodes"], _value(row[key]) / 1e3) for row in rows if key in row]
+        label = key.removeprefix("us_").replace("_", " ")
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+    axes.set(xlabel="nodes of the full binary tree", ylabel="target call, ms", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def speedup_figure(rows: list[Row]) -> Figure:
+    """Speed-up over autoregressive decoding against a given τ."""
+    figure, axes = new_figure()
+    points = sorted((row["tau"], row["speedup"]) for row in rows)
+    axes.plot(*zip(*points, strict=True), "o-", color=PALETTE[2], label="13-node tree")
+    taus = [tau for tau, _ in points]
+    axes.plot(taus, taus, ":", color=PALETTE[0], label="free drafts and trees")
+    axes.set(xlabel="τ, given", ylabel="speed-up", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def fits_text(rows_by_shape: dict[str, list[Row]]) -> str:
+    lines = ["Fits of a target call's time in µs over N:", ""]
+    for shape, rows in rows_by_shape.items():
+        terms = [f"{value:.3g}" for value in fit(rows, _degree(rows))]
+        form = "{}·N + {}" if len(terms) == 2 else "{}·N² + {}·N + {}"
+        lines.append(f"- {shape}: t = {form.format(*terms)}")
+    return "\n".join(lines) + "\n"
+
+
+def read_rows(directory: Path) -> list[Row]:
+    lines = [
+        line
+        for path in sorted(directory.glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    if not lines:
+        raise UsageError(f"no rows (*.jsonl) in {directory}: bench_kernels.py and bench_decode.py")
+    return [json.loads(line) for line in lines]
+
+
+def _is(row: Row, wanted: dict[str, Any]) -> bool:
+    return all(row.get(key) == value for key, value in wanted.items())
+
+
+def _value(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+def _call_points(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    points = sorted((row["num_nodes"], _value(row["us_tree"])) for row in rows)
+    nodes, times = zip(*points, strict=True)
+    return np.array(nodes, dtype=float), np.array(times)
+
+
+def _degree(rows: list[Row]) -> int:
+    """Attention's part grows with N², a pure Mamba-2's with N."""
+    return 1 if rows[0]["shape"].startswith("mamba2") else 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("bench_report.py", description=__doc__)
+    parser.add_argument("directory", type=str, help="folder with the rows; gets the page's parts")
+    directory = Path(parser.parse_args(arguments).directory)
+    rows = read_rows(directory)
+    made_by = sorted(
+        {(row["environment"]["git_sha"], row["environment"]["device"]) for row in rows}
+    )
+    calls: dict[str, list[Row]] = {}
+    for row in rows:
+        if _is(row, dict(what="target call", context=1024)):
+            calls.setdefault(row["shape"], []).append(row)
+    calls = {shape: each for shape, each in calls.items() if len(each) > _degree(each)}
+    parts = [bars_table(rows).to_markdown()]
+    figures: dict[str, Figure] = {}
+    if calls:
+        parts.append(fits_text(calls))
+        figures = {
+            "runtime_vs_nodes": runtime_figure(calls),
+            "required_tau": required_tau_figure(calls),
+        }
+    for what, name, draw in (
+        ("unrolled", "tree_vs_unrolled", unrolled_figure),
+        ("step", "speedup_vs_tau", speedup_figure),
+    ):
+        chosen = [row for row in rows if row.get("what") == what]
+        if chosen:
+            figures[name] = draw(chosen)
+    for name, figure in figures.items():
+        write_atomically(directory / f"{name}.svg", to_svg(figure, name.replace("_", " ")))
+    parts.append("Rows made by: " + "; ".join(f"{sha} on {device}" for sha, device in made_by))
+    text = "\n".join(parts) + "\n"
+    write_atomically(directory / "bars.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
