@@ -140,7 +140,7 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
 
 def test_a_benchmark_says_what_it_takes(tmp_path, capsys):
     bench_decode.main([str(tmp_path / "out.jsonl"), "--shape", "tiny", "--dry_run"])
-    assert "target calls over 1, 13, 16, 64 nodes" in capsys.readouterr().out
+    assert "target calls over 1, 5, 13, 16, 32, 64, 128 nodes" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
