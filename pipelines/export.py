@@ -104,7 +104,10 @@ class Exports(pl.Callback):
     def _export(self, trainer: pl.Trainer, pl_module: Training, step: int) -> None:
         pl_module.require_finite_weights()
         path = self.path_of(step)
-        metrics, model = pl_module.global_step_metrics(), whole_model(pl_module.exported)
+        metrics, model = (
+            pl_module.global_step_metrics(),
+            whole_model(pl_module.exported, trainer.strategy),
+        )
         if trainer.is_global_zero:
             if not self._exists(path):
                 provenance = {

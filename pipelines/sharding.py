@@ -7,6 +7,7 @@ and cut again when it is read, so a run may go on under another strategy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.utils._pytree import tree_map
 
 from stree.errors import UsageError
 from stree.models.hybrid import HybridModel
+from stree_pipelines.zero import STAGES, ZeroStrategy
 
 FSDP2 = "fsdp2"
-STRATEGIES = ("ddp", FSDP2)
+STRATEGIES = ("auto", "ddp", FSDP2, *STAGES)
 
 
 def shard(model: HybridModel, mesh: DeviceMesh) -> None:
@@ -43,21 +45,24 @@ def whole(values: Any) -> Any:
     )
 
 
-def whole_model(model: HybridModel) -> HybridModel:
-    """The model itself, or one on the CPU with the gathered weights of a sharded one. All processes
-    must call it."""
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+def whole_model(model: HybridModel, strategy: Any) -> HybridModel:
+    """The model itself, or one on the CPU with the weights that a strategy gathers for its
+    checkpoints. All processes must call it."""
+    if not isinstance(strategy, ShardedStrategy | ZeroStrategy):
         return model
-    weights = whole(model.state_dict())
+    weights = strategy.lightning_module_state_dict()
     with torch.device("meta"):
         gathered = HybridModel(model.config)
-    gathered.load_state_dict(weights, assign=True)
+    names = {name: f"exported.{name}" for name in gathered.state_dict()}
+    gathered.load_state_dict({name: weights[names[name]] for name in names}, assign=True)
     return gathered
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)  # ZeRO stage 3
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -126,8 +131,16 @@ StrategyRegistry.register(FSDP2, ShardedStrategy, description=ShardedStrategy.__
 
 
 def require_supported(strategy: Any) -> None:
-    """Raise UsageError for a strategy's name whose checkpoints would not be ours."""
-    if isinstance(strategy, str) and strategy != "auto" and not strategy.startswith(STRATEGIES):
+    """Raise UsageError for a strategy's name whose checkpoints would not be ours, and where
+    DeepSpeed is missing."""
+    if not isinstance(strategy, str):
+        return
+    if strategy not in STRATEGIES and not strategy.startswith("ddp_"):
         raise UsageError(
-            f"trainer.strategy {strategy} is not supported: use auto, {' or '.join(STRATEGIES)}"
+            f"trainer.strategy {strategy} is not supported: use one of {', '.join(STRATEGIES)}"
+        )
+    if strategy in STAGES and find_spec("deepspeed") is None:
+        raise UsageError(
+            f"trainer.strategy {strategy} needs DeepSpeed: DS_BUILD_OPS=0 pip install -e "
+            "'.[deepspeed]', or use fsdp2, which shares as much"
         )

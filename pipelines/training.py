@@ -217,7 +217,10 @@ class Training(pl.LightningModule):
         # itself.
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
-        norm = whole(norm.detach())
+        self.note_grad_norm(whole(norm.detach()))
+
+    def note_grad_norm(self, norm: Tensor) -> None:
+        """Log the gradient's norm before it was clipped; a step that has none is not finite."""
         self.step_metrics["grad_norm"] = norm
         self._watch_finite(norm)
 

@@ -69,6 +69,7 @@ NOISE = (
     "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
     # Lightning instantiates by it, too.
     r"\s*``ArgumentParser.add_instantiator`` was deprecated",
+    "Since DeepSpeed handles gradient clipping internally",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 

@@ -13,12 +13,14 @@ from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.export import Exports
+from stree_pipelines.sharding import STRATEGIES
 from stree_pipelines.train_target import TargetCLI
 from stree_pipelines.training import Distillation, OptimizerConfig, TargetTraining
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DISTILL = sorted((CONFIGS / "distill").glob("*.yaml"))
 TARGET = sorted((CONFIGS / "target").glob("*.yaml"))
+STRATEGY_FILES = sorted((CONFIGS / "strategies").glob("*.yaml"))
 
 
 def parse(path: Path, *more: str):
@@ -62,6 +64,7 @@ def test_every_shipped_config_parses_and_fits_together(path):
 def test_there_is_something_to_test():
     assert {path.stem for path in DISTILL} >= {"quickstart", "chat-75m", "llama3.1-8b"}
     assert {path.stem for path in TARGET} >= {"python-docs", "chat-75m"}
+    assert {path.stem for path in STRATEGY_FILES} == {"fsdp2", "zero-2", "zero-3"}
 
 
 @pytest.mark.parametrize("path", TARGET, ids=lambda path: path.stem)
@@ -98,6 +101,13 @@ def test_the_quickstart_drafter_is_sliced_and_exported_five_times():
     assert sliced.attn_layers == () and sliced.num_layers == 2
     steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
     assert len(steps) == 5 and steps[-1] == options["trainer"]["max_steps"]
+
+
+@pytest.mark.parametrize("path", STRATEGY_FILES, ids=lambda path: path.stem)
+def test_a_strategy_s_file_goes_behind_a_run_s(path):
+    options = parse(CONFIGS / "distill/llama3.1-8b.yaml", "--config", str(path))
+    assert options["trainer"]["strategy"] in STRATEGIES[2:]
+    assert options["trainer"]["max_steps"] == 20000
 
 
 def test_overrides_win_over_the_file():

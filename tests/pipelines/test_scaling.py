@@ -7,6 +7,7 @@ micro-batch weighed by its own number of tokens instead of the step's shows at 3
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tiny_run import distill_arguments, make_workspace, metric_rows
 from stree.errors import UsageError
 from stree.models.convert import load_model
 from stree.models.hybrid import Layer
-from stree_pipelines import distill
+from stree_pipelines import distill, sharding
 
 STEPS = 6
 TOLERANCE = 1e-5
@@ -60,6 +61,12 @@ def assert_same_curve(run_dir: Path, reference: Path) -> None:
         for name, value in other.items():
             wanted = pytest.approx(float(value), rel=TOLERANCE) if value else None
             assert (float(row[name]) if row[name] else None) == wanted, (row["step"], name)
+
+
+def assert_same_export(run_dir: Path, reference: Path) -> None:
+    ours, theirs = (load_model(each / "drafter/latest") for each in (run_dir, reference))
+    for weight, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
 
 
 def test_accumulated_micro_batches_are_one_batch(workspace, one_process, tmp_path):
@@ -108,11 +115,34 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     log = run_two_processes(arguments_of(workspace, run_dir, 1, *FSDP2, *more))
     assert "holds 0.50 drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
-    ours, theirs = (load_model(each / "drafter/latest") for each in (run_dir, one_process))
-    for weight, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
+    assert_same_export(run_dir, one_process)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")
+@pytest.mark.parametrize(("stage", "share"), [(2, "1.00"), (3, "0.50")])
+def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
+    stage, share, workspace, one_process, tmp_path
+):
+    """ZeRO; one process; ZeRO that accumulates and computes activations twice."""
+    run_dir = tmp_path / "run"
+    two = ("--trainer.devices", "2", "--trainer.strategy", f"deepspeed_stage_{stage}")
+    more = ("--model.target_placement", "sharded")
+    log = run_two_processes(arguments_of(workspace, run_dir, 2, *two, *more, steps=2))
+    assert f"holds {share} drafter, 0.50 target" in log
+    distill.main(arguments_of(workspace, run_dir, 4, steps=4))
+    more = ("--model.activation_checkpointing", "true")
+    run_two_processes(arguments_of(workspace, run_dir, 1, *two, *more))
+    assert_same_curve(run_dir, one_process)
+    assert_same_export(run_dir, one_process)
+
+
+def test_deepspeed_that_is_not_installed_is_named(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"deepspeed_stage_3 needs DeepSpeed: .* or use fsdp2"):
+        more = ("--trainer.strategy", "deepspeed_stage_3")
+        distill.main(arguments_of(workspace, tmp_path, 4, *more))
 
 
 def test_a_strategy_with_checkpoints_of_its_own_is_refused(workspace, tmp_path):
-    with pytest.raises(UsageError, match="strategy fsdp is not supported: use auto, ddp or fsdp2"):
+    with pytest.raises(UsageError, match="strategy fsdp is not supported: use one of auto"):
         distill.main(arguments_of(workspace, tmp_path, 4, "--trainer.strategy", "fsdp"))

@@ -18,4 +18,6 @@ def main(arguments: list[str]) -> None:
 
 def _share(model: HybridModel) -> float:
     parameters = list(model.parameters())
-    return sum(own_part(each).numel() for each in parameters) / sum(p.numel() for p in parameters)
+    return sum(own_part(each).numel() for each in parameters) / sum(
+        getattr(p, "ds_numel", p.numel()) for p in parameters
+    )
