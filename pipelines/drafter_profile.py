@@ -37,7 +37,7 @@ def profile_of(
         target_sha256=mine[-1].target_sha256,
         measurements=tuple(map(_measurement, rows)),
         recommendations=tuple(_recommendations(store, folder, rows)),
-        suggested_trees=tuple(_suggestions(mine, num_nodes)),
+        suggested_trees=tuple(_suggestions(store, mine, num_nodes)),
     )
 
 
@@ -99,7 +99,9 @@ def _recommendations(
             )
 
 
-def _suggestions(rows: Sequence[ResultRow], num_nodes: int | None) -> Iterator[SuggestedTree]:
+def _suggestions(
+    store: ResultStore, rows: Sequence[ResultRow], num_nodes: int | None
+) -> Iterator[SuggestedTree]:
     """None for temperatures whose rows are from before ends of paths were recorded."""
     for temperature in sorted({row.temperature for row in rows if row.end_nodes}):
-        yield suggest(rows, temperature, num_nodes)
+        yield suggest(rows, temperature, num_nodes, store.samples)

@@ -16,7 +16,7 @@ from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree.speculation_profile import SuggestedTree
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.records import ResultRow
+from stree_pipelines.records import ResultRow, ResultStore
 from stree_pipelines.report_data import open_results
 from stree_pipelines.tree_suggestion import suggest
 
@@ -25,28 +25,29 @@ class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Keeps the examples on lines of their own."""
 
 
-def rows_of_step(run: Path, step: int | None) -> list[ResultRow]:
-    """The rows of one drafter of RUN, by default the one distilled longest.
+def rows_of_step(store: ResultStore, step: int | None) -> list[ResultRow]:
+    """The rows of one drafter, by default the one distilled longest.
 
     Raises UsageError when there is none.
     """
-    rows = [row for row in open_results(run).results() if row.checkpoint is not None]
+    rows = [row for row in store.results() if row.checkpoint is not None]
     steps = sorted({row.step for row in rows if row.step is not None})
     wanted = step if step is not None else (steps[-1] if steps else None)
     found = [row for row in rows if row.step == wanted]
     if not found:
         there = ", ".join(map(str, steps)) or "none"
-        raise UsageError(f"{run} has no rows of step {wanted}, only of: {there}")
+        raise UsageError(f"{store.directory} has no rows of step {wanted}, only of: {there}")
     return found
 
 
 def to_yaml(suggestion: SuggestedTree) -> str:
     """The file that `--tree` reads."""
-    tree = suggestion.tree
+    tree, interval = suggestion.tree, suggestion.predicted_acceptance_length_interval
+    bracket = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     content = {
         "name": tree.name,
-        "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f} "
-        f"at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
+        "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f}"
+        f"{bracket} at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
         "parents": list(tree.parents),
     }
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
@@ -61,8 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
-    rows = rows_of_step(Path(options.run), options.step)
-    suggestion = suggest(rows, options.temperature, options.nodes)
+    store = open_results(Path(options.run))
+    rows = rows_of_step(store, options.step)
+    suggestion = suggest(rows, options.temperature, options.nodes, store.samples)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:
         print(

@@ -101,6 +101,7 @@ class SuggestedTree(Record):
     temperature: float
     tree: Tree
     predicted_acceptance_length: float
+    predicted_acceptance_length_interval: Interval | None = None
     num_calls: int
     num_extrapolated: int
     checks: tuple[TreeCheck, ...]

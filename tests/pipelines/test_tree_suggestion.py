@@ -36,8 +36,8 @@ def walk(tree: TokenTree, rng: np.random.Generator) -> int:
     return node
 
 
-def measured_row(tree: TokenTree, seed: int, num_prompts: int = 40, num_calls: int = 60):
-    """A row of `tree` whose drafts are accepted by TRUTH."""
+def measured_samples(tree: TokenTree, seed: int, num_prompts: int = 40, num_calls: int = 60):
+    """Prompts whose drafts in `tree` are accepted by TRUTH."""
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(num_prompts):
@@ -48,6 +48,11 @@ def measured_row(tree: TokenTree, seed: int, num_prompts: int = 40, num_calls: i
             "num_calls": num_calls, "accepted_per_call": accepted, "end_node_per_call": tuple(ends),
             "num_new_tokens": sum(accepted) + num_calls, "tree_max_depth": tree.max_depth,
         }))  # fmt: skip
+    return samples
+
+
+def measured_row(tree: TokenTree, seed: int, num_prompts: int = 40, samples=None):
+    samples = samples or measured_samples(tree, seed, num_prompts)
     shape = Tree(name=tree.name, parents=tree.parents)
     return make_row("stree", 100, "sums", samples, 0.0, tree=shape)
 
@@ -75,9 +80,15 @@ def test_counts_by_depth_and_rank_by_hand():
     rates = AcceptanceRates.of([(tree, {0: 5, 2: 2, 4: 3})])
     assert rates.reached_DR.tolist() == [[10, 10], [3, 3]]
     assert rates.accepted_DR.tolist() == [[3, 2], [0, 3]]
-    assert rates.rate(1, 2) == 0, "a rank that was never tried is not proposed"
-    assert rates.rate(9, 1) == pytest.approx(5 / 13), "deeper than measured: over all depths"
-    assert rates.rate(2, 0) == pytest.approx((0 + 10 * 3 / 13) / (3 + 10))
+    table = rates.rates(9)
+    assert table.shape == (9, 2)
+    assert table[8, 1] == pytest.approx(5 / 13), "deeper than measured: over all depths"
+    assert table[1, 0] == pytest.approx((0 + 10 * 3 / 13) / (3 + 10))
+    wider = TokenTree((-1, 0, 0, 0))
+    first_two = rates.expected_drafts(TokenTree((-1, 0, 0)))
+    assert rates.expected_drafts(wider) == first_two, (
+        "a rank that was never tried counts for nothing"
+    )
 
 
 def test_the_prediction_for_the_measured_tree_is_the_measured_length():
@@ -98,6 +109,25 @@ def test_the_prediction_for_another_tree_is_what_it_then_achieves(num_nodes):
     if num_nodes == 13:
         paper = suggestion.checks[0].predicted_acceptance_length
         assert suggestion.predicted_acceptance_length >= paper
+
+
+def test_the_interval_of_a_prediction_is_that_of_the_prompts():
+    """For the measured tree as for its τ; nothing to resample, no interval."""
+    paper = TokenTree.paper()
+    samples = measured_samples(paper, seed=6)
+    row = measured_row(paper, 6, samples=samples)
+    suggestion = suggest([row], 0.0, 13, lambda _: samples)
+    low, high = suggestion.predicted_acceptance_length_interval
+    assert low < suggestion.predicted_acceptance_length < high
+    measured = np.ptp(row.confidence_intervals["acceptance_length"])
+    assert high - low == pytest.approx(measured, rel=0.2)
+    alike = [sample.model_copy(update={"prompt_id": f"q{i}"}) for i, sample in
+             enumerate(samples[:1] * 5)]  # fmt: skip
+    low, high = suggest(
+        [measured_row(paper, 6, samples=alike)], 0.0, 13, lambda _: alike
+    ).predicted_acceptance_length_interval
+    assert high == pytest.approx(low)
+    assert suggest([row], 0.0, 13).predicted_acceptance_length_interval is None
 
 
 def test_a_stop_inside_a_path_is_no_token_of_the_targets_own():
