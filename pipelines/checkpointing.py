@@ -14,7 +14,8 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ TENSORS_NAME = "state.safetensors"
 TREE_NAME = "state.json"
 STATE_KEYS = ("state_dict", "optimizer_states", "loops", "global_step", "random_state")
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
@@ -257,13 +259,22 @@ class TrainingCheckpoints(pl.Callback):
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
+    @contextmanager
+    def noting_signals(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Around the fit: there is to be one handler, and it only notes the signal. Saving inside a
+        handler corrupts what is being computed, and Lightning's own starts a collective there."""
+        trainer._signal_connector._sigterm_notifier_fn = self._note_signal  # type: ignore
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_step = trainer.global_step
-        # Lightning has put its own handlers in place by now (and restores what was before them at
-        # the end). There is to be one, and it only notes the signal: saving inside a handler
-        # corrupts what is being computed.
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note_signal)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -35,6 +35,7 @@ from stree_pipelines.command_line import OneLineErrors
 from stree_pipelines.data import ConversationDataModule, accumulation
 from stree_pipelines.dry_run import ModelPlan, config_lines, describe_training, require_writable
 from stree_pipelines.export import Exports
+from stree_pipelines.peers import PeerWatch
 from stree_pipelines.restarts import RestartLimit, note_start
 from stree_pipelines.run_folder import (
     Curves,
@@ -291,7 +292,7 @@ class TrainingCLI(LightningCLI):
         checkpoints = self._callback(TrainingCheckpoints)
         checkpoints.run_dir = self.run_dir
         checkpoints.manifest_extra = identity
-        self.trainer.callbacks.append(RestartLimit(self.run_dir, self.restarts))  # type: ignore[attr-defined]
+        self.trainer.callbacks += [PeerWatch(), RestartLimit(self.run_dir, self.restarts)]  # type: ignore[attr-defined]
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
             evaluation.exports = exports
@@ -354,7 +355,10 @@ class TrainingCLI(LightningCLI):
             f"{self._rows_a_step} rows"
         )
         try:
-            with reporting_refusals(self.run_dir, codes=FULL_DISK):
+            with (
+                self._callback(TrainingCheckpoints).noting_signals(self.trainer),
+                reporting_refusals(self.run_dir, codes=FULL_DISK),
+            ):
                 self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
