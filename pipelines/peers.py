@@ -19,7 +19,15 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from stree.errors import Preempted, StreeError, first_line
+from stree.errors import (
+    CannotWrite,
+    OutOfMemory,
+    Preempted,
+    StreeError,
+    first_line,
+    is_out_of_memory,
+)
+from stree.files import FULL_DISK
 
 BEAT_S = 3.0
 # Of one's own beats, not of the clock: a job that was suspended as a whole goes on.
@@ -69,8 +77,7 @@ class PeerWatch(pl.Callback):
         if isinstance(exception, Preempted | KeyboardInterrupt):
             self._leave(LEFT)
             return
-        code = exception.exit_code if isinstance(exception, StreeError) else 1
-        self._leave(f"{FAILED}{code} {first_line(exception)}")
+        self._leave(f"{FAILED}{_code_of(exception)} {first_line(exception)}")
         self._wait_for_readers()
 
     def _leave(self, word: str) -> None:
@@ -125,7 +132,7 @@ class PeerWatch(pl.Callback):
                 return
             code, _, reason = value.removeprefix(FAILED).partition(" ")
             self._store.set(_key(self._rank), LEFT)
-            _end(int(code), f"rank {rank} failed: {reason}")
+            _end(int(code), f"rank {rank} failed: {reason.rstrip('.')}")
         if value == before and (beat - since >= PATIENCE_BEATS or _is_dead(value)):
             self._store.set(_key(self._rank), LEFT)
             _end(Preempted.exit_code, _is_gone(rank, value))
@@ -163,6 +170,16 @@ def _comes_from_a_peer(exception: BaseException) -> bool:
     return isinstance(exception, dist.DistError) or (
         isinstance(exception, RuntimeError) and "gloo" in str(exception)
     )
+
+
+def _code_of(exception: BaseException) -> int:
+    """What the rank that raised it will leave with."""
+    if isinstance(exception, StreeError):
+        return exception.exit_code
+    if is_out_of_memory(exception):
+        return OutOfMemory.exit_code
+    is_disk = isinstance(exception, OSError) and exception.errno in FULL_DISK
+    return CannotWrite.exit_code if is_disk else 1
 
 
 def _end(code: int, reason: str) -> None:

@@ -69,7 +69,7 @@ def point_to(link: str | os.PathLike[str], name: str) -> None:
     Raises CannotWrite when the disk refuses; `link` is then what it was.
     """
     link = Path(link)
-    with reporting_refusals(link, codes=None):
+    with reporting_refusals(link, needed_bytes=len(name), codes=None):
         temporary = _temporary_path(link.parent)
         try:
             temporary.symlink_to(name)

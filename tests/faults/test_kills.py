@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import forked

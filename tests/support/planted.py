@@ -51,6 +51,19 @@ def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> Non
     _replace(call, instead)
 
 
+def run_out_of_memory(call: str, nth: int = 1) -> None:
+    """What a GPU's allocator raises, at the nth call of `call`."""
+    import torch
+
+    def refuse() -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of "
+            "139.00 GiB of which 3.00 GiB is free.\nIf reserved memory is large, try …"
+        )
+
+    _replace(call, lambda original: _at(original, nth, refuse))
+
+
 def die_inside_a_save(nth: int, line: int) -> None:
     """SIGKILL when the nth save has executed so many lines of stree/files.py."""
     lines: list[int] = []

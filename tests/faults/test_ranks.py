@@ -1,0 +1,167 @@
+"""Two ranks: signals to one or all at random moments, and a rank that dies, fails or hangs.
+
+A seed is a chain of five signals: what one run saved is what the next starts from.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import forked
+import pytest
+from run_checks import (
+    assert_same_run,
+    assert_visible_is_whole,
+    lanes,
+    last_logged,
+    steps_in,
+)
+from tiny_run import distill_arguments
+
+STEPS, SIGNALS = 20, 5
+USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+pytestmark = pytest.mark.timeout(1200)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A distillation on two processes, and the whole run of it."""
+
+    forks: forked.Forks
+    workspace: Path
+    whole: Path
+
+    def start(self, run_dir: Path, *more: str, steps: int = STEPS, **options) -> list:
+        """Both ranks, as `srun` starts them."""
+        (run_dir / "restarts.json").unlink(missing_ok=True)
+        arguments = distill_arguments(
+            self.workspace, run_dir, "--checkpoint.every_n_steps", "100",
+            "--checkpoint.keep_last", "1",
+            "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
+        )  # fmt: skip
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        ranks = []
+        for rank in range(2):
+            meet = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            output = run_dir.with_name(f"{run_dir.name}.{rank}")
+            output.unlink(missing_ok=True)
+            ranks.append(
+                self.forks.start(
+                    forked.DISTILL, arguments, output, environment={**meet, "WORLD_SIZE": "2"},
+                    **{name: value[rank] for name, value in options.items()},
+                )
+            )  # fmt: skip
+        return ranks
+
+    def run(self, run_dir: Path, **options) -> list[int]:
+        return [rank.wait() for rank in self.start(run_dir, **options)]
+
+
+@pytest.fixture(scope="module")
+def pair(training, tmp_path_factory) -> Pair:
+    started = Pair(training.forks, training.workspace, tmp_path_factory.mktemp("pair") / "whole")
+    assert started.run(started.whole) == [0, 0]
+    return started
+
+
+def wait_for(ranks: list, holds: Callable[[], bool]) -> None:
+    forked.wait_until(
+        lambda: holds() or any(rank.poll() is not None for rank in ranks), lambda: f"{ranks}"
+    )
+
+
+@pytest.mark.parametrize("seed", lanes(quick=1, long=12))
+def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed, figures):
+    moments = random.Random(2000 + seed)
+    num_folders, num_signals = 1, 0
+    run_dir = tmp_path / "run-1"
+    while num_signals < SIGNALS:
+        saved = max(steps_in(run_dir / "checkpoints"), default=0)
+        more_steps, delay_s = moments.choice([0, 0, 1, 2, 3]), moments.uniform(0, 0.1)
+        numbers = moments.choice([(USR1,), (TERM,), (USR1, TERM), (TERM, USR1)])
+        told = moments.choice([(0,), (1,), (0, 1)])
+        ranks = pair.start(run_dir)
+        # The line is said when signals have begun to count; the step's row comes later.
+        wait_for(ranks, lambda: f"{STEPS} steps of" in ranks[0].text())
+        wait_for(ranks, lambda: all(rank_is_training(rank) for rank in ranks))
+        if more_steps:
+            wait_for(ranks, lambda: last_logged(run_dir) >= saved + more_steps)
+        time.sleep(delay_s)
+        for number in numbers:
+            for rank in told:
+                ranks[rank].send(number)
+            time.sleep(moments.uniform(0, 0.05))
+        codes = [rank.wait() for rank in ranks]
+        assert_visible_is_whole(run_dir)
+        if codes == [0, 0]:  # done before its moment came: on in a new folder
+            assert_same_run(run_dir, pair.whole)
+            num_folders += 1
+            run_dir = tmp_path / f"run-{num_folders}"
+            continue
+        assert codes == [75, 75], ranks
+        num_signals += 1
+        said = [re.findall(r"stopped by .* after step (\d+);", rank.text()) for rank in ranks]
+        assert said[0] == said[1] == [str(max(steps_in(run_dir / "checkpoints")))]
+        figures("times that two ranks were told to stop", 1)
+        figures("of them by a signal to one rank", int(len(told) == 1))
+        figures("of them by both signals", int(len(numbers) == 2))
+    assert pair.run(run_dir) == [0, 0]
+    assert_same_run(run_dir, pair.whole)
+
+
+def rank_is_training(rank: forked.Command) -> bool:
+    """Whether it handles SIGUSR1 by now, by the system's own account."""
+    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
+    caught = re.search(r"SigCgt:\s*([0-9a-f]+)", status)
+    return caught is not None and bool(int(caught[1], 16) >> (USR1 - 1) & 1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_takes_the_other_along_by_name(pair, tmp_path, victim, figures):
+    run_dir = tmp_path / "run"
+    ranks = pair.start(run_dir, steps=5000)
+    wait_for(ranks, lambda: last_logged(run_dir) >= 5)
+    ranks[victim].send(signal.SIGKILL)
+    died = time.monotonic()
+    other = ranks[1 - victim]
+    assert other.wait(60) == 75, other
+    assert re.search(rf"error: rank {victim} \(process {ranks[victim].pid} on \S+\) is gone; .*run"
+                     r" the same command", other.text()), other  # fmt: skip
+    figures("most seconds until a rank left behind another that died", time.monotonic() - died)
+
+
+@pytest.mark.long  # it takes the half minute of patience
+def test_a_rank_that_hangs_is_given_up(pair, tmp_path, figures):
+    """Stopped, as a host that is gone without a word looks from elsewhere."""
+    run_dir = tmp_path / "run"
+    ranks = pair.start(run_dir, steps=5000)
+    wait_for(ranks, lambda: last_logged(run_dir) >= 5)
+    ranks[1].send(signal.SIGSTOP)
+    died = time.monotonic()
+    assert ranks[0].wait(60) == 75, ranks[0]
+    assert f"error: rank 1 (process {ranks[1].pid} " in ranks[0].text()
+    figures("most seconds until a rank left behind another that hung", time.monotonic() - died)
+    ranks[1].send(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_takes_the_other_along_with_its_code(pair, tmp_path, victim):
+    """Out of memory on one rank only."""
+    fault = ("planted:run_out_of_memory", {"call": LOSS, "nth": 4})
+    before = [fault if rank == victim else None for rank in range(2)]
+    ranks = pair.start(tmp_path / "run", before=before, steps=5000)
+    assert [rank.wait(100) for rank in ranks] == [71, 71]
+    assert "error: CUDA out of memory. Tried" in ranks[victim].text()
+    assert f"error: rank {victim} failed: CUDA out of memory" in ranks[1 - victim].text()
+
+
+LOSS = "stree_pipelines.training:Distillation.loss_terms"
