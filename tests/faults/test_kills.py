@@ -182,10 +182,10 @@ def test_an_evaluation_killed_anywhere_ends_with_the_same_table(
 
 def lines_written(out: Path) -> int:
     """Finished prompts on the disk: those in journals, and those of published rows."""
-    store = ResultStore(out)
-    published = {row.samples: row.num_prompts for row in store.results()}
-    journals = {path: path.read_bytes().count(b"\n") for path in out.glob("journals/*.jsonl")}
-    waiting = [
-        n for path, n in journals.items() if f"{path.name.split('.')[0]}.jsonl" not in published
-    ]
-    return sum(published.values()) + sum(waiting)
+    # Journals first: one that goes meanwhile has been published.
+    waiting = {}
+    for path in out.glob("journals/*.jsonl"):
+        with suppress(FileNotFoundError):
+            waiting[path.name.replace(".worker-00000", "")] = path.read_bytes().count(b"\n")
+    published = {row.samples: row.num_prompts for row in ResultStore(out).results()}
+    return sum((waiting | published).values())
