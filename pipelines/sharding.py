@@ -38,19 +38,29 @@ def shard(model: HybridModel, mesh: DeviceMesh) -> None:
     register_fsdp_forward_method(model, "hidden_states")
 
 
-def whole(values: Any) -> Any:
-    """Nested values with each sharded tensor gathered, on the CPU. All processes must call it."""
-    return tree_map(
-        lambda value: value.full_tensor().cpu() if isinstance(value, DTensor) else value, values
-    )
+def whole(values: Any, keep: bool = True) -> Any:
+    """Nested values with each sharded tensor gathered. All processes must call it; it is on the CPU
+    (a scalar where it was), and None where it is not to be kept: a host has one memory."""
+
+    def gather(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        gathered = value.full_tensor()
+        if not value.ndim:
+            return gathered
+        return gathered.cpu() if keep else None
+
+    return tree_map(gather, values)
 
 
 def whole_model(model: HybridModel, strategy: Any) -> HybridModel:
-    """The model itself, or one on the CPU with the weights that a strategy gathers for its
-    checkpoints. All processes must call it."""
+    """The model itself, or on the main process one on the CPU with the weights that a strategy
+    gathers for its checkpoints. All processes must call it."""
     if not isinstance(strategy, ShardedStrategy | ZeroStrategy):
         return model
     weights = strategy.lightning_module_state_dict()
+    if not strategy.is_global_zero:
+        return model
     with torch.device("meta"):
         gathered = HybridModel(model.config)
     names = {name: f"exported.{name}" for name in gathered.state_dict()}
@@ -83,10 +93,10 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return whole(self.lightning_module.state_dict())
+        return whole(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return whole(ParallelStrategy.optimizer_state(self, optimizer))
+        return whole(ParallelStrategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

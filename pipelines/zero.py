@@ -94,7 +94,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
         assert self.lightning_module is not None
         return {
-            name: safe_get_full_fp32_param(parameter).cpu()
+            name: self._kept(safe_get_full_fp32_param(parameter))
             for name, parameter in self.lightning_module.named_parameters()
         }
 
@@ -107,7 +107,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         state = {
             index: {
                 "step": torch.as_tensor(step).cpu().clone(),
-                **{name: safe_get_full_optimizer_state(each, name).cpu() for name in MOMENTS},
+                **{name: self._kept(safe_get_full_optimizer_state(each, name)) for name in MOMENTS},
             }
             for index, each in enumerate(self._parameters)
         }
@@ -116,6 +116,10 @@ class ZeroStrategy(DeepSpeedStrategy):
             for group, now in zip(self._state_groups, inner.param_groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
+
+    def _kept(self, gathered: Tensor) -> Tensor | None:
+        """On the main process: a host has one memory, and one process writes."""
+        return gathered.cpu() if self.is_global_zero else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
