@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import convolve
+from stree_kernels.tree_conv import convolve, overlaps
 
 
 def mamba_chain(
@@ -36,7 +36,7 @@ def mamba_chain(
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     x_conv, b_conv, c_conv = shape.scan_groups
     block_p = min(32, triton.next_power_of_2(shape.head_dim))
-    overlaps = kept.is_cuda and torch.cuda.get_device_capability(kept.device) >= (9, 0)
+    early = overlaps(kept)
     chain_scan_kernel[(triton.cdiv(shape.head_dim, block_p), heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(3),
@@ -46,9 +46,9 @@ def mamba_chain(
         steering.path, steering.path.stride(0), steering.path_length, steering.parity, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim, OVERLAPS=overlaps,
+        B_CHANNEL=x_conv * shape.head_dim, OVERLAPS=early,
         BLOCK_P=block_p, BLOCK_S=triton.next_power_of_2(shape.d_state),
-        num_warps=4, **({"launch_pdl": True} if overlaps else {}),
+        num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import convolve
+from stree_kernels.tree_conv import convolve, overlaps
 
 
 def mamba_tree(
@@ -44,7 +44,7 @@ def mamba_tree(
     x_conv, b_conv, c_conv = shape.scan_groups
     heads, num_nodes = shape.num_heads, first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
-    overlaps = kept.is_cuda and torch.cuda.get_device_capability(kept.device) >= (9, 0)
+    early = overlaps(kept)
     tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p), heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
@@ -57,13 +57,13 @@ def mamba_tree(
         steering.variant, steering.parity, first, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim, REPLAY=first == 0, OVERLAPS=overlaps,
+        B_CHANNEL=x_conv * shape.head_dim, REPLAY=first == 0, OVERLAPS=early,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=16, ONE_TILE=num_nodes <= block_n,
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
         AS_GIVEN=kept.is_cuda and kept.dtype != torch.float32,  # the interpreter cannot
-        num_warps=8, **({"launch_pdl": True} if overlaps else {}),
+        num_warps=8, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y
 
