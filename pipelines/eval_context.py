@@ -25,6 +25,7 @@ from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
 from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.records import Environment
+from stree_pipelines.worker_watch import WorkerWatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -46,6 +47,7 @@ class Workers:
 
     rank: int = 0
     count: int = 1
+    watch: WorkerWatch | None = None
 
     @classmethod
     def start(cls, device: str = "auto") -> Workers:
@@ -55,6 +57,8 @@ class Workers:
             from accelerate import PartialState
 
             PartialState(cpu=pick_device(device).type == "cpu", timeout=PATIENCE)
+            if dist.is_initialized():  # a training watches its processes itself
+                return cls(dist.get_rank(), dist.get_world_size(), WorkerWatch())
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
@@ -72,7 +76,9 @@ class Workers:
         """Leave the others, at the end of a command: a worker that just exits while another still
         holds a connection to it may bring that one down."""
         if self.count > 1:
-            dist.barrier()
+            self.gather(None)
+            if self.watch is not None:
+                self.watch.part()
             dist.destroy_process_group()
 
     @property
@@ -88,7 +94,12 @@ class Workers:
         if self.count == 1:
             return [item]
         gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, item)
+        try:
+            dist.all_gather_object(gathered, item)
+        except RuntimeError:
+            if self.watch is not None:
+                self.watch.blame()
+            raise
         return gathered
 
 

@@ -1,0 +1,101 @@
+"""Several processes of an evaluation: one dies, the others leave and say so, and the same command
+with any number of processes ends with each prompt once and the rows of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import forked
+import pytest
+from run_checks import table_without_timings
+
+from stree.errors import Preempted
+from stree_pipelines.records import ResultStore
+
+NUM_PROMPTS = 6
+LEAVE_WITHIN_S = 60.0
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine only
+
+
+@pytest.fixture(scope="module")
+def arguments(training, tmp_path_factory) -> list[str]:
+    """One export at T = 0."""
+    path = tmp_path_factory.mktemp("prompts") / "sums.jsonl"
+    rows = [
+        {"id": str(i), "category": "sums", "turns": [f"What is {i} plus 1?"]}
+        for i in range(NUM_PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "--target", str(training.workspace / "target"),
+        "--checkpoint", str(training.whole / "drafter/step-00000005"),
+        "--benchmarks", str(path), "--temperatures", "0", "--max-new-tokens", "12",
+        "--device", "cpu", "--ignore-eos",
+    ]  # fmt: skip
+
+
+def start(forks, arguments: list[str], out: Path, count: int) -> list[forked.Command]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    together = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    places = [{**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [
+        forks.start(
+            forked.EVAL_SPEC, [*arguments, "--out", str(out)],
+            out.with_name(f"{out.name}-{count}.{rank}"),
+            environment=place if count > 1 else None,
+        )
+        for rank, place in enumerate(places)
+    ]  # fmt: skip
+
+
+def journalled(out: Path, rank: int) -> int:
+    paths = out.glob(f"journals/*.worker-{rank:05d}.jsonl")
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.long)])
+def test_whoever_dies_each_prompt_is_there_once(victim, forks, arguments, tmp_path, figures):
+    (alone,) = start(forks, arguments, tmp_path / "alone", 1)
+    assert alone.wait() == 0, alone
+    wanted = table_without_timings(tmp_path / "alone")
+
+    out = tmp_path / "killed"
+    workers = start(forks, arguments, out, 3)
+    forked.wait_until(lambda: journalled(out, victim) > 0, lambda: f"{workers}")
+    workers[victim].send(signal.SIGKILL)
+    killed = time.monotonic()
+    assert workers[victim].wait() == -signal.SIGKILL
+    for rank, worker in enumerate(workers):
+        if rank != victim:
+            assert worker.wait(LEAVE_WITHIN_S) == Preempted.exit_code, worker
+            assert f"error: worker {victim} of 3 (counted from 0) is gone" in worker.text()
+    figures("most seconds for the others to leave", round(time.monotonic() - killed))
+    assert 0 < sum(journalled(out, rank) for rank in range(3)) < 3 * NUM_PROMPTS
+
+    for count in (1, 2, 3):
+        again = tmp_path / f"again-{count}"
+        shutil.copytree(out, again)
+        for worker in start(forks, arguments, again, count):
+            assert worker.wait() == 0, worker
+        assert table_without_timings(again) == wanted
+        store = ResultStore(again)
+        for row in store.results():
+            ids = Counter(sample.prompt_id for sample in store.samples(row))
+            assert ids == Counter({str(i): 1 for i in range(NUM_PROMPTS)})
+
+
+def test_an_error_that_all_have_is_told_as_it_is(forks, arguments, tmp_path):
+    """Nobody is blamed for leaving first."""
+    workers = start(forks, [*arguments, "--dtype", "float16"], tmp_path / "out", 2)
+    assert [worker.wait() for worker in workers] == [2, 2], workers
+    assert all("dtype is 'float16', wanted one of" in worker.text() for worker in workers)
+    assert not any("is gone" in worker.text() for worker in workers)
