@@ -48,7 +48,10 @@ class DistillCLI(TrainingCLI):
         target = load_config(options["target"])
         trained = drafter_config_of(target, options["drafter"], options["drafter_layers"])
         dtype = getattr(torch, options["target_dtype"])
-        return ModelPlan(trained, target, dtype, cached=options["teacher_cache"] is not None)
+        return ModelPlan(
+            trained, target, dtype, cached=options["teacher_cache"] is not None,
+            activation_checkpointing=options["activation_checkpointing"],
+        )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)

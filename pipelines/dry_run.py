@@ -42,6 +42,7 @@ class ModelPlan:
     target: HybridConfig | None = None
     target_dtype: torch.dtype = torch.float32
     cached: bool = False
+    activation_checkpointing: bool = False
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
@@ -108,7 +109,7 @@ def describe_training(
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     memory = training_memory(
         plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
-        None if plan.cached else plan.target, plan.target_dtype,
+        None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
     )  # fmt: skip
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,

@@ -70,14 +70,16 @@ def training_memory(
     on_cuda: bool,
     target: HybridConfig | None = None,
     target_dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
 ) -> dict[str, int]:
     """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
 
     target: the frozen target that runs beside; None when there is none (or it is cached).
+    checkpointing: activations are computed again in the backward pass.
     """
     parts = {
         "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
-        "activations": activation_bytes(trained, shape, precision),
+        "activations": _trained_activations(trained, shape, precision, checkpointing),
         "the head's gradient": 4 * trained.vocab_size * trained.d_model,
     }
     if target is not None:
@@ -100,6 +102,16 @@ def forward_memory(
         "target's activations": activation_bytes(one_layer, shape, precision),
         "loss": _loss_bytes(target, shape, on_cuda),
     }  # fmt: skip
+
+
+def _trained_activations(
+    config: HybridConfig, shape: tuple[int, int], precision: str, checkpointing: bool
+) -> int:
+    if not checkpointing:
+        return activation_bytes(config, shape, precision)
+    # The input of each layer, and one layer's activations while it is computed again.
+    inputs = 4 * config.num_layers * config.d_model * shape[0] * shape[1]
+    return inputs + activation_bytes(config.replace(num_layers=1, attn_layers=()), shape, precision)
 
 
 def _loss_bytes(config: HybridConfig, shape: tuple[int, int], on_cuda: bool) -> int:

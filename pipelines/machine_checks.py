@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,10 +15,16 @@ import torch.distributed as dist
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.chunk_scan import mamba_ssm_kernel
-from stree_pipelines.estimates import free_memory_bytes, num_parameters
+from stree_pipelines.estimates import (
+    free_memory_bytes,
+    num_parameters,
+    size,
+    training_memory,
+)
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()
+ROW_TOKENS = 1024  # as data.sequence_length is by default
 
 
 class Absent(Exception):
@@ -66,11 +73,23 @@ def check_triton() -> str:
 
 
 def check_mamba_ssm() -> str:
-    if mamba_ssm_kernel() is None:
-        raise Absent(
-            "not installed", "training uses our own scan; `pip install -e '.[cuda]'` is faster"
-        )
-    return "its training kernel is used on GPUs"
+    if mamba_ssm_kernel() is not None:
+        return "its training kernel is used on GPUs"
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        try:
+            importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        except ImportError as error:
+            raise Absent(
+                f"installed, and not importable: {_first_line(error)}",
+                "it was built for another torch or CUDA: `pip install --force-reinstall "
+                "--no-build-isolation --no-deps mamba-ssm`, or uninstall it and use our own scan",
+            ) from error
+    if not HAS_CUDA:
+        raise Absent("not installed", "nothing is missing, only GPUs use it")
+    raise Absent(
+        "not installed", "training uses our own scan; `pip install -e '.[cuda]'` (with nvcc there, "
+        "or a wheel for this torch) is faster"
+    )  # fmt: skip
 
 
 def check_backend(backend: str) -> str:
@@ -128,18 +147,23 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
 
 
 def check_memory(target: HybridConfig) -> str:
-    """Both models' weights, the drafter's gradients and Adam's moments; activations come on top."""
-    drafter = num_parameters(drafter_config_from(target))
-    bytes_each = 2 if HAS_CUDA else 4
-    wanted = bytes_each * num_parameters(target) + 16 * drafter
-    free = free_memory_bytes(HAS_CUDA)
+    """What distilling takes on one device, by a micro-batch of one row; others in proportion."""
+    drafter, dtype = drafter_config_from(target), torch.bfloat16 if HAS_CUDA else torch.float32
+    parts = training_memory(
+        drafter, (1, ROW_TOKENS), "bf16-mixed" if HAS_CUDA else "32-true", HAS_CUDA, target, dtype
+    )
+    wanted, free = sum(parts.values()), free_memory_bytes(HAS_CUDA)
     found = (
-        f"{free / GIB:.1f} GiB free; the target ({num_parameters(target) / 1e6:,.0f} M parameters "
-        f"in {'bfloat16' if HAS_CUDA else 'float32'}) and its two-layer drafter take "
-        f"{wanted / GIB:.1f} before activations"
+        f"{size(free)} free; the target ({num_parameters(target) / 1e6:,.0f} M parameters in "
+        f"{str(dtype).removeprefix('torch.')}) and its two-layer drafter "
+        f"({num_parameters(drafter) / 1e6:,.0f} M) take about {size(wanted)} with a row of "
+        f"{ROW_TOKENS:,} tokens, {size(parts['activations'])} more for each other row of a batch"
     )
     if free < wanted:
-        raise Absent(found, "use a larger device, a smaller target, or fewer drafter layers")
+        raise Absent(
+            found, "use a larger device, a smaller target or fewer drafter layers, share the "
+            "weights among GPUs, or compute the target's outputs first (cache_teacher.py)"
+        )  # fmt: skip
     return found
 
 

@@ -69,7 +69,8 @@ class TargetCLI(TrainingCLI):
             architecture["pad_token_id"] = loaded.pad_token_id
 
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
-        return ModelPlan(options["architecture"])
+        checkpointing = options["activation_checkpointing"]
+        return ModelPlan(options["architecture"], activation_checkpointing=checkpointing)
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

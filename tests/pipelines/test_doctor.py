@@ -15,6 +15,7 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree_pipelines import doctor, machine_checks
+from stree_pipelines.estimates import training_memory
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +61,34 @@ def test_too_little_memory_or_disk_is_said_with_both_figures(monkeypatch, target
     assert "smaller target" in output
 
 
-def test_memory_counts_target_and_drafter(monkeypatch):
+def test_memory_counts_target_drafter_and_activations(monkeypatch):
     """Just enough passes, a byte less does not."""
     config = HybridConfig(**{**ARCHITECTURE, "num_layers": 6})
     drafter = config.replace(num_layers=2, attn_layers=())
-    wanted = 4 * HybridModel(config).num_parameters() + 16 * HybridModel(drafter).num_parameters()
+    wanted = sum(training_memory(drafter, (1, 1024), "32-true", False, config).values())
+    weights = 4 * HybridModel(config).num_parameters() + 16 * HybridModel(drafter).num_parameters()
+    assert wanted > weights
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
     monkeypatch.setattr(machine_checks, "free_memory_bytes", lambda on_cuda: wanted)
-    machine_checks.check_memory(config)
+    assert "take about" in machine_checks.check_memory(config)
     monkeypatch.setattr(machine_checks, "free_memory_bytes", lambda on_cuda: wanted - 1)
-    with pytest.raises(machine_checks.Absent):
+    with pytest.raises(machine_checks.Absent) as absent:
         machine_checks.check_memory(config)
+    assert "cache_teacher.py" in absent.value.advice
+
+
+def test_a_broken_mamba_ssm_is_told_from_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine_checks, "mamba_ssm_kernel", lambda: None)
+    monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
+    with pytest.raises(machine_checks.Absent, match="not installed") as absent:
+        machine_checks.check_mamba_ssm()
+    assert absent.value.advice == "nothing is missing, only GPUs use it"
+    package = tmp_path / "mamba_ssm/ops/triton"
+    package.mkdir(parents=True)
+    (package / "ssd_combined.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(machine_checks.Absent, match="not importable: undefined symbol"):
+        machine_checks.check_mamba_ssm()
 
 
 def test_a_kernel_that_does_not_compile_is_reported(monkeypatch):

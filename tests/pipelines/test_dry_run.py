@@ -286,6 +286,14 @@ def test_a_cached_target_takes_no_memory():
     )
 
 
+def test_recomputed_activations_take_less():
+    kept, again = (
+        estimates.training_memory(CONFIG, (2, 48), "32-true", False, checkpointing=each)
+        for each in (False, True)
+    )
+    assert again["activations"] < kept["activations"] / 2
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")]
 )
