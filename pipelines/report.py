@@ -1,4 +1,4 @@
-"""Write a run's report: table6.md, tau_vs_step.svg and report.html, and print Table 6.
+"""Write a run's report: table6.md, lossless.md, tau_vs_step.svg and report.html; print Table 6.
 
 python pipelines/report.py runs/quickstart
 """
@@ -18,6 +18,7 @@ from stree.files import write_atomically
 from stree_pipelines import report_plots as plots
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.report_data import RunData, load_run
+from stree_pipelines.report_lossless import lossless_markdown
 from stree_pipelines.report_page import page_context
 from stree_pipelines.report_tables import advise, table6, table6_markdown
 
@@ -25,13 +26,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Write the three files into `out` (default: the run folder) and return their paths.
+    """Write the files into `out` (default: the run folder) and return their paths.
 
     Raises UsageError when the run has no results, CannotWrite when the folder refuses.
     """
     data = load_run(run)
     folder = Path(out) if out is not None else Path(run)
     files = {"table6.md": table6_markdown(data)}
+    lossless = lossless_markdown(Path(run))
+    if lossless:
+        files["lossless.md"] = lossless
     figure = plots.tau_vs_step(data)
     if figure is not None:
         files["tau_vs_step.svg"] = plots.to_svg(figure, "τ against distillation step")

@@ -141,6 +141,18 @@ def test_divergences_are_listed_with_their_gap(tmp_path):
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "35 of 36 greedy answers" in html
     assert "at most\n0.0012 logits" in html and "0.00123" in html
+    text = (tmp_path / "lossless.md").read_text(encoding="utf-8")
+    assert "35 of 36 greedy answers" in text and text.count("| 6 of 6 ") == 5
+    assert re.search(r"float32 \| gsm8k .*\| 0\.00123 \|", text), text
+
+
+def test_losslessness_counts_every_evaluation_of_a_run(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    (tmp_path / "eval").rename(tmp_path / "eval-fp32")
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    write_report(tmp_path)
+    text = (tmp_path / "lossless.md").read_text(encoding="utf-8")
+    assert "72 of 72 greedy answers" in text and "Divergences" not in text
 
 
 def test_works_without_training_files_or_samples(tmp_path):
@@ -158,7 +170,10 @@ def test_works_on_the_baseline_alone(tmp_path):
     samples = [make_sample("autoregressive", None, "b", i, 0.0, 60) for i in range(2)]
     store = ResultStore(tmp_path)
     store.publish(make_row("autoregressive", None, "b", samples, 0.0), samples)
-    assert {path.name for path in write_report(tmp_path)} == {"table6.md", "report.html"}
+    assert {path.name for path in write_report(tmp_path)} == {
+        "table6.md",
+        "report.html",
+    }  # no check
 
 
 def test_a_missing_cell_is_a_dash(tmp_path):
