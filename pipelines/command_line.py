@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentParser, get_loader, set_loader
 
-from stree.errors import UsageError
+from stree.errors import StreeError, UsageError
 from stree.errors import one_line as shortened
 from stree.plain_data import require_plain_yaml
 
@@ -26,6 +26,16 @@ class OneLineErrors:
 
     prog: str
     exit_on_error: bool
+
+    def parse_args(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().parse_args(*arguments, **options)  # type: ignore[misc]
+        except StreeError:
+            raise
+        except argparse.ArgumentError:
+            raise  # by `error` below, for jsonargparse
+        except Exception as error:  # a file that is no text; values at which jsonargparse stumbles
+            self.error(f"{type(error).__name__}: {error}", error)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # jsonargparse tries alternatives with parsers of its own

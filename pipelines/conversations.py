@@ -42,6 +42,7 @@ ROLES = {
 }
 # JSON of conversations packs to a third or a fifth; of one row repeated, gzip makes a 200th.
 MOST_EXPANSION = 500
+MOST_EMPTY_LINES = 100_000
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 # A character can take six bytes as \uXXXX; the rest of a row (ids, keys) gets a margin.
 BYTES_PER_CHAR, LINE_MARGIN_BYTES = 6, 1 << 16
@@ -250,15 +251,19 @@ def _line_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
 def _lines(stored: BinaryIO, packed: bool, max_bytes: int) -> Iterator[bytes | None]:
     """Lines of a file; None for one over `max_bytes`, which is passed over in pieces.
 
-    Raises OSError when a packed file unpacks to more than `MOST_EXPANSION` times its size.
+    Raises OSError when a packed file unpacks to more than `MOST_EXPANSION` times its size, or there
+    is nothing but empty lines.
     """
     file = gzip.GzipFile(fileobj=stored) if packed else stored
-    num_bytes = 0
+    num_bytes, num_empty = 0, 0
     is_whole = True  # the line so far
     while piece := file.readline(max_bytes + 1):
         num_bytes += len(piece)
         if packed and num_bytes > MOST_EXPANSION * stored.tell():
             raise OSError(f"it unpacks to over {MOST_EXPANSION} times its size")
+        num_empty = num_empty + 1 if piece == b"\n" else 0
+        if num_empty > MOST_EMPTY_LINES:
+            raise OSError(f"{MOST_EMPTY_LINES:,} empty lines in a row")
         ends = len(piece) <= max_bytes or piece.endswith(b"\n")
         if ends:
             yield piece if is_whole else None

@@ -141,7 +141,6 @@ def _serve() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the parent, with whom it ends
     print("ready", flush=True)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     _limit_memory(MEMORY_BYTES)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)  # SIGPROF ends a process

@@ -55,7 +55,7 @@ class CheckedJson(Mapping[str, Any]):
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
             raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r}, wanted a whole number up to {LARGEST}: "
+                f"{self.path} has {name} = {value!r:.99}, wanted a whole number up to {LARGEST}: "
                 "copy it again"
             )
         return value
@@ -66,19 +66,19 @@ class CheckedJson(Mapping[str, Any]):
             value = math.inf
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r}, wanted a number: copy it again"
+                f"{self.path} has {name} = {value!r:.99}, wanted a number: copy it again"
             )
         try:
             return float(value)
         except OverflowError:
             raise CheckpointRefused(
-                f"{self.path} has {name} = {value}, more than a number can be: copy it again"
+                f"{self.path} has {name} = {value!r:.99}, more than a number can be: copy it again"
             ) from None
 
     def limits(self, name: str) -> tuple[float, float]:
         value = self.get(name, [0.0, math.inf])
         if not isinstance(value, list) or len(value) != 2:
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted two numbers")
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted two numbers")
         low, high = (CheckedJson({name: bound}, self.path).number(name) for bound in value)
         return low, high
 
@@ -88,7 +88,7 @@ class CheckedJson(Mapping[str, Any]):
         for index in ids:
             # −1 is how some configs say that there is none.
             if not isinstance(index, int) or isinstance(index, bool) or not -1 <= index <= LARGEST:
-                raise CheckpointRefused(f"{self.path} has {name} = {value!r}, wanted token ids")
+                raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted token ids")
         return ids
 
     def require(self, name: str, wanted: Any, default: Any) -> None:

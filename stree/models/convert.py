@@ -69,8 +69,8 @@ def load_model(
     unsupported config, a damaged file, and missing, unexpected or misshapen tensors.
     """
     directory = Path(path)
-    checkpoint = read_checkpoint_config(directory)
     manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
+    checkpoint = read_checkpoint_config(directory)
     try:
         with torch.device("meta"):
             model = HybridModel(checkpoint.model)

@@ -1,0 +1,89 @@
+"""No code here reads files with what runs code in them: a lint over every Python file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("kernels", "stree", "pipelines")
+# Modules whose readers run what the file says.
+FORBIDDEN_MODULES = {
+    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",
+}  # fmt: skip
+FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
+FORBIDDEN_YAML = {"full_load", "unsafe_load", "full_load_all", "unsafe_load_all", "load_all"}
+
+
+def unsafe_loads(source: str) -> Iterator[str]:
+    """What in a module's text can run code out of a file, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            for module in modules:
+                if module.split(".")[0] in FORBIDDEN_MODULES:
+                    yield f"{node.lineno}: import of {module}"
+        elif isinstance(node, ast.Call) and (reason := unsafe_call(node)):
+            yield f"{node.lineno}: {reason}"
+
+
+def unsafe_call(call: ast.Call) -> str | None:
+    *owner, name = ast.unparse(call.func).split(".")
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if not owner and name in FORBIDDEN_CALLS:
+        return name
+    if name == "load" and owner == ["torch"] and options.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if options.get("allow_pickle", "False") != "False":
+        return "allow_pickle"
+    if options.get("trust_remote_code", "False") != "False":
+        return "trust_remote_code"
+    if owner == ["yaml"] and name == "load":
+        loader = options.get("Loader", ast.unparse(call.args[1]) if len(call.args) > 1 else "")
+        if not loader.endswith("SafeLoader"):
+            return "yaml.load without a SafeLoader"
+    if owner == ["yaml"] and name in FORBIDDEN_YAML:
+        return f"yaml.{name}"
+    return None
+
+
+def test_no_unsafe_loads():
+    files = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
+    assert len(files) > 50
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{each}"
+        for path in files
+        for each in unsafe_loads(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "import joblib", "import shelve, json",
+        "import marshal", "import dill as d", "torch.load(p)", "torch.load(p, weights_only=False)",
+        "np.load(p, allow_pickle=True)", "np.load(p, allow_pickle=flag)", "eval(text)",
+        "exec(text)", "yaml.load(text)", "yaml.load(text, Loader=yaml.Loader)",
+        "yaml.load(text, yaml.FullLoader)",
+        "yaml.unsafe_load(text)", "AutoModel.from_pretrained(p, trust_remote_code=True)",
+    ],
+)  # fmt: skip
+def test_each_unsafe_load_is_found(source):
+    assert list(unsafe_loads(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(p, weights_only=True)", "np.load(p, allow_pickle=False)", "np.load(p)",
+        "yaml.safe_load(text)", "yaml.load(text, Loader=yaml.CSafeLoader)", "model.eval()",
+        "f(p, trust_remote_code=False)", "import pickletools", "json.load(file)",
+    ],
+)  # fmt: skip
+def test_safe_loads_pass(source):
+    assert not list(unsafe_loads(source))

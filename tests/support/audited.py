@@ -1,0 +1,120 @@
+"""A watch on what a process does while it loads a file that it should not trust.
+
+`install` cannot be undone, so it belongs into a process of its own. The first forbidden event ends
+the process with code 99 and its name: running a program or foreign code, a connection, a write
+outside the given folder. Code that the interpreter itself imports from its own or the project's
+folders is allowed, and so is the one child that renders chat templates; that child is watched too
+(through `audited_child/sitecustomize.py`) and may run what Jinja made of the template.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+FORBIDDEN_CODE = 99
+REPOSITORY = Path(__file__).parents[2]
+RENDERER = str(REPOSITORY / "pipelines" / "template_rendering.py")
+CHILD_PATH = Path(__file__).parent / "audited_child"
+OWN_FOLDERS = tuple(
+    {str(REPOSITORY), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+MAKERS_OF_CLASSES = (typing.__file__, collections.__file__, dataclasses.__file__)
+FORBIDDEN = {
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn",
+    "os.startfile", "os.killpg", "pickle.find_class", "marshal.load", "ctypes.dlsym",
+    "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto",
+    "urllib.Request", "ftplib.connect", "smtplib.connect", "webbrowser.open",
+}  # fmt: skip
+# Their first argument is a path.
+WRITES = {
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate",
+    "os.link", "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.copyfile",
+}  # fmt: skip
+
+
+def install(folder: str, memory_bytes: int, cpu_s: int, allowed_code: Sequence[str] = ()) -> None:
+    """Watch this process from now on; beyond `cpu_s` of processor time or `memory_bytes` of further
+    address space the kernel stops it."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(CHILD_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    os.environ["AUDITED_FOLDER"] = folder
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    watch(folder, allowed_code)
+
+
+def watch(folder: str, allowed_code: Sequence[str] = ()) -> None:
+    """`allowed_code`: what file names of code that may run begin with, beside the project's."""
+    folder = os.path.abspath(folder)
+    names_of_code = ("<frozen", *OWN_FOLDERS, *allowed_code)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if _is_allowed(event, arguments, folder, names_of_code):
+            return
+        os.write(2, f"\nforbidden: {event} {arguments!r:.300}\n".encode())
+        os._exit(FORBIDDEN_CODE)
+
+    sys.addaudithook(hook)
+
+
+def _is_allowed(
+    event: str, arguments: tuple[Any, ...], folder: str, names_of_code: tuple[str, ...]
+) -> bool:
+    if event == "os.kill":  # of a child of its own, the renderer
+        return sys._getframe(2).f_code.co_filename == subprocess.__file__
+    if event == "ctypes.dlopen":
+        return _is_for_own_code()
+    if event in FORBIDDEN:
+        return False
+    if event == "subprocess.Popen":
+        return list(arguments[1]) == [sys.executable, "-P", RENDERER]
+    if event == "exec":
+        return arguments[0].co_filename.startswith(names_of_code) or _is_for_own_code()
+    if event in ("compile", "code.__new__"):
+        name = arguments[1]
+        name = os.fsdecode(name) if isinstance(name, str | bytes) else ""
+        return name.startswith(names_of_code) or _is_for_own_code()
+    if event in WRITES:
+        return _is_below(arguments[0], folder)
+    if event == "open":
+        path, mode, flags = arguments
+        writes = any(letter in (mode or "") for letter in "wax+") or (flags or 0) & (
+            os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        )
+        return not writes or isinstance(path, int) or _is_below(path, folder)
+    return True
+
+
+def _is_for_own_code() -> bool:
+    """Whether a module is being imported (its own code was checked, and may make classes from text,
+    as dataclasses do) or one of the standard library's makers of classes reads its own text."""
+    frame = sys._getframe(3)  # behind the hook: who asked for it
+    if frame.f_code.co_filename in MAKERS_OF_CLASSES:
+        return True
+    while frame is not None:
+        code: CodeType = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name == "_load_unlocked":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _is_below(path: Any, folder: str) -> bool:
+    if isinstance(path, int) or os.fspath(path) == os.devnull:
+        return True
+    return os.path.abspath(os.fsdecode(path)).startswith(folder + os.sep)

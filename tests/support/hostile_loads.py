@@ -1,0 +1,99 @@
+"""Every way in which a file of somebody else's gets into the product, by name.
+
+As a script: `hostile_loads.py ENTRY PATH` loads the file, as a command does, and tells at its end
+how much processor time and memory that took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stree.errors import exit_with_reason
+from stree.models.convert import load_model
+from stree.speculation_profile import load_profile
+from stree.tokenizer import load_tokenizer
+from stree.tree import TokenTree
+from stree_pipelines import distill, eval_spec, report
+from stree_pipelines.benchmarks import load_benchmark
+from stree_pipelines.chat import encode_prompt
+from stree_pipelines.checkpointing import SafeCheckpointIO, latest_valid
+from stree_pipelines.conversations import read_conversations
+from stree_pipelines.gate_baseline import Baseline
+from stree_pipelines.records import ResultStore
+
+USAGE = "resources:"
+
+
+def render(path: Path) -> None:
+    encode_prompt(load_tokenizer(path), [("user", "Which tree?")])
+
+
+def evaluate(path: Path) -> None:
+    """As a drafter of the good target beside it."""
+    eval_spec.main([
+        "--target", str(path.parent / "target"), "--checkpoint", str(path),
+        "--benchmarks", str(path.parent / "prompts.jsonl"), "--out", str(path.parent / "out"),
+        "--methods", "stree", "--temperatures", "0", "--max-new-tokens", "2", "--device", "cpu",
+    ])  # fmt: skip
+
+
+def train(path: Path) -> None:
+    distill.main(["fit", "--config", str(path), "--run_dir", str(path.parent / "run")])
+
+
+def baseline(path: Path) -> None:
+    found = Baseline.at(path)
+    if found.results is not None:
+        ResultStore(found.results).results()
+
+
+ENTRIES: dict[str, Callable[[Path], object]] = {
+    "model": load_model,
+    "tokenizer": load_tokenizer,
+    "template": render,
+    "evaluation": evaluate,
+    "training state": SafeCheckpointIO().load_checkpoint,
+    "resume": latest_valid,
+    "profile": load_profile,
+    "tree": TokenTree.load,
+    "evaluation config": lambda path: eval_spec.main(["--config", str(path)]),
+    "training config": train,
+    "report": lambda path: report.main([str(path)]),
+    "baseline": baseline,
+    "conversations": lambda path: list(read_conversations(path)[0]),
+    "prompts": lambda path: load_benchmark(str(path)),
+}
+
+
+def main() -> None:
+    entry, path = sys.argv[1:]
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    code: Any = 70
+    try:
+        exit_with_reason(lambda: ENTRIES[entry](Path(path)))
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = {
+            "cpu_s": sum(each.ru_utime + each.ru_stime for each in (own, children))
+            - before.ru_utime - before.ru_stime,
+            "more_mib": (own.ru_maxrss - before.ru_maxrss) / 1024,
+        }  # fmt: skip
+        print(USAGE, json.dumps(used), flush=True)
+        sys.stderr.flush()
+        os._exit(code)  # the interpreter's shutdown takes longer than most loads
+
+
+if __name__ == "__main__":
+    main()
