@@ -1,0 +1,314 @@
+"""Damage by the ten thousand: what is given is accepted or rejected with a reason, nothing else.
+
+Seeded, so that a failure comes back. Any exception but the product's own fails a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hostile_files import hostile_row
+from mutations import ODD_VALUES, damaged_bytes, damaged_value
+
+from stree.errors import BadData, StreeError, UsageError
+from stree.tree import TokenTree
+from stree_pipelines import eval_spec
+from stree_pipelines.chat import ChatEncoder
+from stree_pipelines.conversations import REASONS, Conversation, read_conversations
+from stree_pipelines.distill import DistillCLI
+from stree_pipelines.eval_plan import resolve
+from stree_pipelines.records import RESULTS_NAME, ResultRow, read_rows
+from stree_pipelines.report_data import load_run
+from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.training import Distillation
+
+NUM_LINES = 20_000
+# How many of each of the other kinds: 10,000 together.
+NUM_PARENTS, NUM_TREES, NUM_ROWS, NUM_EVAL, NUM_TRAINING = 4000, 1900, 3400, 600, 100
+CONFIGS = Path(__file__).parents[2] / "configs"
+WORDS = (
+    "tree",
+    "state",
+    "Was ist",
+    "12 + 30",
+    "naïve 🦊",
+    "<|end|>",
+    "\n\n",
+    "日本語",
+    "`x`",
+    "\\",
+)
+
+
+def accepted_of(given: Iterator[object], load: Callable[[object], object]) -> Counter[str]:
+    """Counts of accepted and rejected; whatever is no StreeError or exit code 2 passes through."""
+    counts: Counter[str] = Counter()
+    for each in given:
+        try:
+            load(each)
+            counts["accepted"] += 1
+        except StreeError as error:
+            assert str(error).strip()
+            counts["rejected"] += 1
+        except SystemExit as leaving:
+            assert leaving.code == 2
+            counts["rejected"] += 1
+    return counts
+
+
+# Conversations
+
+ASK, ANSWER = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
+
+
+def said(*turns: object, **rest: object) -> str:
+    return json.dumps({**rest, "conversations": turns})
+
+
+GOOD = said(ASK, ANSWER)
+HAND_MADE: list[tuple[str | bytes, str | None]] = [
+    # accepted
+    (GOOD, None), (f"  {GOOD} ", None), ("\ufeff" + GOOD, None),
+    (GOOD.replace("{", '{"x": NaN,', 1), None),
+    (GOOD.replace("{", '{"conversations": 1,', 1), None), (said(ASK, ANSWER, id={}), None),
+    (GOOD.replace('"conversations"', '"conversations": null, "messages"'), None),
+    (said({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None),
+    (said({"from": "system", "value": "s"}, ASK, ANSWER, ASK, ANSWER, id=7), None),
+    (said({"from": "human", "value": "\0"}, ANSWER), None),
+    (said({"from": "human", "value": "\U0001f98a"}, ANSWER), None),
+    # not JSON
+    ("hello", "not JSON"), ("{", "not JSON"), ("[" * 90_000, "not JSON"), ('{"a": 1}}', "not JSON"),
+    ("{'a': 1}", "not JSON"), ('{"a": 1,}', "not JSON"), ("9" * 9000, "not JSON"),
+    ("\0", "not JSON"), ('{"a": "\t"}', "not JSON"), ("//", "not JSON"), ("nul", "not JSON"),
+    # invalid UTF-8
+    (b'{"a": "\xff"}', "invalid UTF-8"), (b"\xc3\x28", "invalid UTF-8"),
+    (b"\xed\xa0\x80", "invalid UTF-8"), (GOOD.encode("utf-16"), "invalid UTF-8"),
+    (said({"from": "human", "value": "\ud83e"}, ANSWER), "invalid UTF-8"),
+    # no turns
+    ("{}", "no turns"), (said(), "no turns"), ('{"messages": null}', "no turns"),
+    ('{"turns": ["a", "b"]}', "no turns"),
+    # wrong types
+    ("[]", "wrong types"), ("null", "wrong types"), ('"a"', "wrong types"),
+    ("1e999", "wrong types"),
+    ('{"conversations": {}}', "wrong types"), (said("a"), "wrong types"),
+    (said({"from": 1, "value": "a"}, ANSWER), "wrong types"),
+    (said({"from": "human", "value": ["a"]}, ANSWER), "wrong types"),
+    # wrong roles
+    (said(ANSWER), "wrong roles"), (said(ASK), "wrong roles"),
+    (said(ASK, ANSWER, ASK), "wrong roles"),
+    (said({"from": "Human", "value": "a"}, ANSWER), "wrong roles"),
+    # empty text, huge
+    (said({"from": "human", "value": "\u2003"}, ANSWER), "empty text"),
+    (said({"from": "human", "value": "a" * 200_001}, ANSWER), "huge"),
+]  # fmt: skip
+
+
+def conversation_rows(rng: random.Random) -> Iterator[dict]:
+    """Good rows in both layouts, of one to five exchanges."""
+    while True:
+        turns = [
+            (role, " ".join(rng.choices(WORDS, k=rng.randint(1, 30))) + "!")
+            for _ in range(rng.randint(1, 5))
+            for role in ("user", "assistant")
+        ]
+        if rng.random() < 0.5:
+            yield {"messages": [{"role": role, "content": text} for role, text in turns]}
+        else:
+            names = {"user": "human", "assistant": "gpt"}
+            said = [{"from": names[role], "value": text} for role, text in turns]
+            yield {"id": str(rng.random()), "conversations": said}
+
+
+def damaged_lines(rng: random.Random) -> Iterator[bytes]:
+    for row in conversation_rows(rng):
+        kind = rng.randrange(3)
+        text = json.dumps(damaged_value(rng, row) if kind == 1 else row).encode()
+        yield damaged_bytes(rng, text) if kind == 2 else text
+
+
+def test_hand_made_lines_are_accepted_or_rejected_for_their_reason(tmp_path, figures):
+    assert len(HAND_MADE) >= 40 and {reason for _, reason in HAND_MADE} >= set(REASONS)
+    for number, (line, reason) in enumerate(HAND_MADE):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes((line if isinstance(line, bytes) else line.encode()) + b"\n")
+        conversations, report = read_conversations(path)
+        if reason is None:
+            assert len(list(conversations)) == 1, line
+        else:
+            with pytest.raises(BadData, match="no usable conversation"):
+                list(conversations)
+            assert dict(report.reasons) == {reason: 1}, line[:80]
+    figures("hand-made lines judged", len(HAND_MADE))
+
+
+def test_fuzzed_conversations_add_up_in_flat_memory(tmp_path, figures):
+    rng = random.Random(20)
+    path = tmp_path / "fuzzed.jsonl"
+    lines = damaged_lines(rng)
+    given = 0
+    with path.open("wb") as file:
+        while given < NUM_LINES:
+            line = next(lines)
+            file.write(line + b"\n")
+            given += bool(line.strip())
+    kept: list[Conversation] = []
+    conversations, report = read_conversations(path)
+    tracemalloc.start()
+    for conversation in conversations:
+        if len(kept) < 2000:
+            kept.append(conversation)
+            tracemalloc.reset_peak()
+        else:
+            break
+    at_first, _ = tracemalloc.get_traced_memory()
+    for _ in conversations:
+        pass
+    gc.collect()  # refusals hold their own frames until then
+    at_last, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.given == given == report.accepted + report.rejected == NUM_LINES
+    assert set(report.reasons) <= set(REASONS) and len(report.reasons) >= 5, report
+    assert 0.3 < report.accepted / given < 0.9
+    # One row is held at a time. The largest here has some 50 kB as text, which Python's objects
+    # make a few times larger; the whole file has 10 MB.
+    assert path.stat().st_size > 8 << 20
+    assert at_last - at_first < 64 << 10 and peak - at_first < 1 << 20
+    figures("fuzzed lines of conversations", given)
+    figures("fuzzed lines rejected", report.rejected)
+    figures("most KiB held of the fuzzed lines", (peak - at_first) >> 10)
+
+    tokenizer = train_tokenizer(list(WORDS), 320, tmp_path / "tokenizer")
+    chats = ChatEncoder(tokenizer).encode([conversation.turns for conversation in kept])
+    assert len(chats) == 2000 and all(chat.assistant.any() for chat in chats)
+
+
+# Trees, configs, results
+
+
+def random_parents(rng: random.Random) -> list:
+    size = rng.choice((0, 1, 2, 5, 13, 64, 256, 257))
+    parents: list = [-1, *(rng.randrange(node) for node in range(1, size))][:size]
+    return damaged_value(rng, parents) if rng.random() < 0.6 and parents else parents
+
+
+def test_fuzzed_parents(figures):
+    rng = random.Random(21)
+
+    def load(parents):
+        assert TokenTree(tuple(parents)).num_nodes == len(parents)
+
+    given = (
+        each if isinstance(each := random_parents(rng), list) else [each]
+        for _ in range(NUM_PARENTS)
+    )
+    counts = accepted_of(given, load)
+    assert counts.total() == NUM_PARENTS and min(counts.values()) > NUM_PARENTS // 10
+    figures("fuzzed trees", NUM_PARENTS)
+
+
+def yaml_texts(rng: random.Random, good: dict, number: int) -> Iterator[bytes]:
+    """Damaged in structure, or in its bytes."""
+    for _ in range(number):
+        content = damaged_value(rng, good) if rng.random() < 0.6 else good
+        try:
+            text = yaml.safe_dump(content, allow_unicode=True).encode("utf-8", "surrogatepass")
+        except ValueError:  # an integer of 10^400 is no text
+            text = repr(content).encode("utf-8", "surrogatepass")
+        yield damaged_bytes(rng, text, newlines=True) if rng.random() < 0.5 else text
+
+
+def load_from(path: Path, load: Callable[[Path], object]) -> Callable[[object], object]:
+    def write_and_load(content: object) -> object:
+        path.write_bytes(content)  # type: ignore[arg-type]
+        return load(path)
+
+    return write_and_load
+
+
+def test_fuzzed_tree_files(tmp_path, figures):
+    good = {"name": "paper", "parents": [-1, 0, 0, 0, 1, 1, 2], "description": "Fig. 4a"}
+    texts = yaml_texts(random.Random(22), good, NUM_TREES)
+    counts = accepted_of(texts, load_from(tmp_path / "tree.yaml", TokenTree.load))
+    assert counts.total() == NUM_TREES and min(counts.values()) > NUM_TREES // 20
+    figures("fuzzed trees", NUM_TREES)
+
+
+def test_fuzzed_evaluation_configs(tmp_path, figures):
+    good = yaml.safe_load((CONFIGS / "eval" / "quickstart.yaml").read_text())
+    good |= {"target": "t", "out": "o", "checkpoint": ["c"], "limit": 3, "seed": 1}
+    parser = eval_spec.build_parser()
+
+    def load(path):
+        with contextlib.redirect_stderr(io.StringIO()):
+            resolve(parser.parse_args(["--config", str(path)]).as_dict())
+
+    texts = yaml_texts(random.Random(23), good, NUM_EVAL)
+    counts = accepted_of(texts, load_from(tmp_path / "eval.yaml", load))
+    assert counts.total() == NUM_EVAL and min(counts.values()) > NUM_EVAL // 20
+    figures("fuzzed configs", NUM_EVAL)
+
+
+class ParseOnly(DistillCLI):
+    def before_instantiate_classes(self):
+        pass
+
+    def instantiate_classes(self):
+        pass
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+
+def test_fuzzed_training_configs(tmp_path, figures):
+    path = CONFIGS / "distill" / "quickstart.yaml"
+    parser = ParseOnly(Distillation, ["fit", "--config", str(path), "--run_dir", "r"]).parser
+
+    def load(path):
+        with contextlib.redirect_stderr(io.StringIO()):
+            parser.parse_args(["fit", "--config", str(path), "--run_dir", "r"])
+
+    texts = yaml_texts(random.Random(24), yaml.safe_load(path.read_text()), NUM_TRAINING)
+    counts = accepted_of(texts, load_from(tmp_path / "distill.yaml", load))
+    assert counts.total() == NUM_TRAINING and min(counts.values()) >= NUM_TRAINING // 20
+    figures("fuzzed configs", NUM_TRAINING)
+
+
+def test_fuzzed_results(tmp_path, figures):
+    rng = random.Random(25)
+    good = json.loads(hostile_row())
+    run = tmp_path / "run"
+    accepted: list[bytes] = []
+
+    def lines():
+        for _ in range(NUM_ROWS):
+            kind = rng.randrange(3)
+            text = json.dumps(damaged_value(rng, good) if kind else good).encode()
+            yield (damaged_bytes(rng, text) if kind == 0 else text) + b"\n"
+
+    def load(path):
+        if read_rows(path, ResultRow):
+            accepted.append(path.read_bytes())
+
+    counts = accepted_of(lines(), load_from(tmp_path / RESULTS_NAME, load))
+    assert counts.total() == NUM_ROWS and min(counts.values()) > NUM_ROWS // 20
+    figures("fuzzed results", NUM_ROWS)
+    # What was accepted must do no harm where it is read.
+    (run / "eval").mkdir(parents=True)
+    (run / "eval" / RESULTS_NAME).write_bytes(b"".join(accepted))
+    assert load_run(run).rows
+
+
+def test_an_odd_value_in_each_place_of_a_tree_is_told(tmp_path):
+    for value in ODD_VALUES:
+        with contextlib.suppress(UsageError):
+            TokenTree((-1, value, 0))
