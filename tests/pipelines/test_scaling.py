@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import signalled
 import told_shares
 import torch
 from process_group import run_together
@@ -116,6 +117,21 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     assert "holds 0.50 drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
+
+
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
+    workspace, one_process, tmp_path
+):
+    """Not at a step at which a checkpoint is due: the signal is what saves."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = (*FSDP2, "--checkpoint.every_n_steps", "100")
+    two = arguments_of(workspace, run_dir, 2, *more)
+    assert run_together(2, signalled.main, two, log) == [75, 75]
+    step = signalled.AFTER_STEPS + 1
+    assert f"a signal to another rank after step {step}" in Path(f"{log}.0").read_text()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    distill.main(arguments_of(workspace, run_dir, 2))
+    assert_same_curve(run_dir, one_process)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")

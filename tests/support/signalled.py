@@ -1,0 +1,24 @@
+"""distill.py of which one process, not the main one, is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from stree_pipelines import distill
+from stree_pipelines.checkpointing import TrainingCheckpoints
+
+AFTER_STEPS = 2
+
+
+def main(arguments: list[str]) -> None:
+    original = TrainingCheckpoints.on_train_batch_start
+
+    def start(self: TrainingCheckpoints, trainer: Any, *rest: Any) -> None:
+        original(self, trainer, *rest)
+        if trainer.global_step == AFTER_STEPS and os.environ["LOCAL_RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+
+    TrainingCheckpoints.on_train_batch_start = start
+    distill.main(arguments)
