@@ -22,6 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
 # `split` (conv and scan in two launches) is newer, and has run in the interpreter only
 SCAN = os.environ.get("STREE_SCAN", "fused")
+# `fused` likewise: siblings and multi-step sampling each in a launch or two
+SAMPLING = os.environ.get("STREE_SAMPLING", "torch")
 
 
 def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> bool:
@@ -136,3 +138,18 @@ def accept_greedy(
     _module("accept", highest).accept_greedy(
         best, highest, tokens, parents, path, path_length, block, report
     )
+
+
+def samples_fused(laws: Tensor) -> bool:
+    """Whether `sample_siblings` and `accept_sampled` are to be used for such laws."""
+    return SAMPLING == "fused" and fused(laws.device, torch.float32)
+
+
+def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:
+    """See `sampled.sample_siblings`; the twin is `stree.sampling.sample_siblings`."""
+    return importlib.import_module("stree_kernels.sampled").sample_siblings(laws, count, uniforms)
+
+
+def accept_sampled(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sampled.accept_sampled`; the twin is `stree.verify.verify_multi_step`."""
+    return importlib.import_module("stree_kernels.sampled").accept_sampled(*arguments)

@@ -239,7 +239,11 @@ def draw_children(
         drawn, highest = ops.top_tokens(logits, max(counts))
     else:
         law, highest = rule.law(logits), logits.amax(-1)
-        drawn = sample_siblings(law, counts, choose)
+        if isinstance(choose, RandomChooser) and ops.samples_fused(law):
+            uniforms = choose.uniforms(max(counts), len(counts))
+            drawn = ops.sample_siblings(law, max(counts), uniforms)
+        else:
+            drawn = sample_siblings(law, counts, choose)
     wanted = tuple(
         row * max(counts) + rank for row, count in enumerate(counts) for rank in range(count)
     )

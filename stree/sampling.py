@@ -29,6 +29,11 @@ class RandomChooser:
     def reseed(self, seed: int) -> None:
         self.generator.manual_seed(seed)
 
+    def uniforms(self, *shape: int) -> Tensor:
+        """fp64 in [0, 1), for kernels that invert laws themselves."""
+        device = self.generator.device
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=device)
+
     def __call__(self, probs: Tensor) -> Tensor:
         cumulative = probs.cumsum(-1)
         uniform = torch.rand(

@@ -50,7 +50,7 @@ def verify_multi_step(
     Returns nodes (max_depth + 1,) of which the first `length` (1,) are the accepted path, and the
     token (1,) after it.
     """
-    children, exists, rows = _tables(tree, target_laws.device)
+    children, exists, rows, _ = tables(tree, target_laws.device)
     node = torch.zeros(1, dtype=torch.long, device=target_laws.device)
     walking = torch.ones_like(node, dtype=torch.bool)
     residual, path, length = target_laws[:1], [node], torch.ones_like(node)
@@ -86,14 +86,17 @@ def _normalised(law: Tensor, otherwise: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Children (N, widest) with 0 where `exists` (N, widest) is false, and rows of draft laws."""
+def tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Children (N, widest) with 0 where `exists` (N, widest) is false, rows (N,) of draft laws, and
+    how many places for children each level has, (max_depth,)."""
     widest = max(1, *map(len, tree.children))
     padded = [[*nodes, *[0] * (widest - len(nodes))] for nodes in tree.children]
     exists = [[place < len(nodes) for place in range(widest)] for nodes in tree.children]
     rows = [max(row, 0) for row in law_rows(tree)]
+    widths = [max(len(tree.children[node]) for node in level) for level in tree.levels[:-1]]
     return (
         torch.tensor(padded, device=device),
         torch.tensor(exists, device=device),
         torch.tensor(rows, device=device),
+        torch.tensor(widths, device=device),
     )

@@ -76,3 +76,16 @@ def test_steps_on_the_device_give_the_same_tokens(models, monkeypatch, tree, tem
         assert device._steps, "the steps ran on the host"
         assert got.tokens == wanted.tokens
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+
+
+def test_fused_sampling_at_no_temperature_to_speak_of_is_greedy(models, monkeypatch):
+    target, drafter = models
+    wanted = Decoder(target, max_length=700).generate([1, 2, 3], GenerationConfig(60)).tokens
+    monkeypatch.setenv("STREE_STEPS", "device")
+    monkeypatch.setattr("stree_kernels.ops.SAMPLING", "fused")
+    for tree in (TokenTree.chain(4), TokenTree.paper()):
+        decoder = Decoder(target, drafter, tree, max_length=700)
+        for temperature in (1e-4, 1.0):
+            generation = GenerationConfig(60, temperature=temperature)
+            got = decoder.generate([1, 2, 3], generation).tokens
+            assert (got == wanted) == (temperature < 1)
