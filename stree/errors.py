@@ -77,9 +77,12 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     code: object = 0
     try:
         main()
+        sys.stdout.flush()
     except StreeError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = error.exit_code
+    except BrokenPipeError:  # `… | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as leaving:
         code = 0 if leaving.code is None else leaving.code
     if isinstance(code, int) and _one_of_many():

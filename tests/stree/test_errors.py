@@ -52,3 +52,12 @@ def test_an_exception_that_is_no_reason_keeps_its_traceback():
     )  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "a mistake" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    script = SCRIPT.format(ending="[print('line') for _ in range(100_000)]")
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'{sys.executable} -c "$0" | head -n 1', script],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
