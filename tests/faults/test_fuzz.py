@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile_files import hostile_row
+from hostile_records import hostile_row
 from mutations import ODD_VALUES, damaged_bytes, damaged_value
 
 from stree.errors import BadData, StreeError, UsageError

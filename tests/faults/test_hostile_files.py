@@ -15,6 +15,9 @@ from pathlib import Path
 
 import audited
 import hostile_files
+import hostile_records  # noqa: F401 (this and the next two add their cases)
+import hostile_settings  # noqa: F401
+import hostile_weights  # noqa: F401
 import pytest
 from hostile_loads import USAGE
 from tiny_run import make_workspace

@@ -1,0 +1,198 @@
+"""Training states, YAML, data, results and baselines that do harm or are damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from hostile_files import (
+    CHECKPOINT,
+    DATA,
+    USAGE,
+    case,
+    state_folder,
+    written,
+)
+
+from stree_pipelines.checkpointing import STATE_KEYS
+
+# Training state and profiles
+
+
+@case("state without an optimiser", "training state", CHECKPOINT, r"it lacks optimizer_states")
+def _(folder: Path) -> Path:
+    return state_folder(folder, {"state_dict": {}, "global_step": 3})
+
+
+@case("state of Python objects", "training state", CHECKPOINT, r"no training state")
+def _(folder: Path) -> Path:
+    array = {"$array": {"$tensor": "weight"}, "dtype": "|O", "shape": [1]}
+    return state_folder(folder, dict.fromkeys(STATE_KEYS, array))
+
+
+@case("state of tensors that are not there", "training state", CHECKPOINT, r"no training state")
+def _(folder: Path) -> Path:
+    return state_folder(folder, {name: {"$tensor": "/elsewhere"} for name in STATE_KEYS})
+
+
+@case("state nested 100,000 deep", "training state", CHECKPOINT, r"nested too deep")
+def _(folder: Path) -> Path:
+    return state_folder(folder, '{"$tuple":' * 100_000)
+
+
+@case("profile nested 100,000 deep", "profile", CHECKPOINT, r"speculation_profile\.json cannot")
+def _(folder: Path) -> Path:
+    written(folder, "drafter/speculation_profile.json", "[" * 100_000)
+    return folder / "drafter"
+
+
+# YAML
+
+
+def laughs(depth: int = 30) -> str:
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, depth)]
+    return "\n".join(["a0: &a0 [ha]", *levels, f"parents: *a{depth - 1}"])
+
+
+def merges(depth: int = 12) -> str:
+    levels = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, depth)]
+    return "\n".join(["a0: &a0 {x: 1}", *levels])
+
+
+YAML_TEXTS = {
+    "object": ("!!python/object/apply:os.system ['true']", r"python/object/apply"),
+    "of 9^29 laughs": (laughs(), r"more than 100,000 values"),
+    "of 9^11 merges": (merges(), r"more than 100,000 values"),
+    "nested 100,000 deep": ("[" * 100_000, r"nested too deep"),
+    "that holds itself": ("parents: &a [*a]", r"nothing that is complete"),
+    "with a month of 13": ("parents: 2026-13-13", r"month|parents"),
+    "in base 60": ("limit: 1" + ":59" * 100_000, r"more than 20,000 characters"),
+}
+for _name, (_text, _reason) in YAML_TEXTS.items():
+    case(f"tree {_name}", "tree", USAGE, _reason)(
+        lambda folder, text=_text: written(folder, "tree.yaml", text)  # type: ignore[misc]
+    )
+for _name, _entry in {
+    "object": "evaluation config",
+    "of 9^29 laughs": "evaluation config",
+    "of 9^11 merges": "training config",
+    "nested 100,000 deep": "training config",
+}.items():
+    _text, _reason = YAML_TEXTS[_name]
+    case(f"{_entry} {_name}", _entry, USAGE, _reason)(
+        lambda folder, text=_text: written(folder, "config.yaml", text)  # type: ignore[misc]
+    )
+
+
+@case("tree of a list of lists", "tree", USAGE, r"whole numbers")
+def _(folder: Path) -> Path:
+    return written(folder, "tree.yaml", "parents: [-1, [0, [1]]]")
+
+
+@case("tree of 10^9 nodes", "tree", USAGE, r"at most 255")
+def _(folder: Path) -> Path:
+    return Path("chain-999999999")
+
+
+@case("config with brackets in a text", "training config", USAGE, r"more than 20,000 characters")
+def _(folder: Path) -> Path:
+    return written(folder, "config.yaml", "data: {train: '" + "- " * 50_000 + "'}")
+
+
+# Data, results, baselines
+
+
+@case("gzip bomb of empty lines", "conversations", DATA, r"100,000 empty lines in a row")
+def _(folder: Path) -> Path:
+    packed = gzip.compress(b"\n" * (1 << 20))
+    return written(folder, "data.jsonl.gz", packed * 4000)  # 4 GB
+
+
+@case("gzip bomb of one line", "conversations", DATA, r"unpacks to over 500 times")
+def _(folder: Path) -> Path:
+    packed = gzip.compress(b" " * (1 << 20))
+    return written(folder, "data.jsonl.gz", packed * 4000)
+
+
+@case("gzip cut off", "conversations", DATA, r"cannot be read beyond line 99: Compressed")
+def _(folder: Path) -> Path:
+    return written(folder, "data.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9])
+
+
+@case("rows nested 100,000 deep", "conversations", DATA, r"no usable conversation.*not JSON")
+def _(folder: Path) -> Path:
+    return written(folder, "data.jsonl", ("[" * 100_000 + "\n") * 3)
+
+
+@case("parquet of noise", "conversations", DATA, r"data\.parquet: cannot be read")
+def _(folder: Path) -> Path:
+    return written(folder, "data.parquet", b"PAR1" + bytes(range(256)) * 40 + b"PAR1")
+
+
+@case("dataset that is damaged", "conversations", DATA, r"`datasets` cannot load it")
+def _(folder: Path) -> Path:
+    written(folder, "saved/dataset_info.json", "[" * 1000)
+    return written(folder, "saved/state.json", "3").parent
+
+
+@case("prompts nested 100,000 deep", "prompts", DATA, r"prompts\.jsonl:1: it is nested too deep")
+def _(folder: Path) -> Path:
+    return written(folder, "own/prompts.jsonl", "[" * 100_000)
+
+
+@case("prompts of half a letter", "prompts", DATA, r"surrogates")
+def _(folder: Path) -> Path:
+    return written(folder, "own/prompts.jsonl", '{"id": "1", "turns": ["\\ud800"]}')
+
+
+def result_case(name: str, reason: str, **changes: Any) -> None:
+    @case(f"result {name}", "report", DATA, reason)
+    def _(folder: Path) -> Path:
+        return written(folder, "run/eval/results.jsonl", hostile_row(**changes)).parents[1]
+
+
+def hostile_row(**changes: Any) -> str:
+    from hand_made_run import make_row, make_sample
+
+    answers = [make_sample("autoregressive", None, "sums", i, 0.0, 60) for i in range(2)]
+    row = json.loads(make_row("autoregressive", None, "sums", answers, 0.0).model_dump_json())
+    return json.dumps({**row, **changes}) + "\n"
+
+
+result_case("of a negative length", r"acceptance_length", acceptance_length=-1e308)
+result_case("of NaN", r"tokens_per_second", tokens_per_second=float("nan"))
+result_case("of an endless speed", r"speedup", speedup=float("inf"))
+result_case("at depth 10^18", r"acceptance_histogram", acceptance_histogram={str(10**18): 1})
+result_case("with samples above", r"samples", samples="../../../../etc/passwd")
+result_case("of a count with 400 digits", r"num_prompts", num_prompts=10**400)
+
+
+@case("metrics of 200,000 letters", "report", DATA, r"metrics\.csv is no table")
+def _(folder: Path) -> Path:
+    run = written(folder, "run/eval/results.jsonl", hostile_row()).parents[1]
+    written(run, "metrics.csv", "step,loss\n1," + "9" * 200_000 + "\n")
+    return run
+
+
+@case("baseline of no name", "baseline", USAGE, r"no pointer to a folder")
+def _(folder: Path) -> Path:
+    return written(folder, "baseline", b"runs\0elsewhere")
+
+
+@case("baseline that is long", "baseline", USAGE, r"no pointer to a folder")
+def _(folder: Path) -> Path:
+    return written(folder, "baseline", "x/" * 1_000_000)
+
+
+@case("baseline in a circle", "baseline", USAGE, r"no pointer to a folder")
+def _(folder: Path) -> Path:
+    (folder / "baseline").symlink_to(folder / "other")
+    (folder / "other").symlink_to(folder / "baseline")
+    return folder / "baseline"
+
+
+@case("baseline with another's rows", "baseline", DATA, r"is no ResultRow")
+def _(folder: Path) -> Path:
+    return written(folder, "rows/results.jsonl", '{"accuracy": 1}\n').parent
