@@ -61,17 +61,22 @@ def latest_valid(
     when there are checkpoints and none is valid: starting over silently would lose the run.
     """
     warn = warn or (lambda line: print(line, file=sys.stderr))
+    found = _steps_under(Path(run_dir) / "checkpoints")
     skipped = []
-    for step, path in reversed(_steps_under(Path(run_dir) / "checkpoints")):
+    for step, path in reversed(found):
         try:
             manifest = verify_manifest(path)
             if manifest.get("step") != step:
                 raise CheckpointRefused(f"{path} says step {manifest.get('step')}")
-        except CheckpointRefused as error:
+        except (CheckpointRefused, FileNotFoundError) as error:
+            if not path.exists():
+                continue  # a training that is running has made room for later ones
             skipped.append(path.name)
             warn(f"skipping checkpoint {path.name}: {error}")
             continue
         return path
+    if found != _steps_under(Path(run_dir) / "checkpoints"):
+        return latest_valid(run_dir, warn)
     if skipped:
         raise CheckpointRefused(
             f"none of the checkpoints in {run_dir}/checkpoints is valid ({', '.join(skipped)}): "

@@ -10,7 +10,7 @@ import torch
 
 from stree import metrics
 from stree.engine import Decoder, GenerationConfig
-from stree.errors import UsageError
+from stree.errors import InvariantBroken, UsageError
 from stree.models.convert import load_model
 from stree.tokenizer import load_tokenizer
 from stree.tree import MAX_NODES
@@ -74,8 +74,13 @@ class Answerer:
             prompt_ids = self._prompt_ids(prompt, turns, index)
             seed = prompt_seed(job.seed, job.benchmark.name, prompt.id, index)
             decoder = self._decoder(job, len(prompt_ids))
-            self._warm_up(job, decoder, prompt)
-            output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
+            try:
+                self._warm_up(job, decoder, prompt)
+                output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
+            except InvariantBroken as error:
+                raise InvariantBroken(
+                    f"{job.benchmark.name} prompt {prompt.id}, turn {index}, {job.method}: {error}"
+                ) from error
             turn = Turn(
                 user=prompt.turns[index],
                 num_prompt_tokens=len(prompt_ids),

@@ -71,6 +71,10 @@ class Drafter:
 
     @classmethod
     def at(cls, path: str | Path) -> Drafter:
+        """By a link, such as `latest`: what it names now. A training may move it meanwhile."""
+        path = Path(path)
+        if path.is_symlink():
+            path = path.parent / path.readlink()
         return cls(str(path), checkpoint_sha256(path), checkpoint_step(path))
 
 

@@ -6,14 +6,17 @@ RUN/config.yaml (resolved), RUN/command.json (command line, commit, versions), R
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import io
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -43,6 +46,7 @@ FREE_OPTIONS = {
     "data": {"batch_size", "global_batch_size"},
     "model": {"target_placement", "activation_checkpointing"},
 }
+LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
@@ -74,8 +78,41 @@ def hash_of_config(config: Mapping[str, Any], global_batch_size: int) -> str:
     return config_hash({**fixed_config(config), "global_batch_size": global_batch_size})
 
 
+def take_run_folder(run_dir: Path) -> IO[str]:
+    """Create RUN and keep other trainings out of it for as long as the file returned is open.
+
+    Waits a little, for the last process of a training that was just killed. Raises CannotWrite when
+    the folder or disk refuses, and UsageError when another training has the folder.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115 (the caller's)
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
+        ) from error
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            file.close()
+            raise UsageError(
+                f"another training is running in {run_dir}: wait for its end, or choose another "
+                "--run_dir"
+            ) from None
+        except OSError as error:
+            # Some network filesystems have no locks: one training at a time is up to the user.
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        return file
+
+
 def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Create RUN and write config.yaml and command.json; called before anything is computed.
+    """Write RUN's config.yaml and command.json; called before anything is computed.
 
     Args:
         config: the resolved configuration.
@@ -83,12 +120,6 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
 
     Raises CannotWrite when the folder or disk refuses.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(
-            f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
-        ) from error
     sweep_leftovers(run_dir)
     write_atomically(run_dir / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     command = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from stree_pipelines.run_folder import (
     hash_of_config,
     prepare_run_folder,
     require_same_run,
+    take_run_folder,
 )
 from stree_pipelines.sharding import require_supported
 from stree_pipelines.training import Training
@@ -93,6 +95,10 @@ class TrainingCLI(LightningCLI):
     restarts = 0  # without progress; the main process knows
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
+        with ExitStack() as self._until_the_end:
+            self._run(model_class, args)
+
+    def _run(self, model_class: type[Training], args: list[str] | None) -> None:
         super().__init__(
             model_class,
             ConversationDataModule,
@@ -170,6 +176,8 @@ class TrainingCLI(LightningCLI):
         if self.options["run_dir"] is None:
             raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
         self._dump_config()
+        if not self.options["dry_run"]:
+            self._take_folder()
         require_same_run(self.run_dir, self.config_dump)
         self.resume_path = latest_valid(self.run_dir)
         if self.options["dry_run"]:
@@ -177,6 +185,10 @@ class TrainingCLI(LightningCLI):
             self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
         elif not self.is_finished:
             self._prepare_run()
+
+    @rank_zero_only
+    def _take_folder(self) -> None:
+        self._until_the_end.enter_context(take_run_folder(self.run_dir))
 
     @rank_zero_only
     def _prepare_run(self) -> None:

@@ -69,6 +69,8 @@ def load_model(
     unsupported config, a damaged file, and missing, unexpected or misshapen tensors.
     """
     directory = Path(path)
+    if directory.is_symlink():
+        directory = directory.resolve()  # one checkpoint, though a training moves `latest`
     manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
     checkpoint = read_checkpoint_config(directory)
     try:

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -41,9 +42,9 @@ def fill_disk(folder: str, call: str, nth: int = 1, spare_bytes: int = 0) -> Non
     """Before the nth call of `call`, leave so many bytes free on the disk of `folder`."""
 
     def instead(original: Callable) -> Callable:
-        return _at(original, nth, fill)
+        return _preceded(original, nth, fill)
 
-    def fill() -> None:
+    def fill(*_: Any) -> None:
         disk = os.statvfs(folder)
         with open(Path(folder, "filler"), "wb") as file:
             file.write(bytes(max(0, disk.f_bavail * disk.f_frsize - spare_bytes)))
@@ -55,13 +56,83 @@ def run_out_of_memory(call: str, nth: int = 1) -> None:
     """What a GPU's allocator raises, at the nth call of `call`."""
     import torch
 
-    def refuse() -> None:
+    def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of "
             "139.00 GiB of which 3.00 GiB is free.\nIf reserved memory is large, try …"
         )
 
-    _replace(call, lambda original: _at(original, nth, refuse))
+    _replace(call, lambda original: _preceded(original, nth, refuse))
+
+
+def spoil_training(what: str, nth: int) -> None:
+    """NaN in the loss, in one gradient, or in one weight behind its update, at the nth step."""
+    import torch
+
+    def spoil_loss(original: Callable) -> Callable:
+        return _changed(original, nth, lambda loss: loss * torch.nan)
+
+    def spoil_gradient(original: Callable) -> Callable:
+        def before(training: Any, *arguments: Any) -> None:
+            last(training).grad.view(-1)[0] = torch.nan
+
+        return _preceded(original, nth, before)
+
+    def spoil_weight(original: Callable) -> Callable:
+        def before(callback: Any, trainer: Any, training: Any, *arguments: Any) -> None:
+            with torch.no_grad():
+                last(training).view(-1)[0] = torch.nan
+
+        return _preceded(original, nth, before)
+
+    def last(training: Any) -> Any:
+        return [each for each in training.parameters() if each.requires_grad][-1]
+
+    step = "stree_pipelines.training:Training"
+    if what == "loss":
+        _replace(f"{step}.training_step", spoil_loss)
+    elif what == "gradient":
+        _replace(f"{step}.configure_gradient_clipping", spoil_gradient)
+    else:
+        # The first callback that a finished update comes to.
+        _replace("stree_pipelines.callbacks:LogMetrics.on_train_batch_end", spoil_weight)
+
+
+def spoil_rows(model: str, nth: int) -> None:
+    """NaN in the last row of logits, at the nth call: the target's, or those drafted from."""
+    import torch
+
+    def spoil(logits: Any, *_: Any) -> Any:
+        logits[..., -1, :] = torch.nan
+        return logits
+
+    if model == "target":
+        name = "stree.models.hybrid:HybridModel.tree_forward"
+        _replace(name, lambda original: _changed(original, nth, spoil))
+    else:
+        name = "stree.draft:draw_children"
+        _replace(name, lambda original: _preceded(original, nth, spoil))
+
+
+def refuse_memory(call: str, nth: int = 1) -> None:
+    """Ask the host's allocator for more than can be addressed, at the nth call of `call`."""
+    import torch
+
+    def refuse(*_: Any) -> None:
+        torch.empty(1 << 46)
+
+    _replace(call, lambda original: _preceded(original, nth, refuse))
+
+
+def pause(at_step: int) -> None:
+    """Wait in this step until RUN has a file "go on"."""
+
+    def wait(checkpoints: Any, trainer: Any, *_: Any) -> None:
+        while not (checkpoints.run_dir / "go on").exists():
+            time.sleep(0.01)
+
+    name = "stree_pipelines.checkpointing:TrainingCheckpoints.on_train_batch_start"
+    _replace(name, lambda original: _preceded(original, at_step, wait))
 
 
 def die_inside_a_save(nth: int, line: int) -> None:
@@ -115,15 +186,29 @@ def _watch_saves(
     _replace("stree_pipelines.checkpointing:TrainingCheckpoints._save", instead)
 
 
-def _at(original: Callable, nth: int, action: Callable[[], None]) -> Callable:
+def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Callable:
+    """`original`, with `before(same arguments)` ahead of its nth call."""
     left = nth
 
     def calling(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
-            action()
+            before(*arguments)
         return original(*arguments, **options)
+
+    return calling
+
+
+def _changed(original: Callable, nth: int, change: Callable[[Any], Any]) -> Callable:
+    """`original`, with its nth result changed."""
+    left = nth
+
+    def calling(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        result = original(*arguments, **options)
+        return change(result) if left == 0 else result
 
     return calling
 
