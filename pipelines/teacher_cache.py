@@ -70,6 +70,18 @@ class CacheSpec:
     def row_bytes(self) -> int:
         return self.top_k * (self.id_bytes + np.dtype(self.dtype).itemsize) + 4
 
+    def layout(self, num_rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of a shard's arrays."""
+        ids = ((num_rows, self.top_k), "<u2") if self.id_bytes == 2 else (
+            (num_rows, self.top_k, 3), "|u1"
+        )  # fmt: skip
+        log_probs = np.dtype(self.dtype).str
+        return {
+            "ids": ids,
+            "log_probs": ((num_rows, self.top_k), log_probs),
+            "log_tail": ((num_rows,), "<f4"),
+        }
+
     def encode_ids(self, ids: NDArray[np.integer]) -> NDArray:
         """(M, k) uint16, or (M, k, 3) uint8, lowest byte first."""
         if self.id_bytes == 2:
@@ -173,8 +185,13 @@ def read_cache_file(cache: Path) -> dict[str, Any] | None:
         if content["version"] != VERSION:
             raise ValueError(f"version {content['version']}, wanted {VERSION}")
         CacheSpec(**{name: content[name] for name in CacheSpec.__dataclass_fields__})
+        for split in content["splits"].values():
+            if not isinstance(split["num_samples"], int) or not isinstance(
+                split["data_sha256"], str
+            ):
+                raise TypeError("a split is not described")
         return content
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointRefused(
             f"{path} cannot be read ({error}): choose another folder, or make the cache anew"
         ) from error
@@ -250,7 +267,8 @@ class TeacherCache:
             }
         except (OSError, ValueError) as error:
             raise CheckpointRefused(f"{directory} cannot be read ({error}): {remedy}") from error
-        if any(len(array) != len(plan.rows(shard)) for array in arrays.values()):
+        found = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+        if found != self.spec.layout(len(plan.rows(shard))):
             raise CheckpointRefused(f"{directory} has other rows than the data: {remedy}")
         return arrays
 
@@ -278,9 +296,15 @@ class CachedTargets:
             for sample in packing.samples[packing.starts[row] : packing.starts[row + 1]]:
                 pieces.append(self._of_sample(int(sample)))
         ids, log_probs, log_tail = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+        decoded = self.spec.decode_ids(ids)
+        if decoded.size and decoded.max() >= self.spec.vocab_size:
+            raise CheckpointRefused(
+                f"a teacher cache holds token {decoded.max()}, its vocabulary has "
+                f"{self.spec.vocab_size:,}: make it anew"
+            )
         log_probs, log_tail = _normalised(log_probs.astype(np.float32), log_tail)
         return {
-            "teacher_ids": self.spec.decode_ids(ids),
+            "teacher_ids": decoded,
             "teacher_log_probs": log_probs,
             "teacher_log_tail": log_tail,
         }

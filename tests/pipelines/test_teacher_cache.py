@@ -31,6 +31,7 @@ from tiny_run import (
 )
 
 from stree.errors import CannotWrite, CheckpointRefused, UsageError
+from stree.files import publish_directory
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill, teacher_cache_writer, training
@@ -316,6 +317,34 @@ def test_a_damaged_description_is_refused(small, tmp_path):
     (tmp_path / "cache/cache.json").write_text(json.dumps({**content, "version": 2}))
     with pytest.raises(CheckpointRefused, match="version 2, wanted 1"):
         TeacherCache(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("splits", [[], {"train": 3}, {"train": {"num_samples": "40"}}, None])
+def test_a_description_of_another_form_is_refused(splits, small, tmp_path):
+    content = json.loads((small / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps({**content, "splits": splits}))
+    with pytest.raises(CheckpointRefused, match="cannot be read"):
+        TeacherCache(tmp_path)
+
+
+def test_rows_of_another_form_are_refused(workspace, small, tmp_path):
+    """As they would be from somebody who makes a manifest that fits them."""
+    shutil.copytree(small, tmp_path / "cache")
+    folder = tmp_path / "cache/train/shard-00000-of-00001"
+    extra = {"cache": json.loads((folder / "MANIFEST.json").read_text())["cache"]}
+    arrays = {name: np.load(folder / f"{name}.npy") for name in ("ids", "log_probs", "log_tail")}
+    for name, values, message in (
+        ("log_probs", arrays["log_probs"][:, :7], "other rows than the data"),
+        ("log_tail", arrays["log_tail"].astype(np.float64), "other rows than the data"),
+        ("ids", np.full_like(arrays["ids"], 320), "holds token 320, its vocabulary has 320"),
+    ):
+        with publish_directory(folder, extra, overwrite=True) as into:
+            for each, array in {**arrays, name: values}.items():
+                np.save(into / f"{each}.npy", array)
+        data = data_of(workspace)
+        with pytest.raises(CheckpointRefused, match=message):
+            data.use_teacher(TeacherCache(tmp_path / "cache"))
+            data.micro_batches()[0]
 
 
 # Training
