@@ -158,10 +158,11 @@ def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return chain_scan.mamba_chain(*rest)
 
     def swapped() -> Tensor:
-        own, ops.mamba_tree = ops.mamba_tree, chain
+        own = vars(ops)["mamba_tree"]
+        vars(ops)["mamba_tree"] = chain
         try:
             return call()
         finally:
-            ops.mamba_tree = own
+            vars(ops)["mamba_tree"] = own
 
     return swapped

@@ -34,7 +34,8 @@ def page_context(data: RunData) -> dict[str, Any]:
 
 
 def _lossless(data: RunData) -> dict[str, Any]:
-    checks, divergences = [], []
+    checks: list[dict[str, Any]] = []
+    divergences: list[dict[str, Any]] = []
     for (checkpoint, method, benchmark, _), cell in data.cells.items():
         if cell.lossless is None or benchmark not in data.benchmarks:
             continue

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def side_by_side(
-    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Median, p20 and p80 in µs of functions that are run in turns, `repeats` times each.
 
