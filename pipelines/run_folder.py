@@ -86,11 +86,12 @@ def take_run_folder(run_dir: Path) -> IO[str]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115 (the caller's)
     except OSError as error:
         raise CannotWrite(
             f"cannot make the run folder {run_dir}: {error.strerror}: choose another --run_dir"
         ) from error
+    with reporting_refusals(run_dir / LOCK_NAME, codes=None):
+        file = open(run_dir / LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115 (the caller's)
     deadline = time.monotonic() + LOCK_PATIENCE_S
     while True:
         try:

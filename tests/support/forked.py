@@ -98,6 +98,7 @@ class Forks:
             "before": before, "environment": dict(environment or {}),
             "limit_file_bytes": limit_file_bytes,
         }  # fmt: skip
+        output.touch()
         return Command(self, self._ask(request)["pid"], output)
 
     def run(self, *arguments: Any, **options: Any) -> Command:
@@ -186,6 +187,10 @@ def _become(request: Mapping[str, Any], resource: Any) -> None:
     script = request["script"]
     sys.argv = [script, *request["arguments"]]
     sys.path[0] = os.path.dirname(script)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    # Read from the environment when imported, which was before this process had one of its own.
+    rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", "0"))
     if request["before"] is not None:
         place, options = request["before"]
         module, function = place.split(":")

@@ -48,6 +48,9 @@ def _run(
     os.environ.update(
         LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
     )
+    from lightning.pytorch.utilities import rank_zero_only
+
+    rank_zero_only.rank = rank  # read from the environment at the import, which came before
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
