@@ -47,7 +47,7 @@ def assert_refused(command: forked.Command, run_dir: Path, reason: str) -> re.Ma
     return said
 
 
-@pytest.mark.parametrize("seed", lanes(quick=2, long=15))
+@pytest.mark.parametrize("seed", lanes(quick=1, long=15))
 def test_a_disk_too_small_for_the_run(training, tmp_path, seed, figures):
     """Any size from less than one checkpoint (340 kB) to a little less than the run needs."""
     size_kib = random.Random(seed).randint(100, 1500)
@@ -136,7 +136,7 @@ def test_a_temporary_folder_is_not_needed(training, evaluation, tmp_path):
     assert table_without_timings(tmp_path / "out") == evaluation.table
 
 
-@pytest.mark.parametrize("seed", lanes(quick=2, long=15))
+@pytest.mark.parametrize("seed", lanes(quick=1, long=15))
 def test_a_disk_too_small_for_an_evaluation(evaluation, tmp_path, seed, figures):
     size_kib = random.Random(seed).randrange(12, 64, 4)
     with mounted(tmp_path / "disk", f"size={size_kib}k") as disk:
