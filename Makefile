@@ -33,7 +33,11 @@ test-long: $(VENV)/ready-dev  ## kills, signals and disks at many more random mo
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	mkdir -p build/packages
+	ln -sfn ../../stree build/packages/stree
+	ln -sfn ../../kernels build/packages/stree_kernels
+	ln -sfn ../../pipelines build/packages/stree_pipelines
+	MYPYPATH=build/packages $(BIN)/mypy -p stree -p stree_kernels -p stree_pipelines
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

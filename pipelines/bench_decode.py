@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from stree.errors import UsageError, exit_with_reason
-from stree_pipelines import bench_calls
-from stree_pipelines.bench_models import SHAPES, drafter_config, random_drafter, random_target
-from stree_pipelines.bench_steps import decode_at
+from stree_pipelines.benches import calls
+from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
+from stree_pipelines.benches.steps import decode_at
+from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import memory_line, model_line
 from stree_pipelines.estimates import decoding_memory
-from stree_pipelines.timing import require_green, write_rows
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
@@ -63,13 +63,13 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     context, repeats = options.context, options.repeats
     rows: list[dict[str, Any]] = []
     if "calls" in options.what:
-        rows += bench_calls.calls(target, options.nodes, context, repeats)
+        rows += calls.calls(target, options.nodes, context, repeats)
     if "draft" in options.what:
-        rows += bench_calls.draft(random_drafter(options.shape, device), context, repeats)
+        rows += calls.draft(random_drafter(options.shape, device), context, repeats)
     if "unrolled" in options.what:
-        rows += bench_calls.unrolled(target, context, max(5, repeats // 5))
+        rows += calls.unrolled(target, context, max(5, repeats // 5))
     if "memory" in options.what:
-        rows += bench_calls.memory(target, 64)
+        rows += calls.memory(target, 64)
     if "steps" in options.what:
         drafter = random_drafter(options.shape, device)
         rows += decode_at(target, drafter, options.taus, context, options.num_steps, 3)

@@ -16,8 +16,8 @@ from stree.models.hybrid import topology_of
 from stree.tree import balanced
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
+from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.timing import require_green, side_by_side, write_rows
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.report_plots import COLOURS, MORE_COLOURS, new_figure, to_svg
-from stree_pipelines.report_tables import MISSING, Table
+from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
+from stree_pipelines.reports.tables import MISSING, Table
 
 Row = dict[str, Any]
 PALETTE = (*COLOURS.values(), *MORE_COLOURS)

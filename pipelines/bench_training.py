@@ -23,9 +23,9 @@ import torch
 from stree.errors import InvariantBroken, UsageError, exit_with_reason
 from stree.models.convert import save_model
 from stree_pipelines import distill
-from stree_pipelines.bench_models import SHAPES, random_model
+from stree_pipelines.benches.models import SHAPES, random_model
+from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.timing import require_green, write_rows
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)

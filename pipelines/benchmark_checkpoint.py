@@ -18,14 +18,14 @@ from pathlib import Path
 from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import exit_with_reason
-from stree_pipelines import gate, gate_summary
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.eval_context import Workers
-from stree_pipelines.eval_dry_run import describe_evaluation
-from stree_pipelines.eval_plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
-from stree_pipelines.evaluation import Evaluation
-from stree_pipelines.gate_baseline import Baseline
-from stree_pipelines.gate_comparison import Comparison, compare, stored_rows
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.needs import describe_evaluation
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
+from stree_pipelines.gate import gate, summary
+from stree_pipelines.gate.baseline import Baseline
+from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     if gate.overall(result.findings) == gate.REGRESSION:
         if not result.workers.is_main:
             sys.exit(gate.Regression.exit_code)  # the main process says why
-        raise gate.Regression(gate_summary.reason_to_fail(result.findings))
+        raise gate.Regression(summary.reason_to_fail(result.findings))
 
 
 def _publish(result: Comparison, baseline: Baseline, promoted: str | None, out: Path) -> None:
@@ -107,7 +107,7 @@ def _publish(result: Comparison, baseline: Baseline, promoted: str | None, out: 
         if gate.is_better(result.findings):
             baseline.promote(promoted)
             note = f"the checkpoint is better beyond noise: {baseline.given} leads to it now"
-    print(gate_summary.write(out, result.findings, result.mine, result.theirs, note))
+    print(summary.write(out, result.findings, result.mine, result.theirs, note))
 
 
 if __name__ == "__main__":

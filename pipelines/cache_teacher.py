@@ -18,16 +18,16 @@ from lightning.pytorch.cli import LightningArgumentParser
 from stree.errors import exit_with_reason
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
-from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.dry_run import config_lines, memory_line, model_line, require_writable
 from stree_pipelines.estimates import forward_memory, free_disk_bytes, size
-from stree_pipelines.eval_context import Workers, checkpoint_sha256, pick_device
-from stree_pipelines.run_folder import describe_code
-from stree_pipelines.teacher_cache import CacheSpec
-from stree_pipelines.teacher_cache_writer import CacheWriter
-from stree_pipelines.training import Distillation
-from stree_pipelines.training_cli import quieten
+from stree_pipelines.evaluation.context import Workers, checkpoint_sha256, pick_device
+from stree_pipelines.training.cli import quieten
+from stree_pipelines.training.module import Distillation
+from stree_pipelines.training.run_folder import describe_code
+from stree_pipelines.training.teacher_cache import CacheSpec
+from stree_pipelines.training.teacher_cache_writer import CacheWriter
 
 
 class CacheCLI(DistillCLI):

@@ -19,10 +19,10 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint
 from stree_pipelines.dry_run import ModelPlan
-from stree_pipelines.eval_context import checkpoint_sha256
-from stree_pipelines.teacher_cache import TeacherCache
-from stree_pipelines.training import Distillation, drafter_config_of, require_same_vocabulary
-from stree_pipelines.training_cli import TrainingCLI
+from stree_pipelines.evaluation.context import checkpoint_sha256
+from stree_pipelines.training.cli import TrainingCLI
+from stree_pipelines.training.module import Distillation, drafter_config_of, require_same_vocabulary
+from stree_pipelines.training.teacher_cache import TeacherCache
 
 
 class DistillCLI(TrainingCLI):

@@ -19,8 +19,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from stree.errors import CannotWrite
 from stree.models.config import HybridConfig
-from stree_pipelines.checkpointing import TrainingCheckpoints
-from stree_pipelines.data import ConversationDataModule
+from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.estimates import (
     free_disk_bytes,
     free_memory_bytes,
@@ -30,7 +29,8 @@ from stree_pipelines.estimates import (
     training_disk,
     training_memory,
 )
-from stree_pipelines.export import Exports
+from stree_pipelines.training.checkpointing import TrainingCheckpoints
+from stree_pipelines.training.export import Exports
 
 
 @dataclass(frozen=True)

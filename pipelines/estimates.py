@@ -23,7 +23,7 @@ from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.rotary import rotary_angles
-from stree_pipelines.losses import chunk_rows
+from stree_pipelines.training.losses import chunk_rows
 
 # fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
 TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12

@@ -15,12 +15,12 @@ from argparse import RawDescriptionHelpFormatter
 from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
-from stree_pipelines.benchmarks import PROMPT_FORMAT
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.eval_context import Workers
-from stree_pipelines.eval_dry_run import describe_evaluation
-from stree_pipelines.eval_plan import METHODS, resolve
-from stree_pipelines.evaluation import Evaluation
+from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.needs import describe_evaluation
+from stree_pipelines.evaluation.plan import METHODS, resolve
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):

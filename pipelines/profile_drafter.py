@@ -13,11 +13,11 @@ from stree.errors import StreeError, UsageError, exit_with_reason
 from stree.files import add_files, sweep_leftovers
 from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.drafter_profile import profile_of
-from stree_pipelines.eval_context import CURVE_NAME, checkpoint_sha256
-from stree_pipelines.model_card import CARD_NAME, may_write_card, model_card
-from stree_pipelines.report_data import RunData, load_run, open_results
-from stree_pipelines.report_plots import tau_vs_step, to_svg
+from stree_pipelines.evaluation.context import CURVE_NAME, checkpoint_sha256
+from stree_pipelines.reports.drafter_profile import profile_of
+from stree_pipelines.reports.model_card import CARD_NAME, may_write_card, model_card
+from stree_pipelines.reports.plots import tau_vs_step, to_svg
+from stree_pipelines.reports.run_data import RunData, load_run, open_results
 
 
 def write_profile(

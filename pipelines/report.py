@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 
 from stree.errors import exit_with_reason
 from stree.files import write_atomically
-from stree_pipelines import report_plots as plots
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.report_data import RunData, load_run
-from stree_pipelines.report_lossless import lossless_markdown
-from stree_pipelines.report_page import page_context
-from stree_pipelines.report_tables import advise, table6, table6_markdown
+from stree_pipelines.reports import plots
+from stree_pipelines.reports.lossless import lossless_markdown
+from stree_pipelines.reports.page import page_context
+from stree_pipelines.reports.run_data import RunData, load_run
+from stree_pipelines.reports.tables import advise, table6, table6_markdown
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parent / "reports" / "templates"
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> list[Path]:

@@ -16,9 +16,9 @@ from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree.speculation_profile import SuggestedTree
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.records import ResultRow, ResultStore
-from stree_pipelines.report_data import open_results
-from stree_pipelines.tree_suggestion import suggest
+from stree_pipelines.evaluation.records import ResultRow, ResultStore
+from stree_pipelines.reports.run_data import open_results
+from stree_pipelines.reports.tree_suggestion import suggest
 
 
 class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):

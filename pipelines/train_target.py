@@ -21,8 +21,8 @@ from stree.errors import UsageError, exit_with_reason
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
-from stree_pipelines.training import TargetTraining
-from stree_pipelines.training_cli import TrainingCLI, say
+from stree_pipelines.training.cli import TrainingCLI, say
+from stree_pipelines.training.module import TargetTraining
 
 TOKENIZER_DEADLINE_S = 1800.0
 

@@ -20,7 +20,7 @@ from stree.errors import CheckpointRefused
 from stree.files import MANIFEST_NAME
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
-from stree_pipelines.checkpointing import STATE_KEYS, SafeCheckpointIO, latest_valid
+from stree_pipelines.training.checkpointing import STATE_KEYS, SafeCheckpointIO, latest_valid
 
 FLIPS = 100
 

@@ -12,8 +12,8 @@ from run_checks import assert_same_run, steps_in, table_without_timings
 from tiny_run import distill_arguments
 
 from stree.models.convert import load_model
-from stree_pipelines.checkpointing import latest_valid
-from stree_pipelines.eval_plan import Drafter
+from stree_pipelines.evaluation.plan import Drafter
+from stree_pipelines.training.checkpointing import latest_valid
 
 
 def test_an_evaluation_takes_over_when_the_one_before_it_is_killed(evaluation, tmp_path):

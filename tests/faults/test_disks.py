@@ -22,8 +22,8 @@ from small_disk import mounted
 from tiny_run import distill_arguments
 
 from stree.files import verify_manifest
-from stree_pipelines.checkpointing import latest_valid
-from stree_pipelines.records import ResultStore
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.training.checkpointing import latest_valid
 
 pytestmark = pytest.mark.timeout(1200)
 FULL = (
@@ -82,7 +82,7 @@ def test_a_disk_that_fills_up_between_two_saves(training, tmp_path):
             training.workspace, run_dir, "--checkpoint.every_n_steps", "100",
             "--trainer.limit_val_batches", "0", steps=100,
         )  # fmt: skip
-        step = "stree_pipelines.training:Training.training_step"
+        step = "stree_pipelines.training.module:Training.training_step"
         full = {"folder": str(disk.folder), "call": step, "nth": 5}
         command = training.forks.run(
             forked.DISTILL, arguments, tmp_path / "out", before=("planted:fill_disk", full)

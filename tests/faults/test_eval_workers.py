@@ -16,7 +16,7 @@ import pytest
 from run_checks import table_without_timings
 
 from stree.errors import Preempted
-from stree_pipelines.records import ResultStore
+from stree_pipelines.evaluation.records import ResultStore
 
 NUM_PROMPTS = 6
 LEAVE_WITHIN_S = 60.0

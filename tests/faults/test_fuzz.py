@@ -23,14 +23,14 @@ from mutations import ODD_VALUES, damaged_bytes, damaged_value
 from stree.errors import BadData, StreeError, UsageError
 from stree.tree import TokenTree
 from stree_pipelines import eval_spec
-from stree_pipelines.chat import ChatEncoder
-from stree_pipelines.conversations import REASONS, Conversation, read_conversations
+from stree_pipelines.data.chat import ChatEncoder
+from stree_pipelines.data.conversations import REASONS, Conversation, read_conversations
 from stree_pipelines.distill import DistillCLI
-from stree_pipelines.eval_plan import resolve
-from stree_pipelines.records import RESULTS_NAME, ResultRow, read_rows
-from stree_pipelines.report_data import load_run
+from stree_pipelines.evaluation.plan import resolve
+from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, read_rows
+from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
-from stree_pipelines.training import Distillation
+from stree_pipelines.training.module import Distillation
 
 NUM_LINES = 20_000
 # How many of each of the other kinds: 10,000 together.

@@ -25,7 +25,7 @@ from run_checks import (
     table_without_timings,
 )
 
-from stree_pipelines.records import ResultStore
+from stree_pipelines.evaluation.records import ResultStore
 
 KILLS = 5
 pytestmark = pytest.mark.timeout(1200)  # a busy machine only; a chain takes half a minute
@@ -96,12 +96,12 @@ def die(call: str, naming: str = "", when: str = "before", nth: int = 1) -> tupl
 
 
 SAVING = {
-    "tensors are written": die("stree_pipelines.checkpointing:save_file", when="after"),
+    "tensors are written": die("stree_pipelines.training.checkpointing:save_file", when="after"),
     "before the manifest": die("stree.files:_write_manifest", "checkpoints"),
     "behind the manifest": die("stree.files:_write_manifest", "checkpoints", "after"),
     "before the rename": die("stree.files:_put_in_place", "checkpoints"),
     "behind the rename": die("stree.files:_put_in_place", "checkpoints", "after"),
-    "before the oldest goes": die("stree_pipelines.checkpointing:remove_directory"),
+    "before the oldest goes": die("stree_pipelines.training.checkpointing:remove_directory"),
     # The first is the clean-up of the save itself.
     "renamed, not deleted": die("shutil:rmtree", "checkpoints/.tmp-", nth=2),
     "half deleted": die("os:unlink", "state.", nth=2),
@@ -114,12 +114,12 @@ EXPORTING = {
     "the new link is in place": die("os:replace", "drafter/latest", "after"),
 }
 RESUMING = {
-    "step 8": die("stree_pipelines.training:Training.on_validation_epoch_start", nth=2),
-    "before leftovers go": die("stree_pipelines.checkpointing:sweep_leftovers"),
+    "step 8": die("stree_pipelines.training.module:Training.on_validation_epoch_start", nth=2),
+    "before leftovers go": die("stree_pipelines.training.checkpointing:sweep_leftovers"),
     "config.yaml is not in place": die("os:replace", "config.yaml"),
     "command.json is in place": die("os:replace", "command.json", "after"),
     "the state is read": die(
-        "stree_pipelines.checkpointing:SafeCheckpointIO.load_checkpoint", when="after"
+        "stree_pipelines.training.checkpointing:SafeCheckpointIO.load_checkpoint", when="after"
     ),
     "metrics.csv is not in place": die("os:replace", "metrics.csv"),
     "metrics.csv is in place": die("os:replace", "metrics.csv", "after"),

@@ -11,16 +11,8 @@ from process_group import run_together
 
 from stree.engine import Decoder
 from stree.errors import InvariantBroken
-from stree_pipelines import (
-    bench_decode,
-    bench_kernels,
-    bench_models,
-    bench_report,
-    bench_steps,
-    bench_training,
-    distill,
-    timing,
-)
+from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
+from stree_pipelines.benches import models, steps, timing
 
 CPU = torch.device("cpu")
 
@@ -51,11 +43,11 @@ def test_rows(tmp_path):
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
     monkeypatch.setenv("STREE_STEPS", "device")
     monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
-    monkeypatch.setattr(bench_steps, "_graphs_alone_us", lambda *_: 1.0)
-    target = bench_models.random_target("tiny", CPU)
-    drafter = bench_models.random_drafter("tiny", CPU)
-    rows = bench_steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 100, 1)
-    told = [np.mean(bench_steps.accepted_for(tau, 4)) + 1 for tau in (1.0, 1.7, 5.0)]
+    monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
+    target = models.random_target("tiny", CPU)
+    drafter = models.random_drafter("tiny", CPU)
+    rows = steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 100, 1)
+    told = [np.mean(steps.accepted_for(tau, 4)) + 1 for tau in (1.0, 1.7, 5.0)]
     assert [row["tau"] for row in rows] == pytest.approx(told, abs=0.02)
     for row in rows:
         speedup = row["tau"] * row["us_plain"]["median"] / row["us_tree"]["median"]
@@ -64,7 +56,7 @@ def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
 
 def test_accepted_numbers_have_the_mean_asked_for():
     for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
-        accepted = bench_steps.accepted_for(tau, 4)
+        accepted = steps.accepted_for(tau, 4)
         assert len(accepted) == 100 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.011)
         assert max(accepted) - min(accepted) <= 1
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stree.errors import BadData, UsageError
-from stree_pipelines.benchmarks import load_benchmark
+from stree_pipelines.evaluation.benchmarks import load_benchmark
 
 ROWS = [
     {"id": "one", "category": "x", "turns": ["First?", "Second?"], "reference": ["…"]},

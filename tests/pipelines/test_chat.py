@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from stree.errors import BadData, UsageError
-from stree_pipelines.chat import (
+from stree_pipelines.data.chat import (
     CHATML,
     STREE_CHAT,
     TEMPLATES,

@@ -21,7 +21,7 @@ from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree.errors import CheckpointRefused, Preempted, UsageError
 from stree_pipelines import distill
-from stree_pipelines.checkpointing import (
+from stree_pipelines.training.checkpointing import (
     SafeCheckpointIO,
     TrainingCheckpoints,
     decode_state,

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from stree.errors import BadData
-from stree_pipelines.conversations import REASONS, Conversation, read_conversations
+from stree_pipelines.data.conversations import REASONS, Conversation, read_conversations
 
 HUMAN = {"from": "human", "value": "hi"}
 GPT = {"from": "gpt", "value": "hello"}

@@ -10,8 +10,8 @@ import pytest
 
 from stree.errors import BadData, CannotWrite
 from stree_pipelines import corpus
-from stree_pipelines.conversations import read_conversations
 from stree_pipelines.corpus import Entry, build_corpus, conversations_of, split_text, topic_sections
+from stree_pipelines.data.conversations import read_conversations
 
 NAMES = ("train.jsonl", "valid.jsonl", "prompts.jsonl")
 

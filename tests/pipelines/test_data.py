@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stree.errors import BadData, CheckpointRefused, UsageError
-from stree_pipelines.data import ConversationDataModule, accumulation, permutation
+from stree_pipelines.data.datamodule import ConversationDataModule, accumulation, permutation
 from stree_pipelines.tokenizer_training import train_tokenizer
-from stree_pipelines.training import real_tokens
+from stree_pipelines.training.module import real_tokens
 
 NUM_CHATS = 60
 

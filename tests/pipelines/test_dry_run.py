@@ -29,8 +29,8 @@ from stree_pipelines import (
     estimates,
     eval_spec,
     train_target,
-    training,
 )
+from stree_pipelines.training import module as training
 
 CONFIG = HybridConfig(**ARCHITECTURE)
 PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]

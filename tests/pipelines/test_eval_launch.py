@@ -12,9 +12,11 @@ import pytest
 from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import UsageError
-from stree_pipelines import callbacks, distill, eval_launch
-from stree_pipelines.callbacks import EvaluateExports
-from stree_pipelines.eval_launch import start_process, submit_job
+from stree_pipelines import distill
+from stree_pipelines.evaluation import launch
+from stree_pipelines.evaluation.launch import start_process, submit_job
+from stree_pipelines.training import callbacks
+from stree_pipelines.training.callbacks import EvaluateExports
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "3", "MASTER_ADDR": "node7"}
 TELL_ENVIRONMENT = """
@@ -95,7 +97,7 @@ def test_a_job_inherits_nothing_of_its_submitters_place(tmp_path, monkeypatch):
 def test_a_submission_that_fails_says_why_in_one_line(tmp_path, monkeypatch, script, reason):
     put_sbatch(tmp_path / "bin", monkeypatch, script)
     if "sleep" in script:
-        monkeypatch.setattr(eval_launch, "SUBMIT_TIMEOUT_S", 2)
+        monkeypatch.setattr(launch, "SUBMIT_TIMEOUT_S", 2)
     told, submitted = submit_job(["--out", "a b"], [], "eval-x")
     assert not submitted and reason in told and "\n" not in told
     assert told.endswith("slurm/eval_spec.sh --out 'a b'")

@@ -22,14 +22,14 @@ from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
-from stree_pipelines import eval_decoding
-from stree_pipelines.eval_context import Workers, checkpoint_sha256
-from stree_pipelines.eval_plan import EvaluationSettings, prompt_seed, resolve
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
-from stree_pipelines.evaluation import Evaluation, require_lossless
+from stree_pipelines.evaluation import answers
+from stree_pipelines.evaluation.context import Workers, checkpoint_sha256
+from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
+from stree_pipelines.evaluation.plan import EvaluationSettings, prompt_seed, resolve
+from stree_pipelines.evaluation.records import Divergence, ResultStore
 from stree_pipelines.progress import EvaluationProgress
-from stree_pipelines.records import Divergence, ResultStore
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -454,14 +454,14 @@ def test_each_temperature_is_warmed_up(world, tmp_path):
         temperatures=(0.0, 0.5, 1.0), max_new_tokens=4,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval_decoding, "WARMUP_TOKENS", 3)
+        patch.setattr(answers, "WARMUP_TOKENS", 3)
         quiet(settings, make_decoder=listening).evaluate(export(world, 10))
     assert sorted(warmed) == [(tree, t) for tree in (False, True) for t in (0.0, 0.5, 1.0)]
 
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
     """As when an answer comes back through the tokenizer as many more tokens than it had."""
-    monkeypatch.setattr(eval_decoding.Answerer, "max_length", 1)
+    monkeypatch.setattr(answers.Answerer, "max_length", 1)
     rows = quiet(settings_for(world, tmp_path)).evaluate(export(world, 10))
     by_key = {row.key: row for row in complete.results()}
     assert without_timings(rows) == without_timings([by_key[row.key] for row in rows])

@@ -19,13 +19,14 @@ from stree.errors import CannotWrite, UsageError
 from stree.files import point_to, verify_manifest
 from stree.models.convert import load_model
 from stree.tokenizer import require_same_tokenizer
-from stree_pipelines import callbacks, distill, export
-from stree_pipelines.callbacks import EvaluationFailed, clock, untouched_training_state
-from stree_pipelines.checkpointing import SafeCheckpointIO
+from stree_pipelines import distill
 from stree_pipelines.eval_spec import main as eval_spec
-from stree_pipelines.evaluation import Evaluation
-from stree_pipelines.export import Exports, log_spaced_steps
-from stree_pipelines.records import ResultStore
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.training import callbacks, export
+from stree_pipelines.training.callbacks import EvaluationFailed, clock, untouched_training_state
+from stree_pipelines.training.checkpointing import SafeCheckpointIO
+from stree_pipelines.training.export import Exports, log_spaced_steps
 
 
 @pytest.fixture(scope="module")

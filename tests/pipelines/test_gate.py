@@ -18,10 +18,10 @@ from stree import metrics
 from stree.errors import BadData, UsageError
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
-from stree_pipelines import gate
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
-from stree_pipelines.records import BaselineTiming, SampleRow
+from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
+from stree_pipelines.gate import gate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = {"worse": 1, "fair": 10, "better": 100}

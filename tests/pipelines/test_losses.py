@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stree.errors import UsageError
-from stree_pipelines.losses import (
+from stree_pipelines.training.losses import (
     chunked_cross_entropy,
     chunked_distillation_loss,
     chunked_top_k_loss,
 )
-from stree_pipelines.teachers import LiveTeacher, TopK, top_k_of
+from stree_pipelines.training.teachers import LiveTeacher, TopK, top_k_of
 
 
 def dense_distillation_loss(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stree_pipelines.packing import TokenTable, make_batch, pack
+from stree_pipelines.data.packing import TokenTable, make_batch, pack
 
 PAD = -7
 

@@ -16,11 +16,11 @@ from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
 from stree.speculation_profile import PROFILE_NAME, load_profile
-from stree_pipelines.drafter_profile import profile_of
-from stree_pipelines.eval_context import checkpoint_sha256
+from stree_pipelines.evaluation.context import checkpoint_sha256
+from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.profile_drafter import main
-from stree_pipelines.records import RESULTS_NAME, ResultStore, write_rows
-from stree_pipelines.report_data import open_results
+from stree_pipelines.reports.drafter_profile import profile_of
+from stree_pipelines.reports.run_data import open_results
 
 
 def give_drafters(folder, steps=(100, 1000, 10000)):

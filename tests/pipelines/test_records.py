@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from stree.errors import BadData, CannotWrite
-from stree_pipelines.records import (
+from stree_pipelines.evaluation.records import (
     Environment,
     Lossless,
     ResultRow,

@@ -9,10 +9,10 @@ import pytest
 from hand_made_run import CALL_S, NUM_PROMPTS, STEPS, make_row, make_run, make_sample
 
 from stree.errors import BadData, CannotWrite, UsageError
-from stree_pipelines.records import Divergence, ResultStore, Tree
+from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree
 from stree_pipelines.report import main, write_report
-from stree_pipelines.report_data import POOLED, expected_tau, load_run
-from stree_pipelines.report_tables import advise, table6
+from stree_pipelines.reports.run_data import POOLED, expected_tau, load_run
+from stree_pipelines.reports.tables import advise, table6
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import InvariantBroken
 from stree_pipelines import distill
-from stree_pipelines.checkpointing import TrainingCheckpoints
-from stree_pipelines.restarts import note_start
+from stree_pipelines.training.checkpointing import TrainingCheckpoints
+from stree_pipelines.training.restarts import note_start
 
 
 @pytest.fixture(scope="module")

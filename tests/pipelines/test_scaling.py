@@ -20,7 +20,8 @@ from tiny_run import distill_arguments, make_workspace, metric_rows
 from stree.errors import UsageError
 from stree.models.convert import load_model
 from stree.models.hybrid import Layer
-from stree_pipelines import distill, sharding
+from stree_pipelines import distill
+from stree_pipelines.training import sharding
 
 STEPS = 6
 TOLERANCE = 1e-5

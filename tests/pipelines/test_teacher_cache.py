@@ -34,12 +34,19 @@ from stree.errors import CannotWrite, CheckpointRefused, UsageError
 from stree.files import publish_directory
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
-from stree_pipelines import cache_teacher, distill, teacher_cache_writer, training
-from stree_pipelines.data import ConversationDataModule
-from stree_pipelines.packing import TokenTable
-from stree_pipelines.teacher_cache import CacheSpec, ShardPlan, TeacherCache, counted_tokens
-from stree_pipelines.teachers import LiveTeacher
-from stree_pipelines.training import shift_left
+from stree_pipelines import cache_teacher, distill
+from stree_pipelines.data.datamodule import ConversationDataModule
+from stree_pipelines.data.packing import TokenTable
+from stree_pipelines.training import module as training
+from stree_pipelines.training import teacher_cache_writer
+from stree_pipelines.training.module import shift_left
+from stree_pipelines.training.teacher_cache import (
+    CacheSpec,
+    ShardPlan,
+    TeacherCache,
+    counted_tokens,
+)
+from stree_pipelines.training.teachers import LiveTeacher
 
 SHARDED = ("--shard_positions", "100")
 

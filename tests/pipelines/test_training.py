@@ -17,9 +17,8 @@ from stree.errors import CannotWrite, UsageError
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import distill, train_target
-from stree_pipelines.losses import chunked_distillation_loss
-from stree_pipelines.run_folder import MetricsFile
-from stree_pipelines.training import (
+from stree_pipelines.training.losses import chunked_distillation_loss
+from stree_pipelines.training.module import (
     Distillation,
     OptimizerConfig,
     TargetTraining,
@@ -27,6 +26,7 @@ from stree_pipelines.training import (
     real_tokens,
     shift_left,
 )
+from stree_pipelines.training.run_folder import MetricsFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -11,8 +11,8 @@ from hand_made_run import make_row, make_run, make_sample
 from stree.errors import UsageError
 from stree.speculation_profile import Tree
 from stree.tree import TokenTree
+from stree_pipelines.reports.tree_suggestion import AcceptanceRates, best_tree, suggest
 from stree_pipelines.suggest_tree import main
-from stree_pipelines.tree_suggestion import AcceptanceRates, best_tree, suggest
 
 # By depth (deeper ones are as the last) and rank: a draft's chance once its parent is accepted.
 TRUTH = np.array([[0.55, 0.15, 0.08], [0.6, 0.14, 0.05], [0.62, 0.1, 0.05], [0.5, 0.2, 0.1]])

@@ -14,7 +14,7 @@ import yaml
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
-from stree_pipelines.records import ResultStore
+from stree_pipelines.evaluation.records import ResultStore
 
 STEPS = 120
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sh"))

@@ -24,7 +24,7 @@ from typing import Any
 
 FORBIDDEN_CODE = 99
 REPOSITORY = Path(__file__).parents[2]
-RENDERER = str(REPOSITORY / "pipelines" / "template_rendering.py")
+RENDERER = str(REPOSITORY / "pipelines" / "data" / "template_rendering.py")
 CHILD_PATH = Path(__file__).parent / "audited_child"
 OWN_FOLDERS = tuple(
     {str(REPOSITORY), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stree import metrics
-from stree_pipelines.evaluation import summarise_lossless
-from stree_pipelines.records import (
+from stree_pipelines.evaluation.evaluate import summarise_lossless
+from stree_pipelines.evaluation.records import (
     BaselineTiming,
     Environment,
     ResultRow,

@@ -21,12 +21,12 @@ from stree.speculation_profile import load_profile
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
-from stree_pipelines.benchmarks import load_benchmark
-from stree_pipelines.chat import encode_prompt
-from stree_pipelines.checkpointing import SafeCheckpointIO, latest_valid
-from stree_pipelines.conversations import read_conversations
-from stree_pipelines.gate_baseline import Baseline
-from stree_pipelines.records import ResultStore
+from stree_pipelines.data.chat import encode_prompt
+from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.evaluation.benchmarks import load_benchmark
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.gate.baseline import Baseline
+from stree_pipelines.training.checkpointing import SafeCheckpointIO, latest_valid
 
 USAGE = "resources:"
 

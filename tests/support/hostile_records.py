@@ -16,7 +16,7 @@ from hostile_files import (
     written,
 )
 
-from stree_pipelines.checkpointing import STATE_KEYS
+from stree_pipelines.training.checkpointing import STATE_KEYS
 
 # Training state and profiles
 

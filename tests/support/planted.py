@@ -88,14 +88,14 @@ def spoil_training(what: str, nth: int) -> None:
     def last(training: Any) -> Any:
         return [each for each in training.parameters() if each.requires_grad][-1]
 
-    step = "stree_pipelines.training:Training"
+    step = "stree_pipelines.training.module:Training"
     if what == "loss":
         _replace(f"{step}.training_step", spoil_loss)
     elif what == "gradient":
         _replace(f"{step}.configure_gradient_clipping", spoil_gradient)
     else:
         # The first callback that a finished update comes to.
-        _replace("stree_pipelines.callbacks:LogMetrics.on_train_batch_end", spoil_weight)
+        _replace("stree_pipelines.training.callbacks:LogMetrics.on_train_batch_end", spoil_weight)
 
 
 def spoil_rows(model: str, nth: int) -> None:
@@ -131,7 +131,7 @@ def pause(at_step: int) -> None:
         while not (checkpoints.run_dir / "go on").exists():
             time.sleep(0.01)
 
-    name = "stree_pipelines.checkpointing:TrainingCheckpoints.on_train_batch_start"
+    name = "stree_pipelines.training.checkpointing:TrainingCheckpoints.on_train_batch_start"
     _replace(name, lambda original: _preceded(original, at_step, wait))
 
 
@@ -183,7 +183,7 @@ def _watch_saves(
 
         return saving
 
-    _replace("stree_pipelines.checkpointing:TrainingCheckpoints._save", instead)
+    _replace("stree_pipelines.training.checkpointing:TrainingCheckpoints._save", instead)
 
 
 def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Callable:

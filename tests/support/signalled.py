@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from stree_pipelines import distill
-from stree_pipelines.checkpointing import TrainingCheckpoints
+from stree_pipelines.training.checkpointing import TrainingCheckpoints
 
 AFTER_STEPS = 2
 

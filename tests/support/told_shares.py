@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stree.models.hybrid import HybridModel
 from stree_pipelines import distill
-from stree_pipelines.sharding import own_part
-from stree_pipelines.training import Distillation
+from stree_pipelines.training.module import Distillation
+from stree_pipelines.training.sharding import own_part
 
 
 def main(arguments: list[str]) -> None:

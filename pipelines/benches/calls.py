@@ -1,0 +1,168 @@
+"""Single calls of random weights: the target's over a tree and its floor, the drafter's draft, the
+same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode.py` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.draft import ModelDrafter, SamplingRule, StaticDraft
+from stree.models.cache import HybridCache, MambaCache
+from stree.models.hybrid import HybridModel
+from stree.sampling import RandomChooser
+from stree.tree import TokenTree, balanced
+from stree_kernels import ops
+from stree_pipelines.benches.timing import side_by_side
+
+Row = dict[str, Any]
+
+
+def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+    """µs of a target call over N nodes, beside one step and the floor."""
+    rows = []
+    for num_nodes in nodes:
+        tree = balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
+        functions = {
+            "floor": _products(target, num_nodes),
+            "step_floor": _products(target, 1),
+            "step": _tree_call(target, TokenTree.chain(0), context),
+            "tree": _tree_call(target, tree, context),
+        }
+        times = side_by_side(functions, target.device, repeats)
+        medians = {name: each["median"] for name, each in times.items()}
+        row: Row = dict(what="target call", num_nodes=num_nodes, context=context)
+        row["over_step"] = medians["tree"] / medians["step"]
+        row["over_floor"] = medians["tree"] / medians["floor"]
+        row["step_over_floor"] = medians["step"] / medians["step_floor"]
+        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
+    """µs of one greedy draft of the paper's tree."""
+    tree = TokenTree.paper()
+    model = ModelDrafter(drafter, context + 64, tree.num_nodes)
+    model.catch_up([1] * context)
+    choose = RandomChooser(0, drafter.device)
+    static = StaticDraft(model, tree, SamplingRule(), choose)
+    function = {"draft": lambda: static._run(model.cache, choose, model.cache.num_slots)}
+    us_draft = side_by_side(function, drafter.device, repeats)["draft"]
+    return [dict(what="draft", num_nodes=tree.num_nodes, context=context, us_draft=us_draft)]
+
+
+def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
+    """µs of one call over full binary trees, and over each leaf's path as a sequence of its own
+    (as the paper's Figure 3): by the tree scan, by the multi-step update (where the kernels are),
+    and by chunk scan as in prefill."""
+    rows = []
+    for depth in range(1, 6):
+        tree = balanced([2] * depth, f"binary-{depth}")
+        leaves = 2**depth
+        functions = {
+            "tree": _tree_call(target, tree, context),
+            "unrolled": _tree_call(target, TokenTree.chain(depth), context, batch=leaves),
+            "unrolled_chunk_scan": _prefill_call(target, depth + 1, context, batch=leaves),
+        }
+        if target.device.type == "cuda" and ops.SCAN == "split":
+            functions["unrolled_multi_step"] = _by_multi_step_updates(functions["unrolled"])
+        times = side_by_side(functions, target.device, repeats)
+        row: Row = dict(what="unrolled", num_nodes=tree.num_nodes, leaves=leaves, context=context)
+        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def memory(target: HybridModel, num_nodes: int) -> list[Row]:
+    """Bytes that a tree needs in Mamba-2 layers beside the state, over a state a node."""
+    kept = {}
+    for size in (1, num_nodes):
+        cache = target.new_cache(16, size)
+        layers = [layer for layer in cache.layers if isinstance(layer, MambaCache)]
+        buffers = [layer.rows for layer in layers]
+        for layer in layers:
+            if layer.derived is not None:
+                buffers += [layer.derived.xb, layer.derived.steps]
+        kept[size] = sum(each.nbytes for each in buffers)
+        states = sum(layer.state.nbytes for layer in layers)
+    share = kept[num_nodes] / (num_nodes * states)
+    return [dict(
+        what="memory", num_nodes=num_nodes, kept_bytes=kept[num_nodes],
+        kept_bytes_of_one_node=kept[1], state_bytes=states, over_a_state_a_node=share,
+    )]  # fmt: skip
+
+
+def _products(model: HybridModel, num_nodes: int) -> Callable[[], object]:
+    """Every weight matrix product of one call, and nothing else."""
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
+    weights += [model.head_weight] if model.config.tie_embeddings else []
+    rows = {
+        width: torch.randn(num_nodes, width, device=model.device, dtype=model.dtype)
+        for width in {weight.shape[1] for weight in weights}
+    }
+    return lambda: [F.linear(rows[weight.shape[1]], weight) for weight in weights]
+
+
+def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) -> HybridCache:
+    """After a prompt; of several sequences the first one's, which is all that times depend on."""
+    cache = model.new_cache(context + num_nodes, num_nodes, batch)
+    one = model.new_cache(context + num_nodes, num_nodes)
+    model.prefill(torch.ones(1, context, dtype=torch.long, device=model.device), one)
+    for mine, theirs in zip(cache.layers, one.layers, strict=True):
+        for name, tensor in vars(mine).items():
+            if isinstance(tensor, Tensor) and name in ("keys", "values", "state"):
+                tensor.copy_(vars(theirs)[name].expand_as(tensor))
+    cache.path.copy_(torch.arange(num_nodes))
+    cache.num_committed = context
+    return cache
+
+
+def _tree_call(
+    model: HybridModel, tree: TokenTree, context: int, batch: int = 1
+) -> Callable[[], Tensor]:
+    num_nodes = tree.num_nodes
+    cache = _filled_cache(model, context, num_nodes, batch)
+    tokens = torch.ones(batch, num_nodes, dtype=torch.long, device=model.device)
+
+    def call() -> Tensor:
+        cache.length.fill_(context)  # stays, however often this runs
+        cache.path_length.fill_(min(3, num_nodes))  # a path of usual length is replayed
+        return model.tree_forward(tokens, tree, cache, cache.num_slots)
+
+    return call
+
+
+def _prefill_call(
+    model: HybridModel, num_tokens: int, context: int, batch: int
+) -> Callable[[], Tensor]:
+    cache = _filled_cache(model, context, num_tokens, batch)
+    tokens = torch.ones(batch, num_tokens, dtype=torch.long, device=model.device)
+
+    def call() -> Tensor:
+        cache.num_committed = context
+        return model.logits(model.model.norm(model._extend(tokens, cache)))
+
+    return call
+
+
+def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A call over chains with the multi-step update in the tree scan's place."""
+    from stree_kernels import chain_scan
+
+    def chain(*arguments: Any) -> Tensor:
+        *rest, first = arguments
+        assert first == 0
+        return chain_scan.mamba_chain(*rest)
+
+    def swapped() -> Tensor:
+        own = vars(ops)["mamba_tree"]
+        vars(ops)["mamba_tree"] = chain
+        try:
+            return call()
+        finally:
+            vars(ops)["mamba_tree"] = own
+
+    return swapped

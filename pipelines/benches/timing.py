@@ -1,0 +1,82 @@
+"""Timing functions side by side, and rows of results that say what made them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stree.errors import InvariantBroken
+from stree.files import write_atomically
+from stree.graphs import Capture
+from stree_pipelines.evaluation.context import describe_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def side_by_side(
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Median, p20 and p80 in µs of functions that are run in turns, `repeats` times each.
+
+    On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
+    """
+    if device.type == "cuda":
+        functions = {name: Capture(each, each).graph.replay for name, each in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats + 2):
+        for name, function in functions.items():
+            elapsed = _elapsed_us(function, device)
+            if turn >= 2:  # the first turns warm up
+                times[name].append(elapsed)
+    return {name: spread(each) for name, each in times.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, p20 and p80."""
+    ordered, fifth = sorted(values), len(values) // 5
+    return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
+
+
+def _elapsed_us(function: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e6
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    function()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) * 1e3
+
+
+def require_green(tests: list[str]) -> None:
+    """Run test files of tests/; raises `InvariantBroken` when one is red: no number then."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        last = answer.stdout.strip().splitlines()[-3:]
+        raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
+
+
+def write_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
+    """Write rows as JSON lines, each with the commit, device and versions, and print them."""
+    made_by = describe_environment(device, {}, 1).model_dump(mode="json")
+    lines = [json.dumps({**row, "environment": made_by}, ensure_ascii=False) for row in rows]
+    write_atomically(path, "\n".join(lines) + "\n")
+    for row in rows:
+        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "/".join(f"{each:.1f}" for each in value.values())
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,428 @@
+"""The LightningDataModule: conversations packed into batches that depend on (seed, k) alone.
+
+There are no epochs for the trainer. The unit is the global batch, what one optimizer step sees over
+all ranks and accumulated micro-batches: its rows are a pure function of the seed and the step's
+number, however many ranks share them. `len` of the loader is the whole training. Resuming therefore
+needs no loader state, only the number of steps done, which the trainer restores. Rows come in a
+new order every pass over the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from numpy.typing import NDArray
+
+from stree.errors import BadData, CheckpointRefused, UsageError
+from stree.tokenizer import load_tokenizer
+from stree_pipelines.data.chat import ChatEncoder, show_mask
+from stree_pipelines.data.conversations import ReadReport, read_conversations
+from stree_pipelines.data.packing import Packing, TokenTable, count_rows, make_batch, pack
+from stree_pipelines.training.teacher_cache import CachedTargets, TeacherCache
+
+Batch = dict[str, Any]
+CHUNK = 1024  # conversations encoded together
+
+
+def tokenize(
+    sources: list[str], encoder: ChatEncoder, strict: bool = False, limit: int | None = None
+) -> tuple[TokenTable, list[ReadReport]]:
+    """All conversations of `sources` (at most `limit` over all) as one flat table, and what each
+    source gave. Raises `BadData` as `read_conversations` does."""
+    tokens: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.bool_]] = []
+    lengths: list[int] = []
+    reports: list[ReadReport] = []
+    for source in sources:
+        left = None if limit is None else limit - len(lengths)
+        if left == 0:
+            break
+        conversations, report = read_conversations(source, strict=strict, limit=left)
+        while chunk := list(islice(conversations, CHUNK)):
+            for chat in encoder.encode([conversation.turns for conversation in chunk]):
+                tokens.append(chat.tokens)
+                masks.append(chat.assistant)
+                lengths.append(len(chat.tokens))
+        reports.append(report)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), reports
+
+
+@lru_cache(maxsize=4)  # every micro-batch of a pass asks for the same one
+def permutation(seed: int, stream: int, size: int) -> NDArray[np.int64]:
+    """A permutation of range(size) that is a function of (seed, stream). Built on the raw output of
+    PCG64, which NumPy keeps stable across versions (shuffling functions it does not)."""
+    keys = np.random.PCG64(np.random.SeedSequence((seed, stream))).random_raw(size)
+    order = np.argsort(keys, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The endless sequence of training batches of one rank: item k is a function of (seed, k).
+
+    The packed rows are laid out pass after pass, each pass permuted by (seed, its number). A global
+    batch is a stretch of `world_size * batch_size * accumulate` rows; its micro-batches take
+    `world_size * batch_size` of them in turn, and of those each rank `batch_size`.
+    """
+
+    table: TokenTable
+    packing: Packing
+    batch_size: int
+    seed: int
+    pad_id: int
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+    teacher: CachedTargets | None = None
+
+    def rows(self, k: int) -> NDArray[np.int64]:
+        """Rows of the packing that stand in micro-batch k of this rank: (batch_size,)."""
+        return self._rows_at((k * self.world_size + self.rank) * self.batch_size, self.batch_size)
+
+    def totals(self, step: int) -> dict[str, int]:
+        """What the whole global batch of a step counts, by the names of `packing.count_rows`. Every
+        rank knows it beforehand: the loss is a mean over it, and nobody has to ask the others."""
+        size = self.world_size * self.batch_size * self.accumulate
+        rows = self._rows_at(step * size, size)
+        return {name: int(counts[rows].sum()) for name, counts in self._row_counts.items()}
+
+    @cached_property
+    def _row_counts(self) -> dict[str, NDArray[np.int64]]:
+        return count_rows(self.table, self.packing)
+
+    def _rows_at(self, start: int, count: int) -> NDArray[np.int64]:
+        places = np.arange(start, start + count)
+        passes, within = np.divmod(places, len(self.packing))
+        rows = np.empty(count, dtype=np.int64)
+        for number in np.unique(passes):
+            chosen = passes == number
+            # stream 0 ordered the samples for packing
+            order = permutation(self.seed, int(number) + 1, len(self.packing))
+            rows[chosen] = order[within[chosen]]
+        return rows
+
+    def __getitem__(self, k: int) -> Batch:
+        rows = self.rows(k)
+        arrays = make_batch(self.table, self.packing, rows, self.pad_id)
+        if self.teacher is not None:
+            arrays |= self.teacher.of_rows(self.packing, rows)
+        totals = self.totals(k // self.accumulate)
+        return {**_as_tensors(arrays), "totals": totals}
+
+
+class TrainLoader:
+    """Micro-batches from where the trainer stands to the end of training.
+
+    Lightning 2.6.6 counts on three things when it resumes inside an epoch. `len` is the whole
+    length, because the fit loop adds the restored count to what it fetched. The position is looked
+    up at the first `next` and no sooner: a module that asks for `estimated_stepping_batches` makes
+    Lightning call `iter` before it restores the checkpoint (for the same reason there are no
+    worker processes, which would prefetch from batch 0; a batch is a copy out of memory). And the
+    two state methods say that the loader is resumable; they carry nothing.
+    """
+
+    def __init__(self, batches: MicroBatches, length: int, trainer: pl.Trainer):
+        self.batches = batches
+        self.length = length
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Batch]:
+        for k in range(micro_batches_done(self.trainer), self.length):
+            yield self.batches[k]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FixedBatches:
+    """A loader of ready batches (a bare list would be several loaders to Lightning)."""
+
+    batches: list[Batch]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def accumulation(
+    batch_size: int, world_size: int, given: int, wanted: int | None, trained: int | None
+) -> int:
+    """Micro-batches a step, so that the global batch is what it is to be.
+
+    Args:
+        batch_size: rows in a micro-batch on one device.
+        given: trainer.accumulate_grad_batches, which is taken when nothing else is known.
+        wanted: data.global_batch_size, rows a step.
+        trained: rows a step of the checkpoint to resume from.
+
+    Raises UsageError when the rows cannot be shared like that.
+    """
+    rows = batch_size * world_size
+    total = trained or wanted or rows * given
+    if wanted not in (None, total):
+        raise UsageError(
+            f"the run was trained with {total} rows a step, data.global_batch_size is now {wanted}:"
+            " the curve would not continue. Use the same, or start a new run"
+        )
+    if total % rows:
+        raise UsageError(
+            f"{total} rows a step cannot be shared by {world_size} processes in micro-batches of "
+            f"{batch_size}: choose a number of processes and a data.batch_size whose product "
+            f"divides {total}"
+        )
+    return total // rows
+
+
+def recount_micro_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Make the progress in a checkpoint count micro-batches as a trainer with this accumulation
+    does: its steps may have been made of fewer or more."""
+    steps = checkpoint["global_step"]
+    before = checkpoint[ConversationDataModule.__qualname__]["accumulate"]
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] += steps * (accumulate - before)
+
+
+def micro_batches_done(trainer: pl.Trainer) -> int:
+    """How many micro-batches the finished optimizer steps took; where training goes on.
+
+    Raises `CheckpointRefused` when a restored trainer stands between two optimizer steps: its
+    checkpoint lacks the gradients accumulated so far.
+    """
+    done = trainer.global_step * trainer.accumulate_grad_batches
+    counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if trainer.current_epoch == 0 and counted != done:
+        raise CheckpointRefused(
+            f"the checkpoint has seen {counted} micro-batches, but its {trainer.global_step} steps "
+            f"of accumulate_grad_batches={trainer.accumulate_grad_batches} make {done}: resume "
+            "from a checkpoint saved at a step's end"
+        )
+    return done
+
+
+class ConversationDataModule(pl.LightningDataModule):
+    """Chat data for distillation and training.
+
+    Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T)
+    bool; see `packing.make_batch`. `trainer.max_steps` must be set: it says how long training is.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        valid: str | list[str] | None = None,
+        sequence_length: int = 1024,
+        batch_size: int = 8,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        template: str | None = None,
+        strict: bool = False,
+        limit: int | None = None,
+        num_valid_batches: int = 16,
+    ):
+        """
+        Args:
+            train: JSONL(.gz) or Parquet file, folder, `datasets` name (`name:split`), or several.
+            tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
+            valid: like `train`, for the validation loss; None for none.
+            sequence_length: tokens in a packed row (T).
+            batch_size: rows in a micro-batch on one device (B). A resumed run may change it; what
+                it accumulates follows.
+            global_batch_size: rows in an optimizer step, over all devices and micro-batches; what
+                is accumulated follows. By default it is processes × batch_size ×
+                accumulate_grad_batches at the first start, and stays that.
+            seed: of the order of the data.
+            template: chat template by name, .jinja file or text; default the tokenizer's own.
+            strict: stop at the first bad row instead of skipping and counting it.
+            limit: use at most this many training conversations.
+            num_valid_batches: a validation has the rows of so many global batches.
+        """
+        super().__init__()
+        sizes = {"batch_size": batch_size, "num_valid_batches": num_valid_batches}
+        for name, value in {**sizes, "global_batch_size": global_batch_size or batch_size}.items():
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        if sequence_length < 2:
+            raise UsageError(f"sequence_length must be at least 2, got {sequence_length}")
+        if seed < 0:
+            raise UsageError(f"seed must not be negative, got {seed}")
+        if limit is not None and limit < 1:
+            raise UsageError(f"limit must be at least 1, or null for all, got {limit}")
+        self.train_sources = [train] if isinstance(train, str) else list(train)
+        self.valid_sources = [valid] if isinstance(valid, str) else list(valid or [])
+        self.tokenizer_path = tokenizer
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.template = template
+        self.strict = strict
+        self.limit = limit
+        self.num_valid_batches = num_valid_batches
+        self.reports: list[ReadReport] = []
+        self.tokenizer: Any = None
+        self.pad_id = 0
+        self._train: tuple[TokenTable, Packing] | None = None
+        self._valid: tuple[TokenTable, Packing] | None = None
+        self._teachers: dict[str, CachedTargets] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, tokenise and pack, once."""
+        if self._train is not None:
+            return
+        if not self.train_sources:
+            raise UsageError("train names no data; give a file, a folder or a datasets name")
+        self.tokenizer = load_tokenizer(self.tokenizer_path)
+        pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        self.pad_id = next((pad for pad in pads if pad is not None), 0)
+        encoder = ChatEncoder(self.tokenizer, self.template)
+        self._train = self._prepare("train", self.train_sources, encoder, self.seed, self.limit)
+        if self.valid_sources:
+            self._valid = self._prepare("valid", self.valid_sources, encoder, None, None)
+
+    def _prepare(
+        self, name: str, sources: list[str], encoder: ChatEncoder, seed: int | None,
+        limit: int | None,
+    ) -> tuple[TokenTable, Packing]:  # fmt: skip
+        table, reports = tokenize(sources, encoder, self.strict, limit)
+        order = np.arange(len(table)) if seed is None else permutation(seed, 0, len(table))
+        packing = pack(table, self.sequence_length, order)
+        self.reports += reports
+        for report in reports:
+            rank_zero_info(str(report))
+        if not len(packing):
+            raise BadData(
+                f"{', '.join(sources)}: no conversation has an assistant token within "
+                f"sequence_length={self.sequence_length} tokens; raise it"
+            )
+        num_tokens = int(np.minimum(table.lengths[packing.samples], self.sequence_length).sum())
+        rank_zero_info(
+            f"{name}: {len(table):,} conversations, {num_tokens:,} tokens in {len(packing):,} rows "
+            f"of {self.sequence_length}; {packing.num_truncated:,} cut "
+            f"(−{packing.num_dropped_tokens:,} tokens), {packing.num_unused:,} left out "
+            "(no assistant token within a row)"
+        )
+        return table, packing
+
+    @property
+    def tables(self) -> dict[str, TokenTable]:
+        """The conversations of `train` and, where it is given, `valid`."""
+        assert self._train is not None, "setup() comes first"
+        valid = {} if self._valid is None else {"valid": self._valid[0]}
+        return {"train": self._train[0], **valid}
+
+    def use_teacher(self, cache: TeacherCache) -> None:
+        """Let batches have the target's outputs out of a cache (`CachedTargets.of_rows`).
+
+        Raises `CheckpointRefused` when it is not of this data, or damaged.
+        """
+        self._teachers = {
+            split: cache.split(split, table, self.sequence_length)
+            for split, table in self.tables.items()
+        }
+
+    def micro_batches(
+        self, rank: int = 0, world_size: int = 1, accumulate: int = 1
+    ) -> MicroBatches:
+        """The training batches of a rank by number; needs `setup` only, no trainer."""
+        assert self._train is not None, "setup() comes first"
+        return MicroBatches(
+            *self._train, self.batch_size, self.seed, self.pad_id, rank, world_size, accumulate,
+            self._teachers.get("train"),
+        )  # fmt: skip
+
+    @property
+    def _sharing(self) -> tuple[int, int, int]:
+        """Rank, number of ranks, micro-batches a step."""
+        if self.trainer is None:
+            return 0, 1, 1
+        trainer = self.trainer
+        return trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches
+
+    def train_dataloader(self) -> TrainLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.max_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps must say how long to train, got {trainer.max_steps}; the data "
+                "has no epochs (set max_epochs to -1)"
+            )
+        length = trainer.max_steps * trainer.accumulate_grad_batches
+        return TrainLoader(self.micro_batches(*self._sharing), length, trainer)
+
+    def val_dataloader(self) -> FixedBatches | list[Batch]:
+        """The data's first rows in order, whoever shares them: ranks take batches of them in turn.
+
+        All ranks have equally many, because a sharded model gathers weights for each: where the
+        rows do not suffice, a batch repeats the first rows and counts none of their tokens.
+        """
+        if self._valid is None:
+            return []
+        rank, world_size, accumulate = self._sharing
+        table, packing = self._valid
+        per_round = self.batch_size * world_size
+        num_rows = min(self.num_valid_batches * per_round * accumulate, len(packing))
+        batches = []
+        for begin in range(rank * self.batch_size, num_rows + rank * self.batch_size, per_round):
+            rows = np.arange(begin, min(begin + self.batch_size, num_rows))
+            batch = _as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
+            batch["loss_mask"] &= len(rows) > 0
+            if "valid" in self._teachers:
+                batch |= _as_tensors(self._teachers["valid"].of_rows(packing, rows))
+            batches.append(batch)
+        return FixedBatches(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the batches are a function of, so that a resumed run can refuse other data."""
+        assert self._train is not None, "setup() comes first"
+        _, world_size, accumulate = self._sharing
+        return {
+            "seed": self.seed,
+            "global_batch_size": world_size * self.batch_size * accumulate,
+            "accumulate": accumulate,
+            "sequence_length": self.sequence_length,
+            "data_sha256": self._train[0].sha256,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, mine in self.state_dict().items():
+            value = state_dict.get(name)
+            if name != "accumulate" and mine != value:
+                raise CheckpointRefused(
+                    f"the checkpoint was trained with {name}={value}, this run has {mine}: "
+                    "the batches would not continue. Use the same, or start a new run"
+                )
+
+    def show_mask(self, index: int = 0, color: bool | None = None) -> str:
+        """Training conversation `index` as text with what counts for the loss set apart."""
+        assert self._train is not None, "setup() comes first"
+        table, _ = self._train
+        if not 0 <= index < len(table):
+            raise UsageError(f"there are {len(table):,} conversations, no number {index}")
+        part = slice(table.offsets[index], table.offsets[index + 1])
+        return show_mask(table.tokens[part], table.mask[part], self.tokenizer, color)
+
+
+def _as_tensors(arrays: dict[str, NDArray]) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,126 @@
+"""Prompts to evaluate on, by benchmark name or from a file of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree.errors import BadData, UsageError
+from stree.plain_data import parse_json
+from stree_pipelines.evaluation.records import config_hash
+
+DEFAULT_DIRECTORY = Path("../shared/data/benchmarks")
+# What pipelines/corpus.py writes: its file, the prefix of its rows' ids, and the benchmark's name.
+CORPUS_PROMPTS = "prompts.jsonl"
+CORPUS_PREFIX = "python-docs-"
+CORPUS_BENCHMARK = "python_docs"
+PROMPT_FORMAT = (
+    'a line is {"id": "q1", "turns": ["What the user says first", "then"]}; "category" may be given'
+)
+
+
+@dataclass(frozen=True)
+class BenchmarkPrompt:
+    """One conversation to hold: what the user says, turn by turn."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    prompts: tuple[BenchmarkPrompt, ...]
+
+    @property
+    def prompts_hash(self) -> str:
+        """Which prompts these are, texts included: rows are comparable when it is equal."""
+        return config_hash({"prompts": [[p.id, list(p.turns)] for p in self.prompts]})
+
+
+def load_benchmark(
+    name_or_path: str, directory: str | Path | None = None, limit: int | None = None
+) -> Benchmark:
+    """Load a benchmark.
+
+    Args:
+        name_or_path: `mt_bench`, `humaneval`, `gsm8k` or any other NAME.jsonl of `directory`, or
+            the path of a JSONL file whose lines hold `id`, `turns` and, if you like, `category`.
+            It is called as the file, a prompts.jsonl as its folder and the file (`sums_prompts`),
+            the embedded corpus' own, known by its ids, `python_docs`.
+        directory: where names are looked up; ../shared/data/benchmarks when not given.
+        limit: keep the first so many prompts. The order is the file's.
+
+    Raises:
+        UsageError: no such benchmark or a limit below 1.
+        BadData: the file holds no prompts, or a line that is none; names file and line.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit is {limit}, wanted at least 1 prompt")
+    path = _find(name_or_path, Path(directory) if directory is not None else DEFAULT_DIRECTORY)
+    prompts = _read(path)
+    return Benchmark(_name(path, prompts), tuple(prompts[:limit]))
+
+
+def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
+    if all(prompt.id.startswith(CORPUS_PREFIX) for prompt in prompts):
+        return CORPUS_BENCHMARK
+    if path.name == CORPUS_PROMPTS:  # everybody's name for such a file
+        return f"{path.resolve().parent.name}_{path.stem}"
+    return path.stem
+
+
+def _find(name_or_path: str, directory: Path) -> Path:
+    given = Path(name_or_path)
+    if given.suffix or len(given.parts) > 1:
+        if given.is_dir():
+            given = given / CORPUS_PROMPTS
+        if not given.is_file():
+            raise UsageError(f"no benchmark file {given}")
+        return given
+    candidates = [directory / f"{name_or_path}.jsonl"]
+    if name_or_path == CORPUS_BENCHMARK:
+        candidates.append(directory / CORPUS_PROMPTS)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in directory.glob("*.jsonl"))
+    raise UsageError(
+        f"no benchmark {name_or_path!r} in {directory} (found {', '.join(known) or 'none'}): give "
+        f"--benchmark_dir, or the path of a JSONL file ({PROMPT_FORMAT})"
+    )
+
+
+def _read(path: Path) -> list[BenchmarkPrompt]:
+    prompts: list[BenchmarkPrompt] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _parse(parse_json(line))
+        except (ValueError, TypeError) as error:
+            raise BadData(f"{path}:{number}: {error}; {PROMPT_FORMAT}") from error
+        if prompt.id in seen:
+            raise BadData(f"{path}:{number}: id {prompt.id!r} is on line {seen[prompt.id]} already")
+        seen[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise BadData(f"{path} holds no prompts")
+    return prompts
+
+
+def _parse(content: Any) -> BenchmarkPrompt:
+    if not isinstance(content, dict):
+        raise TypeError(f"got a {type(content).__name__}, wanted an object with id and turns")
+    identity, turns = content.get("id"), content.get("turns")
+    if not isinstance(identity, str | int) or identity == "":
+        raise ValueError(f"id is {identity!r}, wanted a text")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"turns is {turns!r}, wanted a list of what the user says")
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("turns must be texts, none empty")
+    "".join(turns).encode()  # half a surrogate pair, which JSON can spell, is no text
+    return BenchmarkPrompt(str(identity), str(content.get("category", "")), tuple(turns))

@@ -1,0 +1,224 @@
+"""Where an evaluation runs: its processes, its device, and what identifies both and the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stree.errors import CheckpointRefused, UsageError
+from stree.files import MANIFEST_NAME, read_manifest, sha256_of_file
+from stree.models.checked_json import LARGEST
+from stree.plain_data import read_json
+from stree.speculation_profile import PROFILE_NAME
+from stree_pipelines.evaluation.records import Environment
+from stree_pipelines.evaluation.worker_watch import WorkerWatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+CURVE_NAME = "tau_vs_step.svg"  # beside a model card
+# Files of an export that say something about it, and change nothing that it computes.
+UNCOUNTED = (MANIFEST_NAME, "provenance.json", PROFILE_NAME, CURVE_NAME)
+_CPU_NAME = "CPU: "
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
+# One worker may have much longer answers than another; waiting for it is no failure.
+PATIENCE = timedelta(hours=12)
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that share the prompts; worker `rank` of `count` takes each count-th one."""
+
+    rank: int = 0
+    count: int = 1
+    watch: WorkerWatch | None = None
+
+    @classmethod
+    def start(cls, device: str = "auto") -> Workers:
+        """Join the processes of `accelerate launch`, `torchrun` or a training that is running;
+        alone when there are none."""
+        if not dist.is_initialized():
+            from accelerate import PartialState
+
+            PartialState(cpu=pick_device(device).type == "cpu", timeout=PATIENCE)
+            if dist.is_initialized():  # a training watches its processes itself
+                return cls(dist.get_rank(), dist.get_world_size(), WorkerWatch())
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @classmethod
+    def unconnected(cls) -> Workers:
+        """This process' number and how many there are, as its launcher (accelerate, torchrun or
+        srun) says; for work in which nobody has to meet anybody."""
+        for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+            if rank in os.environ and count in os.environ:
+                return cls(int(os.environ[rank]), int(os.environ[count]))
+        return cls()
+
+    def part(self) -> None:
+        """Leave the others, at the end of a command: a worker that just exits while another still
+        holds a connection to it may bring that one down."""
+        if self.count > 1:
+            self.gather(None)
+            if self.watch is not None:
+                self.watch.part()
+            dist.destroy_process_group()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This worker's items; over all workers each exactly once."""
+        return items[self.rank :: self.count]
+
+    def gather(self, item: T) -> list[T]:
+        """Everybody's item, by rank, on every worker; returns when all have come."""
+        if self.count == 1:
+            return [item]
+        gathered: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(gathered, item)
+        except RuntimeError:
+            if self.watch is not None:
+                self.watch.blame()
+            raise
+        return gathered
+
+
+def pick_device(device: str) -> torch.device:
+    """The device by name; `auto` is this process' GPU, or the CPU where there is none."""
+    if _on_cpu(device):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return torch.device("cpu")
+        raise UsageError(f"device is {device!r} but PyTorch sees no GPU: use cpu or auto")
+    if device in ("auto", "cuda"):
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return torch.device("cuda", index)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device is {device!r}, wanted auto, cpu, cuda or cuda:N") from error
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
+    """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
+    tokenizer and chat template. Only where it comes from (provenance.json), what was measured of
+    it, and what it says to people (*.md) do not count.
+
+    Taken from the manifest where there is one (loading verifies that it is true), else read from
+    the files. Raises CheckpointRefused when there are no weights.
+    """
+    directory = Path(directory)
+    manifest = directory / MANIFEST_NAME
+    if not directory.is_dir():
+        raise CheckpointRefused(f"no checkpoint folder {directory}")
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+        raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
+    listed = read_manifest(directory)["files"] if manifest.exists() else {}
+    parts = [
+        f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
+        for name in names
+        if not name.startswith(".") and not name.endswith(".md") and name not in UNCOUNTED
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:
+    """The distillation step of an export, from provenance.json or a name step-N; None if neither
+    says."""
+    directory = Path(directory)
+    provenance = directory / "provenance.json"
+    if provenance.exists():
+        try:
+            step = read_json(provenance).get("step")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointRefused(f"{provenance} cannot be read: {error}") from error
+        if isinstance(step, int) and 0 <= step <= LARGEST:
+            return step
+        if step is not None:
+            raise CheckpointRefused(f"{provenance} has step {step!r}, wanted a number of steps")
+    number = re.fullmatch(r"step-([0-9]{1,9})", directory.name)
+    return int(number[1]) if number else None
+
+
+def describe_environment(
+    device: torch.device, dtypes: dict[str, str], num_processes: int
+) -> Environment:
+    """What a reader needs to know to compare two rows."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return Environment(
+        git_sha=_git_sha(),
+        device=device_name(device),
+        dtypes=dtypes,
+        versions=versions,
+        command_line=shlex.join(sys.argv),
+        num_processes=num_processes,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{_CPU_NAME}{models[0] if models else platform.machine()}"
+
+
+def is_cpu_name(name: str) -> bool:
+    """Whether a row's device, as `device_name` calls it, is a CPU."""
+    return name.startswith(_CPU_NAME)
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+
+
+def _git_sha() -> str | None:
+    """The commit of the code that runs, `-dirty` when it was changed; None when unknown.
+
+    Outside a clone (a copied tree, a container) the environment's STREE_GIT_SHA says it.
+    """
+    here = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--dirty"]
+    command += ["--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return os.environ.get("STREE_GIT_SHA")
+    return answer.stdout.strip() if answer.returncode == 0 else os.environ.get("STREE_GIT_SHA")

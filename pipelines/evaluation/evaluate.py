@@ -1,0 +1,334 @@
+"""Evaluating drafter checkpoints through the real engine: the command's and the callback's core.
+
+Every speculative prompt carries the timing of the autoregressive run of the same prompt in the
+same process, so a speedup is always a pair, even in rows that a resumed run finished. At T = 0
+its tokens are compared with that run's, and each difference gets the target's own top-2 margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stree import metrics
+from stree.engine import Decoder
+from stree.errors import (
+    InvariantBroken,
+    OutOfMemory,
+    StreeError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
+from stree.files import sweep_leftovers
+from stree.tokenizer import require_same_tokenizer
+from stree_pipelines.data.chat import resolve_template
+from stree_pipelines.evaluation.answers import Answerer, timing_of
+from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
+from stree_pipelines.evaluation.context import (
+    Workers,
+    checkpoint_sha256,
+    describe_environment,
+    device_name,
+)
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    Drafter,
+    EvaluationSettings,
+    Job,
+    make_job,
+)
+from stree_pipelines.evaluation.records import (
+    Lossless,
+    ResultKey,
+    ResultRow,
+    ResultStore,
+    SampleKey,
+    SampleRow,
+    Tree,
+)
+from stree_pipelines.progress import EvaluationProgress
+
+# Logits by which a target's first choice may lead where two exact decodings part, by dtype.
+LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
+
+
+class Evaluation:
+    """Evaluates any number of checkpoints of one target; models and baselines stay in memory.
+
+    All workers make the same calls.
+
+    Args:
+        settings: what to measure.
+        target_model, tokenizer: loaded from `settings.target` unless given (as in a training).
+        workers: the processes to share prompts with; those of `accelerate launch` unless given.
+            `Workers()` is this process alone.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        target_model: Any = None,
+        tokenizer: Any = None,
+        workers: Workers | None = None,
+        make_decoder: Callable[..., Any] = Decoder,
+        progress: EvaluationProgress | None = None,
+    ) -> None:
+        self.settings = settings
+        self.benchmarks = [
+            load_benchmark(name, settings.benchmark_dir, settings.limit)
+            for name in settings.benchmarks
+        ]
+        names = [benchmark.name for benchmark in self.benchmarks]
+        if len(set(names)) < len(names):
+            raise UsageError(f"benchmarks {names} share a name: name each once, or rename a file")
+        for method in settings.methods:
+            settings.method_tree(method)  # a bad tree is refused now, not after an hour
+        self.target_sha256 = checkpoint_sha256(settings.target)
+        self.workers = workers or Workers.start(settings.device)
+        self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
+        self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
+        self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
+        self.store = ResultStore(settings.out)
+        self._baselines: dict[SampleKey, SampleRow] = {}
+        self._published: set[ResultKey] = set()
+
+    def announce(self, num_checkpoints: int) -> None:
+        """Say what is about to happen and where."""
+        num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
+        self.progress.say(
+            f"{num_checkpoints} checkpoints × {len(self.settings.methods)} methods × "
+            f"{len(self.settings.temperatures)} temperatures × {num_prompts} prompts of "
+            f"{', '.join(benchmark.name for benchmark in self.benchmarks)}, on "
+            f"{self.workers.count} × {device_name(self.answerer.device)}, {self.settings.dtype}"
+        )
+
+    def plan(self, checkpoint: str | Path | None) -> list[Job]:
+        """The rows that a checkpoint is to have. Raises CheckpointRefused when it is none, or does
+        not share the target's tokenizer."""
+        drafter = None
+        if checkpoint is not None:
+            require_same_tokenizer(self.settings.target, checkpoint)
+            drafter = Drafter.at(checkpoint)
+        return [
+            self._job(method, drafter, benchmark, temperature)
+            for benchmark in self.benchmarks
+            for temperature in self.settings.temperatures
+            for method in self.settings.methods
+            if drafter is not None or method == AUTOREGRESSIVE
+        ]
+
+    def evaluate(self, checkpoint: str | Path | None) -> list[ResultRow]:
+        """Measure one drafter checkpoint (None: autoregressive only) and return its rows, the
+        baseline's included. Rows that exist are returned as they are, unless `overwrite`.
+
+        Raises the first worker's StreeError on every worker; finished prompts stay journalled.
+        Raises InvariantBroken, with all rows saved, as `require_lossless` does.
+        """
+        jobs = self.plan(checkpoint)
+        with ExitStack() as stack:
+            self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
+            self._on_main(lambda: self._prepare_folder(jobs))
+            existing = {row.key for row in self.store.results()}
+            self.workers.gather(None)  # everybody has read before anybody publishes
+            for benchmark in self.benchmarks:
+                for temperature in self.settings.temperatures:
+                    pending = [
+                        job
+                        for job in jobs
+                        if job.result_key not in existing
+                        and job.benchmark is benchmark
+                        and job.temperature == temperature
+                    ]
+                    if pending:
+                        self._measure(pending, benchmark, temperature)
+        self.answerer.release(next((job.drafter for job in jobs if job.drafter), None))
+        found = {row.key: row for row in self.store.results()}
+        rows = [found[job.result_key] for job in jobs]
+        require_lossless(rows)
+        return rows
+
+    def _job(
+        self, method: str, drafter: Drafter | None, benchmark: Benchmark, temperature: float
+    ) -> Job:
+        return make_job(
+            self.settings, method, drafter, benchmark, temperature,
+            target_sha256=self.target_sha256, chat_template=self.chat_template,
+            device_type=self.answerer.device.type,
+        )  # fmt: skip
+
+    def _measure(self, jobs: list[Job], benchmark: Benchmark, temperature: float) -> None:
+        done = {key for job in jobs for key in self.store.journalled(job.samples_name)}
+        self.workers.gather(None)  # nobody appends while another still reads
+        problem: StreeError | None = None
+        try:
+            self._run_share(jobs, done, benchmark, temperature)
+        except StreeError as error:
+            problem = error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = OutOfMemory(
+                f"{benchmark.name}: {first_line(error)}; lower max_new_tokens, or use "
+                "dtype bfloat16 or a larger GPU"
+            )
+        self._raise_anyones(problem)
+        for job in jobs:
+            self._on_main(partial(self._publish, job))
+            self._published.add(job.result_key)
+
+    def _publish(self, job: Job) -> None:
+        found = self.store.journalled(job.samples_name)
+        samples = [found[job.sample_key(prompt)] for prompt in job.benchmark.prompts]
+        self.store.publish(self._row(job, samples), samples)
+
+    def _prepare_folder(self, jobs: Sequence[Job]) -> None:
+        sweep_leftovers(self.store.directory)
+        self.store.tidy()
+        if self.settings.overwrite:
+            # What this process measured, the baseline of an earlier checkpoint, stays.
+            stale = [job for job in jobs if job.result_key not in self._published]
+            self.store.forget({job.result_key: job.samples_name for job in stale})
+
+    def _say_waiting(self) -> None:
+        self.progress.say(f"waiting for another evaluation in {self.store.directory} to finish")
+
+    def _on_main(self, action: Callable[[], object]) -> None:
+        """Do something once; everybody waits for it, and fails with it."""
+        problem: StreeError | None = None
+        if self.workers.is_main:
+            try:
+                action()
+            except StreeError as error:
+                problem = error
+        self._raise_anyones(problem)
+
+    def _raise_anyones(self, problem: StreeError | None) -> None:
+        problems = [each for each in self.workers.gather(problem) if each is not None]
+        if problems:
+            raise problems[0]
+
+    def _run_share(
+        self, jobs: list[Job], done: set[SampleKey], benchmark: Benchmark, temperature: float
+    ) -> None:
+        """Run what no journal holds, prompt by prompt with the methods in turn: whatever slows
+        the machine for a while then slows all of them alike."""
+        todo = []
+        for prompt in self.workers.share(benchmark.prompts):
+            missing = [job for job in jobs if job.sample_key(prompt) not in done]
+            if missing:
+                todo.append((prompt, missing))
+        drafter = next((job.drafter for job in jobs if job.drafter), None)
+        label = "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
+        finished: dict[str, list[SampleRow]] = {job.method: [] for job in jobs}
+        with self.progress.task(f"{label}{benchmark.name} T={temperature:g}", len(todo)) as task:
+            for prompt, missing in todo:
+                baseline = None
+                if AUTOREGRESSIVE in self.settings.methods:
+                    baseline = self._baseline(prompt, benchmark, temperature)
+                for job in missing:
+                    if job.method == AUTOREGRESSIVE:
+                        assert baseline is not None
+                        sample = baseline
+                    else:
+                        sample = self.answerer.answer(job, prompt, baseline)
+                    self.store.journal(job.samples_name, self.workers.rank, sample)
+                    finished[job.method].append(sample)
+                task.advance(_so_far(finished))
+
+    def _baseline(
+        self, prompt: BenchmarkPrompt, benchmark: Benchmark, temperature: float
+    ) -> SampleRow:
+        """The autoregressive run of a prompt, once in the life of this process."""
+        job = self._job(AUTOREGRESSIVE, None, benchmark, temperature)
+        key = job.sample_key(prompt)
+        if key not in self._baselines:
+            self._baselines[key] = self.answerer.answer(job, prompt, None)
+        return self._baselines[key]
+
+    def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:
+        baselines = [sample.baseline for sample in samples if sample.baseline is not None]
+        if job.method == AUTOREGRESSIVE:
+            baselines = [timing_of(sample) for sample in samples]
+        dtypes = {"weights": self.settings.dtype, "state": "float32"}
+        return ResultRow(
+            step=job.drafter.step if job.drafter else None,
+            checkpoint=job.drafter.path if job.drafter else None,
+            checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
+            target=self.settings.target,
+            target_sha256=self.target_sha256,
+            method=job.method,
+            tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
+            verifier=_verifier(job),
+            benchmark=job.benchmark.name,
+            prompts_hash=job.benchmark.prompts_hash,
+            temperature=job.temperature,
+            num_prompts=len(samples),
+            max_new_tokens=self.settings.max_new_tokens,
+            ignore_eos=self.settings.ignore_eos,
+            seed=job.seed,
+            decoding_hash=job.decoding_hash,
+            lossless=summarise_lossless(samples),
+            environment=describe_environment(self.answerer.device, dtypes, self.workers.count),
+            samples=job.samples_name,
+            **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
+        )
+
+
+def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
+    """Over the prompts that were compared; None when none was (T > 0, or no baseline)."""
+    checked = [sample for sample in samples if sample.lossless is not None]
+    if not checked:
+        return None
+    identical = sum(bool(sample.lossless) for sample in checked)
+    return Lossless(
+        share=identical / len(checked),
+        num_prompts=len(checked),
+        num_identical=identical,
+        divergences=tuple(s.divergence for s in checked if s.divergence is not None),
+    )
+
+
+def require_lossless(rows: Sequence[ResultRow]) -> None:
+    """Raise InvariantBroken when a greedy answer differs where rounding cannot be the reason.
+
+    Two orders of summation give logits that differ by a few hundred roundings of the largest: a
+    unit roundoff of 6e-8 in fp32 and logits of some tens make about 1e-4, in fp64 1e-13. Behind
+    `LARGEST_TIE`, ten and more times that, the target's first choice is its first choice in any
+    order, so another token is a fault. An answer that ends earlier or later than the other one
+    holds no other token to tie with and is a fault at any gap. In bf16 and fp16 neighbouring
+    numbers are 0.1 apart at that size, no bound separates the two, and divergences are reported
+    only.
+    """
+    for row in rows:
+        bound = LARGEST_TIE.get(row.environment.dtypes.get("weights", ""))
+        if row.lossless is None or bound is None:
+            continue
+        for each in row.lossless.divergences:
+            ended = each.token is None or each.autoregressive_token is None
+            if ended or each.logit_gap > bound:
+                raise InvariantBroken(
+                    f"{row.method} is not lossless: {row.benchmark} prompt {each.prompt_id}, turn "
+                    f"{each.turn}, position {each.position} has token {each.token}, autoregressive "
+                    f"decoding {each.autoregressive_token}, and the target prefers its first "
+                    f"choice by {each.logit_gap:.3g} logits (rounding explains {bound:g} in "
+                    f"{row.environment.dtypes['weights']}); the rows are saved, don't use them"
+                )
+
+
+def _verifier(job: Job) -> str | None:
+    if job.tree is None:
+        return None
+    return "greedy" if job.temperature == 0 else "multi_step_sampling"
+
+
+def _so_far(finished: dict[str, list[SampleRow]]) -> str:
+    parts = []
+    for method, samples in finished.items():
+        tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
+        if tau is not None and speed is not None:
+            parts.append(f"{method} τ {tau:.2f}, {speed:.1f} tok/s")
+    return "; ".join(parts)

@@ -1,0 +1,79 @@
+"""--dry_run of the evaluating commands: what there is to measure, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from stree.models.convert import load_config
+from stree_pipelines.dry_run import (
+    config_lines,
+    memory_line,
+    model_line,
+    require_disk,
+    require_writable,
+)
+from stree_pipelines.estimates import decoding_memory
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.plan import EvaluationSettings, Job
+
+# Of a line of samples_*.jsonl, measured on docs/results/cpu-quickstart: numbers of the prompt and
+# of a turn, and text, id and acceptance of a token.
+SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 900, 100, 12
+RESULT_BYTES = 2500
+
+
+def describe_evaluation(
+    evaluation: Evaluation, checkpoints: Sequence[str | None], more: Mapping[str, Any] | None = None
+) -> str:
+    """What an evaluation of these checkpoints would do; `more` is added to the printed config.
+
+    Raises what it would raise before its first answer, and CannotWrite when its rows do not fit on
+    the disk.
+    """
+    settings, answerer = evaluation.settings, evaluation.answerer
+    require_writable(settings.out)
+    jobs = {job.result_key: job for name in checkpoints for job in evaluation.plan(name)}
+    existing = set() if settings.overwrite else {row.key for row in evaluation.store.results()}
+    pending = [job for key, job in jobs.items() if key not in existing]
+    answers = sum(len(job.benchmark.prompts) for job in pending)
+    journalled = sum(len(evaluation.store.journalled(job.samples_name)) for job in pending)
+    target = load_config(settings.target)
+    paths = dict.fromkeys(job.drafter.path for job in jobs.values() if job.drafter)
+    drafters = [load_config(path) for path in paths]
+    largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
+    trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs.values()}
+    memory = decoding_memory(target, largest, answerer.dtype, answerer.max_length, trees)
+    lines = [
+        config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})}),
+        model_line("target", target),
+        *(model_line(path, each) for path, each in zip(paths, drafters, strict=True)),
+        f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
+        f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
+        f"{len(jobs) - len(pending)} are there",
+        f"answers: {answers:,} prompts × methods to go, {journalled:,} of them journalled, at most "
+        f"{sum(_num_turns(job) for job in pending) * settings.max_new_tokens:,} tokens",
+        "each process: " + memory_line(memory, answerer.device.type == "cuda"),
+        require_disk(settings.out, _disk(pending, settings)),
+    ]
+    return "\n".join(lines)
+
+
+def _num_turns(job: Job) -> int:
+    return sum(len(prompt.turns) for prompt in job.benchmark.prompts)
+
+
+def _disk(pending: Sequence[Job], settings: EvaluationSettings) -> dict[str, int]:
+    """At most, as if every answer were as long as it may be."""
+    samples = [
+        sum(
+            SAMPLE_BYTES + sum(TURN_BYTES + len(turn.encode()) for turn in prompt.turns)
+            for prompt in job.benchmark.prompts
+        )
+        + TOKEN_BYTES * settings.max_new_tokens * _num_turns(job)
+        for job in pending
+    ]
+    # All methods of a benchmark and temperature are journalled before the first is published.
+    journals = sum(sorted(samples, reverse=True)[: len(settings.methods)])
+    return {"samples": sum(samples), "journals": journals, "rows": RESULT_BYTES * len(pending)}

@@ -1,0 +1,196 @@
+"""What an evaluation is to measure: its settings, and the rows that follow from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stree.errors import UsageError
+from stree.plain_data import read_json
+from stree.tree import TokenTree
+from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
+from stree_pipelines.evaluation.context import checkpoint_sha256, checkpoint_step
+from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
+
+AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """The fields are the options of `eval_spec.py`, which says what each means."""
+
+    target: str
+    out: str
+    benchmarks: tuple[str, ...]
+    methods: tuple[str, ...] = METHODS
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    tree: str = "paper"
+    num_chain_drafts: int = 4
+    max_new_tokens: int = 256
+    limit: int | None = None
+    benchmark_dir: str | None = None
+    chat_template: str | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0
+    ignore_eos: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("benchmarks", "methods", "temperatures"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise UsageError(f"{name} is empty, wanted at least one")
+        if set(self.methods) - set(METHODS):
+            raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
+        if any(temperature < 0 for temperature in self.temperatures):
+            raise UsageError(f"temperatures are {list(self.temperatures)}, wanted 0 or more")
+        for name in ("max_new_tokens", "num_chain_drafts"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, wanted at least 1")
+
+    def method_tree(self, method: str) -> TokenTree | None:
+        """The tree that a method verifies; None when it drafts nothing."""
+        if method == AUTOREGRESSIVE:
+            return None
+        if method == CHAIN:
+            return TokenTree.chain(self.num_chain_drafts)
+        return TokenTree.load(self.tree)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A checkpoint under evaluation."""
+
+    path: str
+    sha256: str
+    step: int | None
+
+    @classmethod
+    def at(cls, path: str | Path) -> Drafter:
+        """By a link, such as `latest`: what it names now. A training may move it meanwhile."""
+        path = Path(path)
+        if path.is_symlink():
+            path = path.parent / path.readlink()
+        return cls(str(path), checkpoint_sha256(path), checkpoint_step(path))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to be: a method on a benchmark at a temperature."""
+
+    method: str
+    tree: TokenTree | None
+    drafter: Drafter | None
+    benchmark: Benchmark
+    temperature: float
+    decoding_hash: str
+    seed: int
+
+    def sample_key(self, prompt: BenchmarkPrompt) -> SampleKey:
+        return (*self._head, prompt.id, self.decoding_hash, self.seed)
+
+    @property
+    def result_key(self) -> ResultKey:
+        return (*self._head, self.benchmark.prompts_hash, self.decoding_hash, self.seed)
+
+    @property
+    def samples_name(self) -> str:
+        """File name of its samples: readable, and unique by the hash of its key."""
+        step = self.drafter.step if self.drafter else None
+        prefix = "" if step is None else f"step-{step:08d}_"
+        label = f"{prefix}{self.method}_{self.benchmark.name}_T{self.temperature:g}"
+        return f"samples_{label}_{config_hash({'key': self.result_key})[:8]}.jsonl"
+
+    @property
+    def _head(self) -> tuple[str | None, str, str | None, str]:
+        sha256 = self.drafter.sha256 if self.drafter else None
+        return sha256, self.method, self.tree.name if self.tree else None, self.benchmark.name
+
+
+def make_job(
+    settings: EvaluationSettings,
+    method: str,
+    drafter: Drafter | None,
+    benchmark: Benchmark,
+    temperature: float,
+    target_sha256: str,
+    chat_template: str,
+    device_type: str,
+) -> Job:
+    """The job, with the hash of everything that decides its tokens and its speed but for the
+    drafter, the prompts and the seed, which are in its key by name. `chat_template` is its text: a
+    file's name says nothing about what is in it."""
+    tree = settings.method_tree(method)
+    decoding = {
+        "target": target_sha256,
+        "method": method,
+        "tree": tree.parents if tree else None,
+        "temperature": float(temperature),
+        "max_new_tokens": settings.max_new_tokens,
+        "ignore_eos": settings.ignore_eos,
+        "chat_template": chat_template,
+        "dtype": settings.dtype,
+        "device": device_type,
+    }
+    return Job(
+        method,
+        tree,
+        drafter if tree else None,
+        benchmark,
+        float(temperature),
+        config_hash(decoding),
+        settings.seed,
+    )
+
+
+def resolve(
+    options: Mapping[str, Any],
+) -> tuple[EvaluationSettings, list[str | None]]:
+    """Settings and checkpoints from the command's options; what `run` implies is filled in: its
+    exports by step, its target, its eval folder. [None] means autoregressive decoding alone.
+
+    Raises UsageError when something is missing.
+    """
+    options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
+    run, checkpoints = options.pop("run"), list(options.pop("checkpoint"))
+    if run is not None:
+        exports = Path(run, "drafter").glob("step-*")
+        found = sorted(str(path) for path in exports if path.name[len("step-") :].isdecimal())
+        if not found and not checkpoints:
+            raise UsageError(f"{run}/drafter holds no step-* folder: has the run exported yet?")
+        checkpoints += found
+        options["out"] = options["out"] or str(Path(run, "eval"))
+        options["target"] = options["target"] or _target_of(Path(run))
+    for name in ("target", "out"):
+        if options[name] is None:
+            raise UsageError(f"--{name} is missing: give it, or a --run that implies it")
+    settings = EvaluationSettings(**options)
+    if not checkpoints and AUTOREGRESSIVE not in settings.methods:
+        raise UsageError(
+            f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"
+        )
+    return settings, checkpoints or [None]
+
+
+def settings_of(options: Mapping[str, Any]) -> EvaluationSettings:
+    """The settings among the command's options, whichever checkpoints they are for."""
+    names = {field.name for field in fields(EvaluationSettings)}
+    return EvaluationSettings(**{name: options[name] for name in names})
+
+
+def prompt_seed(seed: int, benchmark: str, prompt_id: str, turn: int) -> int:
+    """The sampling seed of one answer: a function of what is asked, not of who asks or when."""
+    text = "\0".join((str(seed), benchmark, prompt_id, str(turn)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _target_of(run: Path) -> str:
+    path = run / "command.json"
+    try:
+        return str(read_json(path)["target"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} does not name the run's target: give --target") from error

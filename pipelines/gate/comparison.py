@@ -1,0 +1,131 @@
+"""Measuring a checkpoint and its baseline on the same prompts, and judging the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stree.errors import BadData, UsageError
+from stree_pipelines.evaluation.context import Workers, device_name
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    Drafter,
+    EvaluationSettings,
+    Job,
+    make_job,
+)
+from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
+from stree_pipelines.gate import gate
+from stree_pipelines.gate.baseline import Baseline
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of the checkpoint and of the baseline, what they say, and who took part."""
+
+    mine: list[ResultRow]
+    theirs: list[ResultRow]
+    findings: list[gate.Finding]
+    workers: Workers
+
+
+def compare(
+    settings: EvaluationSettings,
+    checkpoint: str,
+    baseline: Baseline,
+    thresholds: Sequence[gate.Threshold],
+) -> Comparison:
+    """Evaluate the checkpoint, and the baseline unless its results are there, and judge.
+
+    Raises UsageError before anything is measured when thresholds, settings and baseline do not go
+    together, and what `Evaluation.evaluate` raises.
+    """
+    evaluation = Evaluation(settings)
+    theirs = stored_rows(evaluation, checkpoint, baseline, thresholds)
+    evaluation.announce(1 if theirs else 2)
+    mine = evaluation.evaluate(checkpoint)
+    if not theirs:
+        # An evaluation of its own measures autoregressive decoding again, next to the baseline's
+        # answers: a speedup does not depend on how busy the machine was at another time.
+        answerer = evaluation.answerer
+        again = Evaluation(settings, answerer.target, answerer.tokenizer, evaluation.workers)
+        theirs = again.evaluate(baseline.folder)
+    pairs = _pair_samples(
+        mine, ResultStore(settings.out), theirs, ResultStore(baseline.results or settings.out)
+    )
+    findings = gate.judge(thresholds, pairs, settings.seed)
+    return Comparison(mine, theirs, findings, evaluation.workers)
+
+
+def stored_rows(
+    evaluation: Evaluation,
+    checkpoint: str,
+    baseline: Baseline,
+    thresholds: Sequence[gate.Threshold],
+) -> list[ResultRow]:
+    """The baseline's rows as far as they are measured; nothing is computed.
+
+    Raises UsageError when thresholds, settings and baseline do not go together.
+    """
+    jobs = _plan(evaluation, checkpoint)
+    gate.require_measurable(thresholds, jobs)
+    theirs = baseline.rows(jobs) if baseline.results else []
+    if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
+        _require_same_device(theirs, device_name(evaluation.answerer.device))
+    return theirs
+
+
+def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
+    """The rows that the checkpoint is going to have."""
+    settings, drafter = evaluation.settings, Drafter.at(checkpoint)
+    return [
+        make_job(
+            settings, method, drafter, benchmark, temperature,
+            target_sha256=evaluation.target_sha256, chat_template=evaluation.chat_template,
+            device_type=evaluation.answerer.device.type,
+        )
+        for benchmark in evaluation.benchmarks
+        for temperature in settings.temperatures
+        for method in settings.methods
+    ]  # fmt: skip
+
+
+def _require_same_device(rows: Sequence[ResultRow], device: str) -> None:
+    """Raise UsageError when speeds of other hardware would be compared with this one's."""
+    for row in rows:
+        if row.environment.device != device:
+            raise UsageError(
+                f"the baseline's speed was measured on {row.environment.device}, this is {device}: "
+                "give its checkpoint as --baseline, which is then measured here, or no threshold "
+                "of speed"
+            )
+
+
+def _pair_samples(
+    mine: Sequence[ResultRow], my_store: ResultStore,
+    theirs: Sequence[ResultRow], their_store: ResultStore,
+) -> gate.Pairs:  # fmt: skip
+    """The prompts behind the rows of checkpoint and baseline, row by row.
+
+    Raises BadData when the samples of a row are gone.
+    """
+    others = {row.key[1:]: row for row in theirs}
+    pairs = {}
+    for row in mine:
+        if row.method == AUTOREGRESSIVE:
+            continue
+        other = others[row.key[1:]]
+        key = (row.method, row.temperature, row.benchmark)
+        pairs[key] = _samples(my_store, row), _samples(their_store, other)
+    return pairs
+
+
+def _samples(store: ResultStore, row: ResultRow) -> list[SampleRow]:
+    samples = store.samples(row)
+    if len(samples) != row.num_prompts:
+        raise BadData(
+            f"{store.directory / row.samples} holds {len(samples)} of {row.num_prompts} prompts: "
+            "restore it, or evaluate again with --overwrite"
+        )
+    return samples

@@ -1,0 +1,176 @@
+"""What the gate leaves behind: Markdown for a pull request, and JSON for a trend chart."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stree.files import write_atomically
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
+from stree_pipelines.reports.tables import MISSING, Table
+
+HEADLINES = {
+    PASS: "no regression",
+    REGRESSION: "regression",
+    INCONCLUSIVE: "inconclusive, the run is too small to tell",
+}
+# Figures of the trend chart, all of which are better when bigger, and their units.
+TRENDS = {
+    "acceptance_length": "tokens/call",
+    "speedup": "× autoregressive",
+    "tokens_per_second": "tokens/s",
+}
+
+
+def write(
+    out: Path,
+    findings: Sequence[Finding],
+    mine: Sequence[ResultRow],
+    theirs: Sequence[ResultRow],
+    note: str,
+) -> str:
+    """Write summary.md and trend.json into `out` and return the former. Raises CannotWrite."""
+    summary = markdown(findings, mine, theirs, note)
+    write_atomically(out / "summary.md", summary)
+    write_atomically(out / "trend.json", trend_json(mine))
+    return summary
+
+
+def markdown(
+    findings: Sequence[Finding], mine: Sequence[ResultRow], theirs: Sequence[ResultRow], note: str
+) -> str:
+    """The summary: the verdict first, then each threshold, then what was measured.
+
+    Args:
+        mine, theirs: rows of the checkpoint and of the baseline.
+        note: what became of the baseline.
+    """
+    verdict = overall(findings)
+    checkpoint = next(row for row in mine if row.checkpoint)
+    baseline = next(row for row in theirs if row.checkpoint)
+    same = checkpoint.checkpoint_sha256 == baseline.checkpoint_sha256
+    lines = [
+        f"## Checkpoint benchmark: {HEADLINES[verdict]}",
+        "",
+        f"- checkpoint: {_identity(checkpoint)}",
+        f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
+        f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
+        f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
+        f"tokens a turn, seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
+        *([f"- {note}"] if note else []),
+        "",
+        _thresholds(findings).to_markdown(),
+        *(f"- {finding.where}: {_explain(finding)}" for finding in findings if _explain(finding)),
+        "",
+        "Changes are paired by prompt; brackets hold 95 % bootstrap intervals. A regression is an "
+        "interval that lies below its threshold as a whole.",
+        "",
+        "<details><summary>What was measured</summary>",
+        "",
+        _measured(mine, theirs).to_markdown(),
+        f"`python {shlex.join(sys.argv)}`",
+        "",
+        "</details>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def trend_json(rows: Sequence[ResultRow]) -> str:
+    """The checkpoint's figures as github-action-benchmark's `customBiggerIsBetter` wants them."""
+    entries = []
+    for row in rows:
+        for name, unit in TRENDS.items():
+            value = getattr(row, name)
+            if row.method == AUTOREGRESSIVE or value is None:
+                continue
+            interval = row.confidence_intervals.get(name)
+            entry = {
+                "name": f"{row.benchmark}, {row.method}, T = {row.temperature:g}: {name}",
+                "unit": unit,
+                "value": round(value, 6),
+                "extra": f"step {row.step}, sha256 {(row.checkpoint_sha256 or '')[:12]}, tree "
+                f"{row.tree.name if row.tree else 'none'}, {row.num_prompts} prompts, "
+                f"{row.environment.device}",
+            }
+            if interval is not None:
+                entry["range"] = f"± {(interval[1] - interval[0]) / 2:.3g}"
+            entries.append(entry)
+    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+
+
+def reason_to_fail(findings: Sequence[Finding]) -> str:
+    """One line that names every regression."""
+    return "; ".join(
+        f"{finding.where}: {_explain(finding)}"
+        for finding in findings
+        if finding.verdict == REGRESSION
+    )
+
+
+def _explain(finding: Finding) -> str:
+    if finding.verdict == INCONCLUSIVE:
+        return f"inconclusive, {finding.reason}"
+    if finding.verdict == REGRESSION and finding.interval is not None:
+        allowed = _shown(finding, finding.threshold.change)
+        return f"regression, {_interval(finding)} lies below {allowed}"
+    return ""
+
+
+def _thresholds(findings: Sequence[Finding]) -> Table:
+    heads = (
+        "figure", "on", "method", "T", "prompts", "baseline", "checkpoint", "change",
+        "95 % interval", "fails below", "verdict",
+    )  # fmt: skip
+    rows = [
+        (
+            finding.threshold.name, finding.scope, finding.method, f"{finding.temperature:g}",
+            str(finding.num_prompts), _number(finding.baseline), _number(finding.checkpoint),
+            _shown(finding, finding.change), _interval(finding),
+            _shown(finding, finding.threshold.change), finding.verdict,
+        )
+        for finding in findings
+    ]  # fmt: skip
+    return Table("Thresholds", (heads, *rows))
+
+
+def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
+    """Each row of both, baseline first."""
+    heads = ("benchmark", "method", "T", "of", "prompts", "τ", "speedup", "tokens/s", "lossless")
+    others = {row.key[1:]: row for row in theirs}
+    rows = [
+        (
+            row.benchmark, row.method, f"{row.temperature:g}", whose, str(row.num_prompts),
+            _number(row.acceptance_length), _number(row.speedup), _number(row.tokens_per_second),
+            MISSING if row.lossless is None
+            else f"{row.lossless.num_identical}/{row.lossless.num_prompts}",
+        )
+        for own in mine
+        if own.method != AUTOREGRESSIVE
+        for whose, row in (("baseline", others[own.key[1:]]), ("checkpoint", own))
+    ]  # fmt: skip
+    return Table("Rows", (heads, *rows))
+
+
+def _identity(row: ResultRow) -> str:
+    step = "" if row.step is None else f", step {row.step}"
+    return f"`{row.checkpoint}`{step}, sha256 {(row.checkpoint_sha256 or '')[:12]}"
+
+
+def _interval(finding: Finding) -> str:
+    if finding.interval is None:
+        return MISSING
+    low, high = finding.interval
+    return f"[{_shown(finding, low)}, {_shown(finding, high)}]"
+
+
+def _shown(finding: Finding, change: float | None) -> str:
+    return finding.threshold.shown(change)
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3f}"

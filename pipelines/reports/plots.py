@@ -1,0 +1,234 @@
+"""The report's figures, as SVG text that fits a phone and follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from stree import metrics
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.reports.run_data import RunData, expected_tau, method_label
+
+SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there
+INK = "#1f2328"  # text and axes; the page replaces it by its own colour
+COLOURS = {AUTOREGRESSIVE: "#8b949e", CHAIN: "#2f81d6", TREE: "#e0702b"}
+MORE_COLOURS = ("#8250df", "#2da44e", "#bf3989")
+PART_COLOURS = dict(
+    zip(metrics.STEP_PARTS, ("#2f81d6", "#e0702b", "#2da44e", "#8250df", "#8b949e"), strict=True)
+)
+MAX_TICKS = 8
+LINES = ("-", "--", ":", "-.")
+STYLE: Any = {
+    "svg.hashsalt": "stree", "font.family": "sans-serif", "font.size": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
+    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.color": "#8b949e", "grid.alpha": 0.25, "legend.frameon": False,
+    "legend.fontsize": 8, "lines.linewidth": 1.8, "lines.markersize": 4.5,
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+def tau_vs_step(data: RunData) -> Figure | None:
+    """τ over steps with its intervals, and the chain's τ that training's acceptance promises."""
+    figure, axes = new_figure()
+    for method in data.methods:
+        for number, temperature in enumerate(data.temperatures):
+            line = LINES[number % len(LINES)]
+            _plot_over_steps(axes, data, method, temperature, "acceptance_length", line)
+    for name in ("val_simulated_acceptance", "simulated_acceptance"):
+        points = data.curves.get(name)
+        if points:
+            steps, acceptances = zip(*points, strict=True)
+            expected = [expected_tau(acceptance) for acceptance in acceptances]
+            axes.plot(steps, expected, ":", color="#8b949e", label="chain of 4, simulated", lw=1.4)
+            break
+    return _finish(figure, axes, "τ, new tokens per call", data)
+
+
+def speed_vs_step(data: RunData) -> Figure | None:
+    figure, axes = new_figure()
+    for number, temperature in enumerate(data.temperatures):
+        line = LINES[number % len(LINES)]
+        for method in data.methods:
+            _plot_over_steps(axes, data, method, temperature, "tokens_per_second", line)
+        _plot_baseline(axes, data, temperature, line)
+    axes.set_ylim(bottom=0)
+    return _finish(figure, axes, "tokens per second", data)
+
+
+def loss_vs_step(data: RunData) -> Figure | None:
+    figure, axes = new_figure()
+    for name, label, width, colour in (
+        ("loss", "training", 1.1, "#8b949e"),
+        ("val_loss", "validation", 1.8, COLOURS[CHAIN]),
+    ):
+        points = data.curves.get(name)
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, lw=width, color=colour)
+    return _finish(figure, axes, "distillation loss", data)
+
+
+def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
+    """Share of calls by the number of drafts they accepted, at the last checkpoint."""
+    figure, axes = new_figure()
+    cells = _last_cells(data, temperature)
+    width = 0.8 / max(len(cells), 1)
+    for number, (method, cell) in enumerate(cells):
+        histogram = cell["acceptance_histogram"]
+        calls = sum(histogram.values()) or 1
+        depths = range(max(histogram, default=0) + 1)
+        offset = (number - (len(cells) - 1) / 2) * width
+        axes.bar(
+            [depth + offset for depth in depths],
+            [100 * histogram.get(depth, 0) / calls for depth in depths],
+            width * 0.92, color=_colour(data, method), label=method_label(method),
+        )  # fmt: skip
+    axes.set_xlabel("draft tokens accepted in a call")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finish(figure, axes, "% of calls", None)
+
+
+def depth_rates(data: RunData, temperature: float) -> Figure | None:
+    """How often a draft of each depth is accepted once its parent was."""
+    figure, axes = new_figure()
+    for method, cell in _last_cells(data, temperature):
+        rates = cell["depth_accept_rates"]
+        if rates:
+            axes.plot(
+                list(rates), [100 * rate for rate in rates.values()], "o-",
+                color=_colour(data, method), label=method_label(method),
+            )  # fmt: skip
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("depth in the tree")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finish(figure, axes, "% accepted, parent given", None)
+
+
+def step_times(data: RunData, temperature: float) -> Figure | None:
+    """Stacked bars of a call's parts in milliseconds, at the last checkpoint."""
+    figure, axes = new_figure()
+    baseline = data.cell("", AUTOREGRESSIVE, data.scopes[0], temperature)
+    cells = [*_last_cells(data, temperature)[::-1]]
+    if baseline is not None:
+        cells.append((AUTOREGRESSIVE, baseline))
+    left = [0.0] * len(cells)
+    for part in metrics.STEP_PARTS:
+        widths = [cell["time_ms"].get(part, 0.0) for _, cell in cells]
+        axes.barh(range(len(cells)), widths, 0.55, left, color=PART_COLOURS[part], label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for height, total in enumerate(left):
+        axes.annotate(
+            f"{total:.2f}", (total, height), (4, 0), textcoords="offset points", va="center",
+            fontsize=8, color=INK,
+        )  # fmt: skip
+    axes.set_yticks(range(len(cells)), [method_label(method) for method, _ in cells])
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.14)
+    axes.set_xlabel("ms per call")
+    if not cells:
+        return None
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5,
+                  columnspacing=1.0, handlelength=1.0, frameon=False, fontsize=8,
+                  labelcolor=INK)  # fmt: skip
+    return figure
+
+
+def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
+    """SVG text, the same for the same figure. `inline`: a bare element for an HTML page, which
+    takes its text colour from there and refers to nothing outside."""
+    buffer = io.StringIO()
+    # Text takes the page's font there; alone, as shapes, it looks the same everywhere.
+    with mpl.rc_context({**STYLE, "svg.fonttype": "none" if inline else "path"}):
+        figure.savefig(buffer, format="svg", transparent=inline, metadata={"Date": None})
+    svg = buffer.getvalue()
+    if not inline:
+        return svg
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg.replace(INK, "currentColor")
+
+
+def new_figure() -> tuple[Figure, Axes]:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=SIZE_INCHES)
+        return figure, figure.subplots()
+
+
+def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Figure | None:
+    """Label and legend; None when nothing was drawn. With `data` the x axis is the step's."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return None
+    axes.set_ylabel(label)
+    if data is not None:
+        axes.set_xlabel("distillation step")
+        steps = sorted(step for step in data.steps.values() if step)
+        if steps and steps[-1] >= 30 * steps[0]:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
+            axes.minorticks_off()
+            if len(steps) <= MAX_TICKS:
+                axes.set_xticks(steps)
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(
+        unique.values(), unique.keys(), loc="outside upper center", ncols=2, frameon=False,
+        fontsize=8, columnspacing=1.2, handlelength=1.8, labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _plot_over_steps(
+    axes: Axes, data: RunData, method: str, temperature: float, name: str, line: str
+) -> None:
+    points = []
+    for checkpoint in data.checkpoints:
+        cell, step = data.cell(checkpoint, method, data.scopes[0], temperature), None
+        step = data.steps.get(checkpoint)
+        if cell is not None and step is not None and cell[name] is not None:
+            points.append((step, cell[name], cell.interval(name) or (cell[name], cell[name])))
+    if not points:
+        return
+    steps, values, intervals = zip(*points, strict=True)
+    low, high = zip(*intervals, strict=True)
+    colour = _colour(data, method)
+    label = f"{method_label(method)}, T = {temperature:g}"
+    axes.plot(steps, values, f"o{line}", color=colour, label=label)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+def _plot_baseline(axes: Axes, data: RunData, temperature: float, line: str) -> None:
+    points: list[tuple[int, float]] = []
+    for checkpoint in data.checkpoints:
+        step = data.steps.get(checkpoint)
+        for method in data.methods:
+            cell = data.cell(checkpoint, method, data.scopes[0], temperature)
+            if cell is not None and cell.baseline_speed and step is not None:
+                points.append((step, cell.baseline_speed))
+                break
+    if points:
+        label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
+        axes.plot(*zip(*points, strict=True), line, color=COLOURS[AUTOREGRESSIVE], label=label)
+
+
+def _last_cells(data: RunData, temperature: float) -> Sequence[tuple[str, Any]]:
+    cells = [(m, data.cell(data.last, m, data.scopes[0], temperature)) for m in data.methods]
+    return [(method, cell) for method, cell in cells if cell is not None]
+
+
+def _colour(data: RunData, method: str) -> str:
+    name = method.partition(":")[0]
+    same = [other for other in data.methods if other.partition(":")[0] == name]
+    position = same.index(method) if method in same else 0
+    if position == 0 and name in COLOURS:
+        return COLOURS[name]
+    return MORE_COLOURS[position % len(MORE_COLOURS)]

@@ -1,0 +1,209 @@
+"""The static tree with the longest expected acceptance, by where measured paths ended.
+
+The model: once its parent is accepted, a draft is accepted with a probability that depends on its
+depth d and its rank r among its siblings alone. The expected number of accepted drafts of a tree is
+then the sum over its nodes of the product of these probabilities from the root, and the best tree
+of N nodes follows by dynamic programming over depth, rank and nodes, as in Sequoia (Chen et al.
+2024), whose probabilities depend on the rank only. (EAGLE-2, Li et al. 2024, grows another tree at
+each step from the drafter's confidence; these are static.) Dims: D depths, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree import metrics
+from stree.errors import UsageError
+from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
+from stree.tree import MAX_NODES, TokenTree
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+
+# A rate's own calls and this many at its rank's rate over all depths: steadies the rare ones.
+PRIOR_CALLS = 10
+
+
+@dataclass(frozen=True)
+class AcceptanceRates:
+    """Counts behind the probabilities, [..., d − 1, r]: calls that accepted the parent of such a
+    draft, and calls that accepted it too. Leading dims are resamples of the prompts, or none."""
+
+    reached_DR: NDArray[np.int64]
+    accepted_DR: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, measured: Iterable[tuple[TokenTree, Mapping[int, int]]]) -> AcceptanceRates:
+        """From trees and how many calls' paths ended at each of their nodes."""
+        measured = list(measured)
+        depth = max((tree.max_depth for tree, _ in measured), default=0)
+        widest = max((len(nodes) for tree, _ in measured for nodes in tree.children), default=0)
+        reached, accepted = np.zeros((2, depth, widest), dtype=np.int64)
+        for tree, ends in measured:
+            visits = [ends.get(node, 0) for node in range(tree.num_nodes)]
+            for node in range(tree.num_nodes - 1, 0, -1):
+                visits[tree.parents[node]] += visits[node]
+            for parent, children in enumerate(tree.children):
+                for rank, child in enumerate(children):
+                    reached[tree.depths[parent], rank] += visits[parent]
+                    accepted[tree.depths[parent], rank] += visits[child]
+        return cls(reached, accepted)
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.reached_DR.any(axis=-1).sum())
+
+    def rates(self, num_depths: int) -> NDArray[np.float64]:
+        """[..., d − 1, r] for `num_depths` depths. Where no tree was so deep, the rank's rate over
+        all depths; 0 for a rank that was never tried."""
+        reached_R = self.reached_DR.sum(axis=-2, keepdims=True)
+        prior_R = self.accepted_DR.sum(axis=-2, keepdims=True) / np.maximum(reached_R, 1)
+        rates_DR = (self.accepted_DR + PRIOR_CALLS * prior_R) / (self.reached_DR + PRIOR_CALLS)
+        beyond = np.repeat(prior_R, max(num_depths - rates_DR.shape[-2], 0), axis=-2)
+        return np.concatenate([rates_DR, beyond], axis=-2)[..., :num_depths, :]
+
+    def expected_drafts(self, tree: TokenTree) -> NDArray[np.float64]:
+        """Accepted drafts a call, [...]."""
+        rates = self.rates(tree.max_depth)
+        probability = [np.ones(rates.shape[:-2])] * tree.num_nodes
+        for parent, children in enumerate(tree.children):
+            for rank, child in enumerate(children):
+                known = rank < rates.shape[-1]
+                rate = rates[..., tree.depths[parent], rank] if known else 0.0
+                probability[child] = probability[parent] * rate
+        return np.asarray(sum(probability[1:]))
+
+
+def best_tree(rates: AcceptanceRates, num_nodes: int, name: str | None = None) -> TokenTree:
+    """The tree with the most expected drafts among all of at most `num_nodes` nodes, the root
+    included. Raises UsageError for a size that no tree has."""
+    if not 2 <= num_nodes <= MAX_NODES:
+        raise UsageError(f"a tree of {num_nodes} nodes was asked for, wanted 2 to {MAX_NODES}")
+    num_drafts = num_nodes - 1
+    rates_DR = rates.rates(num_drafts)
+    widest = rates_DR.shape[1]
+    # below[n]: the most expected drafts below an accepted node of the depth, of n nodes in all.
+    # share[d, r, n]: what of n nodes the child of rank r and those below it get, the rest going to
+    # its later siblings; 0 ends the siblings.
+    below = np.zeros(num_drafts + 1)
+    share = np.zeros((num_drafts, widest, num_drafts + 1), dtype=np.int64)
+    for depth in reversed(range(num_drafts)):
+        later = np.zeros(num_drafts + 1)
+        for rank in reversed(range(widest)):
+            best = np.zeros(num_drafts + 1)
+            for nodes in range(1, num_drafts + 1):
+                values = rates_DR[depth, rank] * (1 + below[:nodes]) + later[:nodes][::-1]
+                share[depth, rank, nodes] = 1 + values.argmax()
+                best[nodes] = values.max()
+            later = best
+        below = later
+    parents, queue = [-1], [(0, 0, num_drafts)]
+    for node, depth, nodes in queue:
+        for rank in range(widest):
+            if nodes == 0:
+                break
+            given = int(share[depth, rank, nodes])
+            queue.append((len(parents), depth + 1, given - 1))
+            parents.append(node)
+            nodes -= given
+    return TokenTree(tuple(parents), name or f"suggested-{num_nodes}")
+
+
+def suggest(
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None,
+    samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
+) -> SuggestedTree:
+    """The best tree for rows of one checkpoint at one temperature; by default of as many nodes as
+    the largest tree that was measured. The prediction has an interval where `samples_of` has the
+    prompts of all the rows.
+
+    Raises UsageError when no row says where its paths ended.
+    """
+    told = [row for row in rows if row.tree and row.end_nodes and row.temperature == temperature]
+    if not told:
+        raise UsageError(
+            f"no row at T = {temperature:g} says at which nodes paths ended: evaluate again with "
+            "--overwrite"
+        )
+    trees = [row.tree.to_token_tree() for row in told if row.tree]
+    ends = [row.end_nodes for row in told]
+    rates = AcceptanceRates.of(zip(trees, ends, strict=True))
+    own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
+    num_calls = sum(map(_calls, told))
+
+    def predicted(tree: TokenTree) -> float:
+        return own / num_calls + float(rates.expected_drafts(tree))
+
+    tree = best_tree(rates, num_nodes or max(tree.num_nodes for tree in trees))
+    prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
+               for sample in samples_of(row)]  # fmt: skip
+    complete = len(prompts) == sum(row.num_prompts for row in told)
+    return SuggestedTree(
+        temperature=temperature,
+        tree=Tree(name=tree.name, parents=tree.parents),
+        predicted_acceptance_length=predicted(tree),
+        predicted_acceptance_length_interval=_interval(tree, prompts) if complete else None,
+        num_calls=num_calls,
+        num_extrapolated=sum(depth > rates.max_depth for depth in tree.depths),
+        checks=tuple(
+            TreeCheck(
+                tree=each,
+                predicted_acceptance_length=predicted(each.to_token_tree()),
+                measured_acceptance_length=_tau([row for row in told if row.tree == each]),
+            )
+            for each in dict.fromkeys(row.tree for row in told if row.tree)
+        ),
+    )
+
+
+def _interval(
+    tree: TokenTree, prompts: Sequence[tuple[TokenTree, SampleRow]]
+) -> metrics.Interval | None:
+    """Of the predicted τ, by resampling the prompts; each with all the trees that it was run with.
+
+    It says what the choice of prompts leaves open, not how far the model is from the truth."""
+    groups: dict[tuple[str, str], list[tuple[TokenTree, SampleRow]]] = {}
+    for each in prompts:
+        groups.setdefault((each[1].benchmark, each[1].prompt_id), []).append(each)
+    # Gives all counts one shape.
+    blank: list[tuple[TokenTree, dict[int, int]]] = [(measured, {}) for measured, _ in prompts]
+    counts, own, calls = [], [], []
+    for group in groups.values():
+        ends = [(measured, Counter(sample.end_node_per_call)) for measured, sample in group]
+        rates = AcceptanceRates.of([*ends, *blank])
+        counts.append([rates.reached_DR, rates.accepted_DR])
+        samples = [sample for _, sample in group]
+        own.append(sum(s.num_new_tokens - sum(s.accepted_per_call) for s in samples))
+        calls.append(sum(s.num_calls for s in samples))
+    counts_Q2DR, own_Q, calls_Q = np.array(counts), np.array(own), np.array(calls)
+
+    def predicted(i_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
+        times_RQ = np.zeros_like(i_RQ)  # how often each resample has each prompt
+        np.add.at(times_RQ, (np.arange(len(i_RQ))[:, None], i_RQ), 1)
+        reached_RDR, accepted_RDR = np.einsum("rq,qcdk->crdk", times_RQ, counts_Q2DR)
+        drafts_R = AcceptanceRates(reached_RDR, accepted_RDR).expected_drafts(tree)
+        return (times_RQ @ own_Q) / (times_RQ @ calls_Q) + drafts_R
+
+    return metrics.bootstrap_interval(predicted, len(groups))
+
+
+def _calls(row: ResultRow) -> int:
+    return sum(row.end_nodes.values())
+
+
+def _tokens(row: ResultRow) -> float:
+    return (row.acceptance_length or 0.0) * _calls(row)
+
+
+def _accepted(histogram: Mapping[int, int]) -> int:
+    return sum(accepted * calls for accepted, calls in histogram.items())
+
+
+def _tau(rows: Sequence[ResultRow]) -> float:
+    """τ over the calls of several rows."""
+    return sum(map(_tokens, rows)) / sum(map(_calls, rows))

@@ -1,0 +1,305 @@
+"""What happens beside the training steps: rows and progress lines, evaluation of the exports."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from stree.errors import StreeError, UsageError
+from stree_pipelines.evaluation.launch import start_process, submit_job
+from stree_pipelines.training.export import Exports
+from stree_pipelines.training.module import Training
+
+EVAL_SCRIPT = Path(__file__).parents[1] / "eval_spec.py"
+
+
+class LogMetrics(pl.Callback):
+    """A row to every logger each `trainer.log_every_n_steps`; without a terminal also a line.
+
+    Rows hold the step's own values, not averages since the last row: a resumed run then logs
+    exactly what an uninterrupted one does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = (0, 0.0, 0.0)  # tokens seen, time, untimed
+        self._started = (0, 0.0)  # step, time
+        self._logged_step = -1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        now = time.perf_counter()
+        self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
+        self._started = (trainer.global_step, now)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
+            return
+        interval = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step % interval and step not in (1, trainer.max_steps):
+            return
+        self._logged_step = step
+        if step == self._started[0] + 1:
+            # The first step compiles kernels; it says nothing about the time that is left.
+            self._started = (step, time.perf_counter())
+        row = pl_module.global_step_metrics()
+        row["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        row["tokens_per_second"] = self._rate(pl_module)
+        row["tokens_seen"] = pl_module.tokens_seen
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step)
+        if trainer.is_global_zero and not _has_bar(trainer):
+            self._say(trainer, step, row)
+
+    def _rate(self, pl_module: Training) -> float:
+        """Tokens per second since the last row, without exports, evaluations and validation."""
+        tokens, then, untimed = self._last
+        now = time.perf_counter()
+        self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
+        busy_s = (now - then) - (pl_module.untimed_s - untimed)
+        return (pl_module.tokens_seen - tokens) / max(busy_s, 1e-9)
+
+    def _say(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
+        first, then = self._started
+        num_steps = step - first
+        left_s = (time.perf_counter() - then) * (trainer.max_steps - step) / max(num_steps, 1)
+        eta = clock(left_s) if num_steps or step == trainer.max_steps else "?"
+        print(
+            f"step {step}/{trainer.max_steps}  loss {row['loss']:.4f}  "
+            f"{_acceptance(row, 'simulated_acceptance')}"
+            f"{row['tokens_per_second']:,.0f} tokens/s  ETA {eta}",
+            flush=True,
+        )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        pl_module.untimed_s += time.perf_counter() - self._validation_start
+        row = pl_module.validation_metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(row, trainer.global_step)
+        if trainer.is_global_zero and not _has_bar(trainer):
+            print(
+                f"step {trainer.global_step}/{trainer.max_steps}  "
+                f"validation loss {row['val_loss']:.4f}  "
+                f"{_acceptance(row, 'val_simulated_acceptance')}".rstrip(),
+                flush=True,
+            )
+
+
+class EvaluationFailed(StreeError):
+    """The training is done, some of its evaluations are not; ends with the first one's code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EvaluateExports(pl.Callback):
+    """Evaluates each export while training goes on; `eval_spec.py --run RUN` gives the same rows.
+
+    `inline` evaluates in this process, between two steps, and leaves the random numbers of the
+    training as they were. `process` starts `eval_spec.py` and does not wait until the fit's end.
+    `slurm` submits `slurm/eval_spec.sh` and never waits; where that is refused, a warning has the
+    command to type. In all modes options, benchmarks and trees are checked before the first step,
+    the training state of the same step is saved first, and an evaluation that fails is told but
+    stops nothing: `raise_failures` does so at the end.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["off", "inline", "process", "slurm"] = "off",
+        config: str | None = None,
+        visible_devices: str | None = None,
+        sbatch_options: list[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            mode: see the class.
+            config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
+            visible_devices: of `process`: its CUDA_VISIBLE_DEVICES, such as a GPU that the training
+                leaves free (default: the training's).
+            sbatch_options: of `slurm`: what stands before the script, such as
+                ["--gpus-per-node=1", "--time=30"].
+        """
+        super().__init__()
+        if visible_devices is not None and mode != "process":
+            raise UsageError(
+                f"evaluation.visible_devices is for mode process, and evaluation.mode is {mode}"
+            )
+        if sbatch_options is not None and mode != "slurm":
+            raise UsageError(
+                f"evaluation.sbatch_options is for mode slurm, and evaluation.mode is {mode}"
+            )
+        self.mode, self.config = mode, config
+        self.visible_devices, self.sbatch_options = visible_devices, sbatch_options or []
+        # Set by the entry point before `fit`.
+        self.exports: Exports | None = None
+        self.target: str = ""
+        self.out: Path | None = None
+        self._evaluation: Any = None
+        self._processes: list[tuple[str, subprocess.Popen]] = []
+        self._evaluated_step = -1
+        self._evaluate_after_validation = False
+        self._failures: list[tuple[str, int]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.mode == "off":
+            return
+        if self.exports is None or self.out is None or not self.target:
+            raise UsageError("EvaluateExports needs exports, target and out before fit")
+        from stree_pipelines.evaluation.context import Workers
+        from stree_pipelines.evaluation.evaluate import Evaluation
+
+        with untouched_training_state():
+            if self.mode == "inline":
+                self._evaluation = Evaluation(self._settings())
+            else:
+                # Only to have it refused now what the processes would refuse after an export.
+                Evaluation(self._settings(), workers=Workers())
+
+    def require_settings(self, target: str | None, run_dir: Path) -> None:
+        """Have it refused now what the evaluations would refuse after an export."""
+        self.target, self.out = target or "", run_dir / "eval"
+        if self.mode != "off":
+            from stree_pipelines.evaluation.context import Workers
+            from stree_pipelines.evaluation.evaluate import Evaluation
+
+            with untouched_training_state():
+                Evaluation(self._settings(), workers=Workers())
+
+    def _options(self) -> list[str]:
+        options = ["--config", self.config] if self.config else []
+        return [*options, "--target", self.target, "--out", str(self.out)]
+
+    def _settings(self) -> Any:
+        from stree_pipelines.eval_spec import build_parser
+        from stree_pipelines.evaluation.plan import settings_of
+
+        return settings_of(build_parser().parse_args(self._options()).as_dict())
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.mode == "off" or step == self._evaluated_step:
+            return
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if epoch_loop._should_accumulate():
+            return
+        assert self.exports is not None
+        if step not in self.exports.export_steps(trainer.max_steps):
+            return
+        self._evaluated_step = step
+        # TrainingCheckpoints saves behind a validation that is due now, and it goes first.
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        self._evaluate_after_validation = epoch_loop._should_check_val_fx(fetcher)
+        if not self._evaluate_after_validation:
+            self._evaluate(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        if self._evaluate_after_validation:
+            self._evaluate_after_validation = False
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: Training) -> None:
+        assert self.exports is not None
+        path = str(self.exports.path_of(trainer.global_step))
+        if self.mode == "inline":
+            with pl_module.untimed(), untouched_training_state():
+                self._evaluate_here(path)
+        elif trainer.is_global_zero:
+            arguments = [*self._options(), "--checkpoint", path]
+            if self.mode == "process":
+                process = start_process(EVAL_SCRIPT, arguments, self.visible_devices)
+                self._processes.append((path, process))
+                return
+            assert self.out is not None
+            with pl_module.untimed():
+                name = f"eval-{self.out.resolve().parent.name}"
+                told, submitted = submit_job(arguments, self.sbatch_options, name)
+            if submitted:
+                print(f"evaluation of {path}: {told}", flush=True)
+            else:
+                print(f"warning: no evaluation of {path}: {told}", file=sys.stderr, flush=True)
+
+    def _evaluate_here(self, path: str) -> None:
+        try:
+            self._evaluation.evaluate(path)
+        except (StreeError, OSError, RuntimeError) as error:
+            # The training is worth more than a row that `eval_spec.py --run` can still add.
+            self._fail(path, getattr(error, "exit_code", 1), str(error))
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._processes:
+            print(f"waiting for {len(self._processes)} evaluations", flush=True)
+        for path, process in self._processes:
+            code = process.wait()
+            if code:
+                self._fail(path, code, f"it ended with code {code}")
+        self._processes.clear()
+
+    def _fail(self, path: str, code: int, reason: str) -> None:
+        print(f"evaluation of {path} failed: {reason}", file=sys.stderr, flush=True)
+        self._failures.append((path, code))
+
+    def raise_failures(self) -> None:
+        """Raise EvaluationFailed if there were any; for the end of the command."""
+        if self._failures:
+            first_code = self._failures[0][1]
+            raise EvaluationFailed(
+                f"the training is done, but {len(self._failures)} of its evaluations failed (see "
+                "above): eval_spec.py --run completes the rows",
+                first_code if first_code > 0 else 1,  # a signal's number is negative
+            )
+
+
+@contextmanager
+def untouched_training_state() -> Iterator[None]:
+    """Run inside as a process of its own would: with PyTorch's default precision and algorithms,
+    and without a trace in the training's random numbers."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, without the hours when there are none."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _acceptance(row: Mapping[str, float], name: str) -> str:
+    """Nothing where no drafter is trained."""
+    return f"simulated acceptance {row[name]:.3f}  " if name in row else ""
+
+
+def _has_bar(trainer: pl.Trainer) -> bool:
+    return trainer.progress_bar_callback is not None

@@ -1,0 +1,403 @@
+"""What distill.py and train_target.py share: one YAML, dotted overrides, one run folder."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.utils.deterministic
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+from stree.errors import (
+    CheckpointRefused,
+    OutOfMemory,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
+from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
+from stree.tokenizer import fingerprint
+from stree_pipelines.command_line import OneLineErrors
+from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
+from stree_pipelines.dry_run import ModelPlan, config_lines, describe_training, require_writable
+from stree_pipelines.training.callbacks import EvaluateExports, LogMetrics
+from stree_pipelines.training.checkpointing import (
+    SafeCheckpointIO,
+    TrainingCheckpoints,
+    latest_valid,
+    remove_all_but,
+)
+from stree_pipelines.training.export import Exports
+from stree_pipelines.training.module import Training
+from stree_pipelines.training.peers import PeerWatch
+from stree_pipelines.training.restarts import RestartLimit, note_start
+from stree_pipelines.training.run_folder import (
+    Curves,
+    MetricsFile,
+    describe_code,
+    hash_of_config,
+    prepare_run_folder,
+    require_same_run,
+    take_run_folder,
+)
+from stree_pipelines.training.sharding import require_supported
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": -1,  # steps count, not passes over the data
+    "max_steps": 1000,
+    "log_every_n_steps": 10,
+    "gradient_clip_val": 1.0,
+    "val_check_interval": 100,
+    "check_val_every_n_epoch": None,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": sys.stderr.isatty(),
+    "devices": 1,
+    # Or a resumed run on a GPU would not be the same run; costs a few percent.
+    "deterministic": True,
+}
+# What Lightning and mamba-ssm say to everybody and nobody here can act on.
+NOISE = (
+    "You have overridden `on_before_batch_transfer`",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
+    # Lightning instantiates by it, too.
+    r"\s*``ArgumentParser.add_instantiator`` was deprecated",
+    "Since DeepSpeed handles gradient clipping internally",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+)
+
+
+SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
+
+
+class TrainingParser(OneLineErrors, LightningArgumentParser):
+    """A training command."""
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
+
+    description = "Train in a run folder that the same command resumes."
+    export_folder = "drafter"
+    evaluates = True
+    trains = True  # `fit` is its subcommand; a command that only reads the same config has none
+    resume_path: Path | None = None
+    restarts = 0  # without progress; the main process knows
+
+    def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
+        with ExitStack() as self._until_the_end:
+            self._run(model_class, args)
+
+    def _run(self, model_class: type[Training], args: list[str] | None) -> None:
+        super().__init__(
+            model_class,
+            ConversationDataModule,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
+            # A misspelt option must not pass for an abbreviation.
+            parser_kwargs={
+                "description": self.description,
+                "allow_abbrev": False,
+                "fit": {"description": self.description, "allow_abbrev": False},
+            },
+            args=args,
+            run=self.trains,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        inputs = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": inputs | {"ckpt_path", "weights_only"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.add_own_options(parser)
+        parser.add_lightning_class_args(LogMetrics, "progress")
+        parser.add_lightning_class_args(Exports, "export")
+        # Training state before evaluations: what takes long or fails must not cost a step.
+        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
+        if self.evaluates:
+            parser.add_lightning_class_args(EvaluateExports, "evaluation")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def add_own_options(self, parser: LightningArgumentParser) -> None:
+        """Those that are no part of a YAML file."""
+        parser.add_argument(
+            "--run_dir", "--run-dir", type=str | None, default=None,
+            help="Run folder; running the same command again goes on where it stopped. Needed "
+            "unless with --show_mask.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--show_mask", "--show-mask", action="store_true",
+            help="Print a training conversation with its loss mask in colour, and exit.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--dry_run", "--dry-run", action="store_true",
+            help="Read config and data, say what the run would take, write nothing, and exit.",
+        )  # fmt: skip
+
+    @property
+    def options(self) -> Any:
+        """The parsed configuration, the subcommand's where there is one."""
+        return self.config[self.config["subcommand"]] if self.trains else self.config
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.options["run_dir"])
+
+    def before_instantiate_classes(self) -> None:
+        quieten()
+        if torch.cuda.is_available():
+            torch.set_float32_matmul_precision("high")
+        # Deterministic mode would also fill every new tensor with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        max_steps = self.options["trainer"]["max_steps"]
+        if max_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
+                "learning rate depend on it"
+            )
+        require_supported(self.options["trainer"]["strategy"])
+        if self.options["show_mask"]:
+            return
+        if self.options["run_dir"] is None:
+            raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
+        self._dump_config()
+        if not self.options["dry_run"]:
+            self._take_folder()
+        require_same_run(self.run_dir, self.config_dump)
+        self.resume_path = latest_valid(self.run_dir)
+        if self.options["dry_run"]:
+            require_writable(self.run_dir)
+            self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
+        elif not self.is_finished:
+            self._prepare_run()
+
+    @rank_zero_only
+    def _take_folder(self) -> None:
+        self._until_the_end.enter_context(take_run_folder(self.run_dir))
+
+    @rank_zero_only
+    def _prepare_run(self) -> None:
+        """Whatever can be refused is refused here, before a model is loaded."""
+        target = self.target_path
+        prepare_run_folder(
+            self.run_dir,
+            self.config_dump,
+            {"target": target, "seed": int(self.options["seed_everything"])},
+        )
+        self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
+
+    def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
+        """What stands in the model's place in a dry run."""
+        raise NotImplementedError
+
+    @property
+    def resume_step(self) -> int:
+        """Optimiser steps that the checkpoint to resume from has behind it."""
+        return int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.resume_step >= self.options["trainer"]["max_steps"]
+
+    @property
+    def target_path(self) -> str | None:
+        """The target's folder; None when it is what is trained."""
+        return self.options["model"].get("target")
+
+    def instantiate_classes(self) -> None:
+        """Load models only where something is to be trained."""
+        if not self.options["show_mask"] and not self.is_finished:
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.options["show_mask"]:
+            self._show_mask()
+        elif self.is_finished:
+            step, max_steps = self.resume_step, self.options["trainer"]["max_steps"]
+            asked = f"{step} of {max_steps} steps are done"
+            if step > max_steps:
+                asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
+            self._tidy_up()
+            say(f"{self.run_dir} is finished: {asked}")
+        elif self.options["dry_run"]:
+            self._dry_run()
+        else:
+            super()._run_subcommand(subcommand)
+
+    @rank_zero_only
+    def _tidy_up(self) -> None:
+        """What a kill behind the last save may have left to do."""
+        for folder in ("", "checkpoints", self.export_folder):
+            sweep_leftovers(self.run_dir / folder)
+        remove_all_but(self.options["checkpoint"]["keep_last"], self.run_dir / "checkpoints")
+
+    def _dry_run(self) -> None:
+        say(config_lines(self.config_dump))
+        plan: Any = self.model
+        self._prepare_data(plan.trained.vocab_size)
+        if self.evaluates:
+            self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
+        callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
+        say(
+            describe_training(
+                plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
+                self.export_folder,
+            )
+        )  # fmt: skip
+
+    def _show_mask(self) -> None:
+        """Read no more of the data than it takes to find a conversation."""
+        data = dict(self.options["data"])
+        limit = data["limit"]
+        data["limit"] = SHOWN_FROM if limit is None else min(limit, SHOWN_FROM)
+        module = ConversationDataModule(**{**data, "valid": None})
+        module.setup("fit")
+        print(module.show_mask())
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        step = self.resume_step
+        trainer_options = self._get(self.config_init, "trainer")
+        own = [
+            MetricsFile(self.run_dir / "metrics.csv", last_step=step),
+            Curves(self.run_dir, last_step=step),
+        ]
+        given = trainer_options.get("logger")
+        if given is False:
+            own = []
+        plugins: list[Any] = [SafeCheckpointIO()]
+        if SLURMEnvironment.detect():
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        return super().instantiate_trainer(
+            logger=own + (given if isinstance(given, list) else []),
+            plugins=plugins + _as_list(trainer_options.get("plugins")),
+            default_root_dir=str(self.run_dir),
+            **kwargs,
+        )
+
+    def before_fit(self) -> None:
+        self._prepare_data(self.model.exported.config.vocab_size)
+        tokenizer = self.datamodule.tokenizer
+        identity = {
+            "config_hash": hash_of_config(self.config_dump, self._rows_a_step),
+            "tokenizer_fingerprint": fingerprint(tokenizer),
+            "global_batch_size": self._rows_a_step,
+        }
+        exports = self._callback(Exports)
+        exports.directory = self.run_dir / self.export_folder
+        exports.tokenizer = tokenizer
+        exports.provenance = {**identity, **self.origin(), **describe_code()}
+        checkpoints = self._callback(TrainingCheckpoints)
+        checkpoints.run_dir = self.run_dir
+        checkpoints.manifest_extra = identity
+        self.trainer.callbacks += [PeerWatch(), RestartLimit(self.run_dir, self.restarts)]  # type: ignore[attr-defined]
+        if self.evaluates:
+            evaluation = self._callback(EvaluateExports)
+            evaluation.exports = exports
+            evaluation.target = self.target_path or ""
+            evaluation.out = self.run_dir / "eval"
+
+    def _prepare_data(self, vocab_size: int) -> None:
+        """Read the data, and refuse what does not fit together."""
+        self._share_global_batch()
+        self.datamodule.setup("fit")
+        num_ids = len(self.datamodule.tokenizer)
+        if num_ids > vocab_size:
+            raise UsageError(
+                f"the tokenizer {self.datamodule.tokenizer_path} has {num_ids} ids, the "
+                f"model {vocab_size}: set its vocab_size to at least that, or give the tokenizer "
+                "that belongs to the model"
+            )
+
+    def _share_global_batch(self) -> None:
+        """Let the trainer accumulate what keeps the global batch, and validate by its steps."""
+        trainer, data = self.trainer, self.datamodule
+        trained = None
+        if self.resume_path is not None:
+            trained = read_manifest(self.resume_path).get("global_batch_size")
+            if not isinstance(trained, int) or trained < 1:
+                raise CheckpointRefused(
+                    f"{self.resume_path} does not say its global batch (got {trained!r}): resume "
+                    "from another checkpoint, or start in another run folder"
+                )
+        given = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = accumulation(
+            data.batch_size, trainer.world_size, given, data.global_batch_size, trained
+        )
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval *= trainer.accumulate_grad_batches
+
+    @property
+    def _rows_a_step(self) -> int:
+        trainer = self.trainer
+        return self.datamodule.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+
+    def origin(self) -> dict[str, Any]:
+        """What an export's provenance says about where it comes from."""
+        return {}
+
+    def _callback(self, kind: type) -> Any:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, kind))
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train from the last valid checkpoint on."""
+        max_steps = self.trainer.max_steps
+        if self.resume_path is not None:
+            say(f"resuming from {self.resume_path}")
+        model = self.model.exported
+        say(
+            f"{self.export_folder}: {model.num_parameters():,} parameters, "
+            f"{model.config.num_layers} layers ({len(model.config.attn_layers)} attention), width "
+            f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
+            f"{self._rows_a_step} rows"
+        )
+        try:
+            with (
+                self._callback(TrainingCheckpoints).noting_signals(self.trainer),
+                reporting_refusals(self.run_dir, codes=FULL_DISK),
+            ):
+                self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"{first_line(error)}; lower data.batch_size (and raise "
+                "trainer.accumulate_grad_batches by the same factor, unless the run has a "
+                "checkpoint to go on from) or data.sequence_length"
+            ) from error
+        if self.evaluates:
+            self._callback(EvaluateExports).raise_failures()
+
+
+@rank_zero_only
+def say(line: str) -> None:
+    """Print on the main process."""
+    print(line, flush=True)
+
+
+def quieten() -> None:
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,498 @@
+"""What is trained: a drafter against its frozen target, and a target against its data.
+
+Legend: B batch, T tokens, D width, V vocabulary.
+
+Batches are dicts of `tokens` (B, T) int64, `segment_ids` (B, T) int64 and `loss_mask` (B, T) bool;
+`loss_mask[b, t]` says that predicting token t counts, which the hidden state at t − 1 does. In
+training also `totals`, what the whole global batch counts (`MicroBatches.totals`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from stree.errors import InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.models.convert import load_config, load_model
+from stree.models.hybrid import HybridModel
+from stree.models.slicing import drafter_config_from, slice_drafter
+from stree_pipelines.training.losses import (
+    LossTerms,
+    chunked_cross_entropy,
+    chunked_distillation_loss,
+    chunked_top_k_loss,
+)
+from stree_pipelines.training.sharding import own_part, shard, whole
+from stree_pipelines.training.teachers import TopK
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decay on matrices only, and a learning rate that is a function of the step.
+
+    Args:
+        lr: peak learning rate.
+        min_lr_ratio: where the cosine ends, as a share of `lr`.
+        warmup_steps: linear from lr / warmup_steps to lr.
+        decay_steps: optimiser step at which the cosine ends; null is trainer.max_steps.
+        weight_decay: of the projection matrices; not of embeddings, norms, biases, conv and A, D.
+        betas: AdamW's.
+        eps: AdamW's.
+    """
+
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    decay_steps: int | None = None
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.min_lr_ratio <= 1 or self.warmup_steps < 0:
+            raise UsageError(
+                f"optimizer: wanted lr > 0, 0 <= min_lr_ratio <= 1 and warmup_steps >= 0, got "
+                f"{self.lr}, {self.min_lr_ratio} and {self.warmup_steps}"
+            )
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of the update that follows `step` updates, out of `num_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+class Training(pl.LightningModule):
+    """What both kinds of training share. `exported` is the model that is trained."""
+
+    exported: HybridModel
+    loss_on: Literal["assistant", "all"] = "assistant"  # whose tokens count
+    has_two_terms = False  # whether the loss is a sum whose parts are worth a column each
+    has_drafter = False  # whether there is anything to accept
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        chunk_tokens: int | None,
+        compile_layers: bool,
+        activation_checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        self.compile_layers = compile_layers
+        self.activation_checkpointing = activation_checkpointing
+        self.optimizer_config = optimizer
+        self.chunk_tokens = chunk_tokens
+        self.tokens_seen = 0  # real ones (no padding) that went through, over all ranks
+        self.untimed_s = 0.0  # spent in `untimed`
+        # Of the last step, this rank's share, on the device: reading them is a host sync.
+        self.step_metrics: dict[str, Tensor] = {}
+        self.validation_metrics: dict[str, float] = {}
+        self._validation_sums: Tensor | None = None
+        self._first_bad_step: Tensor | None = None
+
+    @abstractmethod
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        """Loss of a batch as it lies on the device."""
+
+    # Batches
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Masks on the host, before the copy to the device."""
+        return {**batch, "real_mask": real_tokens(batch["segment_ids"], batch["loss_mask"])}
+
+    # Optimisation
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.exported, FSDPModule):
+            shard(self.exported, self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        config = self.optimizer_config
+        decayed: list[Tensor] = []
+        kept: list[Tensor] = []
+        for name, parameter in self.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+            (decayed if is_matrix else kept).append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr, betas=config.betas, eps=config.eps,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+
+    @property
+    def num_decay_steps(self) -> int:
+        return self.optimizer_config.decay_steps or self.trainer.max_steps
+
+    @property
+    def step_learning_rate(self) -> float:
+        return learning_rate(self.trainer.global_step, self.num_decay_steps, self.optimizer_config)
+
+    def on_fit_start(self) -> None:
+        if self.num_decay_steps < 1:
+            raise UsageError(
+                f"trainer.max_steps is {self.trainer.max_steps}; give the number of optimiser "
+                "steps, the learning rate depends on it"
+            )
+        self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+        if self.activation_checkpointing:
+            for layer in self.exported.model.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+        if self.compile_layers:
+            for model in self.compiled_models():
+                for layer in model.model.layers:
+                    layer.compile(dynamic=False)
+
+    def compiled_models(self) -> list[HybridModel]:
+        """The models whose layers `compile_layers` is about."""
+        return [self.exported]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        accumulate = self.trainer.accumulate_grad_batches
+        totals = batch["totals"]
+        # The trainer takes the mean over micro-batches and ranks of what this returns; with this
+        # divisor that is the mean over all tokens, whatever each micro-batch happened to get.
+        share = max(totals[self.loss_on], 1) / (accumulate * self.trainer.world_size)
+        terms = self.loss_terms(batch, torch.full((), share, device=self.device))
+        metrics = {"loss": terms.loss.detach()}
+        if self.has_drafter:
+            metrics["simulated_acceptance"] = terms.simulated_acceptance
+        if self.has_two_terms:
+            metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
+        metrics = {name: value / accumulate for name, value in metrics.items()}
+        if batch_idx % accumulate:
+            metrics = {name: self.step_metrics[name] + value for name, value in metrics.items()}
+        else:
+            self.tokens_seen += totals["tokens"]
+        self.step_metrics = metrics
+        return terms.loss
+
+    def global_step_metrics(self) -> dict[str, float]:
+        """`step_metrics` over all ranks; a collective and a host sync."""
+        names, values = zip(*self.step_metrics.items(), strict=True)
+        stacked = torch.stack([value.float() for value in values])
+        if self.trainer.world_size > 1:
+            stacked = self.trainer.strategy.reduce(stacked, reduce_op="mean")
+        return dict(zip(names, stacked.tolist(), strict=True))
+
+    @abstractmethod
+    def counted_mask(self, batch: Batch) -> Tensor:
+        """(B, T) bool: the tokens whose prediction counts."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.step_learning_rate
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        # Lightning's own refuses fused AdamW even without a loss scaler, and keeps the norm to
+        # itself.
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
+        self.note_grad_norm(whole(norm.detach()))
+
+    def note_grad_norm(self, norm: Tensor) -> None:
+        """Log the gradient's norm before it was clipped; a step that has none is not finite."""
+        self.step_metrics["grad_norm"] = norm
+        self._watch_finite(norm)
+
+    def _watch_finite(self, norm: Tensor) -> None:
+        """Remember the first step whose loss or gradient is not finite; look at it at once on a
+        CPU, and where looking is a host sync only when rows are logged (and before any save)."""
+        assert self._first_bad_step is not None
+        step = self.trainer.global_step
+        good = norm.isfinite() & self.step_metrics["loss"].isfinite()
+        fresh_bad = ~good & (self._first_bad_step < 0)
+        self._first_bad_step = torch.where(fresh_bad, step, self._first_bad_step)
+        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.device.type == "cpu" or (step + 1) % interval == 0:
+            self.require_finite()
+
+    def require_finite(self) -> None:
+        """Raise InvariantBroken naming the step, and the parameter while its gradient is there."""
+        if self._first_bad_step is None or self._first_bad_step < 0:
+            return
+        step = int(self._first_bad_step)
+        where = ""
+        if step == self.trainer.global_step:
+            names = (
+                name
+                for name, parameter in self.named_parameters()
+                if parameter.grad is not None and not own_part(parameter.grad).isfinite().all()
+            )
+            where = next((f" (gradient of {name})" for name in names), " (loss)")
+        raise InvariantBroken(
+            f"loss or gradient is not finite at step {step}{where}: training stopped and nothing "
+            "was saved after it; lower the learning rate or look at that batch, then run again"
+        )
+
+    def require_finite_weights(self) -> None:
+        """`require_finite`, and the weights themselves. Called before anything is written."""
+        self.require_finite()
+        parameters = self.named_parameters()
+        bad = next((name for name, each in parameters if not own_part(each).isfinite().all()), None)
+        if not self.trainer.strategy.reduce_boolean_decision(bad is None):
+            raise InvariantBroken(
+                f"{bad or 'a weight of another process'} is not finite after step "
+                f"{self.trainer.global_step}: nothing was saved; lower the learning rate and "
+                "resume from the last checkpoint"
+            )
+
+    # Validation: means over all counted tokens of the validation set
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = torch.zeros(3, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        terms = self.loss_terms(batch)
+        count = self.counted_mask(batch).sum()
+        row = torch.stack([terms.loss * count, terms.simulated_acceptance * count, count.float()])
+        assert self._validation_sums is not None
+        self._validation_sums += row
+
+    def on_validation_epoch_end(self) -> None:
+        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
+        loss, acceptance, count = sums.tolist()
+        self.validation_metrics = {"val_loss": loss / max(count, 1.0)}
+        if self.has_drafter:
+            self.validation_metrics["val_simulated_acceptance"] = acceptance / max(count, 1.0)
+
+    # State beyond the weights
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.require_finite_weights()
+        checkpoint["tokens_seen"] = self.tokens_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens_seen = checkpoint["tokens_seen"]
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What runs inside does not count against tokens per second."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.untimed_s += time.perf_counter() - start
+
+
+class Distillation(Training):
+    """A drafter learns its frozen target's next-token law on the assistant's tokens."""
+
+    has_drafter = True
+
+    def __init__(
+        self,
+        target: str,
+        drafter: HybridConfig | None = None,
+        drafter_layers: list[int] | None = None,
+        ce_weight: float = 0.0,
+        temperature: float = 1.0,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        target_dtype: Literal["float32", "bfloat16"] = "float32",
+        target_placement: Literal["replicated", "sharded"] = "replicated",
+        chunk_tokens: int | None = None,
+        compile_layers: bool = False,
+        teacher_cache: str | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """
+        Args:
+            target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
+            drafter: architecture of a drafter with random weights; null slices one from the target.
+            drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
+                and the last Mamba-2 layer.
+            ce_weight: weight of the cross-entropy to the data beside the KL divergence.
+            temperature: of both softmaxes in the KL divergence.
+            optimizer: see OptimizerConfig.
+            target_dtype: in which the frozen target's weights are held.
+            target_placement: the whole frozen target on each device, or its weights shared among
+                the devices and gathered layer by layer, whatever the trainer's strategy.
+            chunk_tokens: tokens whose logits exist at once; null chooses.
+            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
+                there, and it need not run. The divergence is then that of top k and tail.
+            activation_checkpointing: keep the input of each trained layer only and compute the
+                rest again in the backward pass: less memory, another forward pass.
+        """
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        self.target_path = target
+        self.teacher_cache = teacher_cache
+        self.target_placement = target_placement
+        self.ce_weight = ce_weight
+        self.has_two_terms = ce_weight > 0
+        self.temperature = temperature
+        config = drafter_config_of(load_config(target), drafter, drafter_layers)
+        model = None
+        if teacher_cache is None or drafter is None:  # a cut-out drafter starts from its weights
+            model = load_model(target, dtype=getattr(torch, target_dtype)).eval()
+            model.requires_grad_(False)
+        if drafter is None:
+            assert model is not None
+            self.exported = slice_drafter(model, drafter_layers)
+        else:
+            self.exported = HybridModel(config)
+        # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
+        object.__setattr__(self, "target", model if teacher_cache is None else None)
+        self.target: HybridModel | None
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.target is None:
+            return
+        num_ranks = self.trainer.world_size
+        if self.target_placement == "sharded" and num_ranks > 1:
+            shard(self.target, init_device_mesh(self.device.type, (num_ranks,)))
+        else:
+            self.target.to(self.device)
+
+    def compiled_models(self) -> list[HybridModel]:
+        return [self.exported] if self.target is None else [self.exported, self.target]
+
+    def counted_mask(self, batch: Batch) -> Tensor:
+        return batch["loss_mask"]
+
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        tokens, segment_ids = batch["tokens"], batch["segment_ids"]
+        mask = shift_left(self.counted_mask(batch))
+        options: dict[str, Any] = dict(
+            ce_labels=shift_left(tokens),
+            ce_weight=self.ce_weight,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            normalizer=normalizer,
+        )
+        if self.target is None:
+            parts = (batch[f"teacher_{name}"] for name in ("ids", "log_probs", "log_tail"))
+            hidden = self.exported.hidden_states(tokens, segment_ids)
+            head = self.exported.head_weight
+            return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
+        with torch.no_grad():
+            target_hidden = self.target.hidden_states(tokens, segment_ids)
+        return chunked_distillation_loss(
+            self.exported.hidden_states(tokens, segment_ids),
+            self.exported.head_weight,
+            target_hidden,
+            self.target.head_weight,
+            mask,
+            **options,
+        )
+
+
+class TargetTraining(Training):
+    """A target learns the data: next-token cross-entropy."""
+
+    def __init__(
+        self,
+        architecture: HybridConfig,
+        loss_on: Literal["assistant", "all"] = "all",
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        chunk_tokens: int | None = None,
+        compile_layers: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """
+        Args:
+            architecture: of the target, random weights.
+            loss_on: the assistant's tokens only, or all tokens of a conversation.
+            optimizer: see OptimizerConfig.
+            chunk_tokens: tokens whose logits exist at once; null chooses.
+            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            activation_checkpointing: keep the input of each trained layer only and compute the
+                rest again in the backward pass: less memory, another forward pass.
+        """
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        self.loss_on = loss_on
+        self.exported = HybridModel(architecture)
+
+    def counted_mask(self, batch: Batch) -> Tensor:
+        if self.loss_on == "assistant":
+            return batch["loss_mask"]
+        segment_ids, mask = batch["segment_ids"], batch["real_mask"].clone()
+        mask[:, 0] = False
+        mask[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        return mask
+
+    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
+        return chunked_cross_entropy(
+            hidden,
+            self.exported.head_weight,
+            shift_left(batch["tokens"]),
+            shift_left(self.counted_mask(batch)),
+            chunk_tokens=self.chunk_tokens,
+            normalizer=normalizer,
+        )
+
+
+def shift_left(values_BT: Tensor) -> Tensor:
+    """What stands at t + 1, at t; zero (False) in the last column."""
+    shifted = torch.zeros_like(values_BT)
+    shifted[:, :-1] = values_BT[:, 1:]
+    return shifted
+
+
+def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
+    last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
+    return segment_ids <= last_segment
+
+
+def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
+    if drafter.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
+            f"{target.vocab_size}: set model.drafter.vocab_size to the target's"
+        )
+
+
+def drafter_config_of(
+    target: HybridConfig, drafter: HybridConfig | None, layers: list[int] | None
+) -> HybridConfig:
+    """The architecture of the drafter that model.drafter or model.drafter_layers asks for.
+
+    Raises UsageError when both are given, or the target does not go with them.
+    """
+    if drafter is None:
+        return drafter_config_from(target, layers)
+    if layers is not None:
+        raise UsageError(
+            "model.drafter describes a drafter with random weights and model.drafter_layers one "
+            "that is sliced from the target: give one of them"
+        )
+    require_same_vocabulary(drafter, target)
+    return drafter.replace(
+        eos_token_ids=target.eos_token_ids,
+        bos_token_id=target.bos_token_id,
+        pad_token_id=target.pad_token_id,
+    )
