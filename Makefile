@@ -27,8 +27,8 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and
 test: $(VENV)/ready-dev  ## set up, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-test-long: $(VENV)/ready-dev  ## kills, signals and disks at many more random moments: under two hours
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests/faults
+test-long: $(VENV)/ready-dev  ## all of them, kills, signals and disks at many more moments: under two hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long"
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .

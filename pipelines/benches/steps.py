@@ -19,7 +19,7 @@ from stree.steps import DeviceSteps
 from stree.tree import TokenTree
 from stree_pipelines.benches.timing import spread
 
-PERIOD = 100  # steps after which the numbers of accepted drafts come round again
+PERIOD = 20  # steps after which the numbers of accepted drafts come round again
 
 
 class GivenAcceptance(DeviceSteps):

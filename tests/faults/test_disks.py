@@ -127,6 +127,7 @@ def test_a_limit_on_the_size_of_files(training, tmp_path):
     assert_same_run(run_dir, training.whole)
 
 
+@pytest.mark.long
 def test_a_temporary_folder_is_not_needed(training, evaluation, tmp_path):
     """Nothing that matters goes through $TMPDIR."""
     nowhere = {"TMPDIR": "/proc/nowhere"}

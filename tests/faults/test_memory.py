@@ -32,7 +32,9 @@ def test_training(training, tmp_path, fault, call):
     assert_same_run(run_dir, training.whole)
 
 
-@pytest.mark.parametrize("fault", [GPU, HOST], ids=["gpu", "host"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(GPU, id="gpu"), pytest.param(HOST, id="host", marks=pytest.mark.long)]
+)
 def test_evaluation(evaluation, tmp_path, fault):
     function, reason = fault
     call = "stree.models.hybrid:HybridModel.tree_forward"

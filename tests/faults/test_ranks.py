@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_given_up(pair, tmp_path, figures):
     ranks[1].send(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_fails_takes_the_other_along_with_its_code(pair, tmp_path, victim):
     """Out of memory on one rank only."""
     fault = ("planted:run_out_of_memory", {"call": LOSS, "nth": 4})

@@ -48,7 +48,7 @@ def uniforms(*shape, seed):
     ("vocab", "count", "support"), [(7, 3, None), (1024, 4, None), (2500, 3, 2), (61, 5, 1)]
 )
 def test_siblings(vocab, count, support):
-    for seed in range(8):
+    for seed in range(4):
         law, drawn_by = laws(3, vocab, seed, support), uniforms(count, 3, seed=seed + 100)
         wanted = sample_siblings(law, [count] * 3, Given(drawn_by))
         got = sampled.sample_siblings(law, count, drawn_by)
@@ -63,7 +63,7 @@ def test_acceptance(tree, vocab, support):
     lengths = set()
     widest = max(len(nodes) for nodes in tree.children)
     children, exists, rows, widths = tables(tree, torch.device(DEVICE))
-    for seed in range(12 if vocab < 1000 else 4):
+    for seed in range(6 if vocab < 1000 else 2):
         target = laws(tree.num_nodes, vocab, seed, support)
         parents = parents_of(tree)
         draft = 0.7 * target[list(parents)] + 0.3 * laws(len(parents), vocab, seed + 50)

@@ -46,9 +46,9 @@ def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
     monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)
-    rows = steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 100, 1)
+    rows = steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 20, 1)
     told = [np.mean(steps.accepted_for(tau, 4)) + 1 for tau in (1.0, 1.7, 5.0)]
-    assert [row["tau"] for row in rows] == pytest.approx(told, abs=0.02)
+    assert [row["tau"] for row in rows] == pytest.approx(told, abs=0.1)
     for row in rows:
         speedup = row["tau"] * row["us_plain"]["median"] / row["us_tree"]["median"]
         assert row["speedup"] == pytest.approx(speedup)
@@ -57,7 +57,7 @@ def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
 def test_accepted_numbers_have_the_mean_asked_for():
     for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
         accepted = steps.accepted_for(tau, 4)
-        assert len(accepted) == 100 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.011)
+        assert len(accepted) == 20 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.051)
         assert max(accepted) - min(accepted) <= 1
 
 
@@ -98,6 +98,7 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
     )}  # fmt: skip
 
 
+@pytest.mark.long
 def test_processes_are_measured_against_one(tmp_path, monkeypatch):
     def distil(arguments):
         count = int(arguments[-1])

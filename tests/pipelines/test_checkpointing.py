@@ -300,6 +300,7 @@ def run_until(line: str, arguments: list[str], number: signal.Signals) -> int:
         return process.wait()
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(workspace, tmp_path, monkeypatch):
     """In processes of their own, with one thread each: sums must not depend on the machine."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

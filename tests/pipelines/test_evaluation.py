@@ -267,6 +267,7 @@ def test_killed_and_resumed_gives_the_same_rows(world, tmp_path, survived, compl
     assert all(s.baseline for row in rows if row.step for s in store.samples(row))
 
 
+@pytest.mark.long
 def test_sigkill_while_writing_then_the_same_command_completes(world, tmp_path, complete):
     command = [
         sys.executable, "pipelines/eval_spec.py", "--target", str(world / "target"),
@@ -334,6 +335,7 @@ def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
     assert all(sample in expected for sample in samples_without_timings(store))
 
 
+@pytest.mark.long
 def test_evaluations_of_one_folder_take_turns(world, tmp_path):
     """As callbacks with a process for each export have them: same baseline, same results file."""
     command = [
@@ -566,6 +568,7 @@ def test_command_says_what_is_missing(tmp_path):
         eval_spec(["--out", str(tmp_path), "--target", "t", "--methods", "stree"])
 
 
+@pytest.mark.long
 def test_a_failure_is_told_once(world, tmp_path):
     """One checkpoint: by the last line alone. Several: each where it happened, the last line names
     them."""

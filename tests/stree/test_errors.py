@@ -19,15 +19,15 @@ exit_with_reason(main)
 """
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize(
-    ("ending", "code", "reason"),
+    ("num_processes", "ending", "code", "reason"),
     [
-        ("pass", 0, ""),
-        ("raise CheckpointRefused('no weights')", 66, "error: no weights\n"),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit()", 0, ""),
-        ("sys.exit('because')", 1, "because\n"),
+        (1, "pass", 0, ""),
+        (2, "pass", 0, ""),
+        (2, "raise CheckpointRefused('no weights')", 66, "error: no weights\n"),
+        (2, "sys.exit(3)", 3, ""),
+        (2, "sys.exit()", 0, ""),
+        (2, "sys.exit('because')", 1, "because\n"),
     ],
 )
 def test_exit_code_reason_and_output_come_through(num_processes, ending, code, reason):

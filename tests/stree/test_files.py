@@ -347,6 +347,7 @@ for turn in range(1_000_000):
 """
 
 
+@pytest.mark.long
 def test_kill_at_any_moment_leaves_old_or_new(tmp_path):
     publish(tmp_path / "step", b"first")
     write_atomically(tmp_path / "file", b"\0" * 200_000)
