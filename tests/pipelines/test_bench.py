@@ -114,6 +114,7 @@ def test_processes_are_measured_against_one(tmp_path, monkeypatch):
     assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
 
 
+@pytest.mark.long
 def test_a_training_that_fails_is_named():
     with pytest.raises(InvariantBroken, match=r"--nonsense ended with code 2: error"):
         bench_training._distil(["--nonsense"])

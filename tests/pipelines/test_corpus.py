@@ -85,6 +85,7 @@ def test_the_split_of_a_module_is_pinned():
     assert shares == pytest.approx({"train": 0.86, "prompts": 0.09, "valid": 0.05}, abs=0.01)
 
 
+@pytest.mark.long
 def test_another_process_builds_the_same_bytes(built, tmp_path):
     out, _ = built
     code = f"from stree_pipelines.corpus import build_corpus; build_corpus({str(tmp_path)!r})"
