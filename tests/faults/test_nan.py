@@ -18,12 +18,14 @@ from stree_pipelines.evaluation.records import ResultStore
         # Step 5 exports, 6 saves, 8 only validates: the next loss is what notices.
         ("weight", 5, r"exported\.\S+ is not finite after step 5: nothing was saved"),
         pytest.param(
-            *("weight", 6, r"exported\.\S+ is not finite after step 6: nothing was saved"),
+            "weight",
+            6,
+            r"exported\.\S+ is not finite after step 6: nothing was saved",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *("weight", 8, r"loss or gradient is not finite at step 8"), marks=pytest.mark.long
-        ),
+            "weight", 8, r"loss or gradient is not finite at step 8", marks=pytest.mark.long
+        ),  # fmt: skip
     ],
 )
 def test_training_stops_before_anything_is_written(training, tmp_path, what, nth, reason, figures):
