@@ -25,7 +25,7 @@ from stree_pipelines.evaluation.records import ResultStore
         ),
         pytest.param(
             "weight", 8, r"loss or gradient is not finite at step 8", marks=pytest.mark.long
-        ),  # fmt: skip
+        ),
     ],
 )
 def test_training_stops_before_anything_is_written(training, tmp_path, what, nth, reason, figures):
