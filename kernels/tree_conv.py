@@ -1,10 +1,12 @@
-"""What a Mamba-2 layer's tree call makes of each node before the scan, in one launch (Triton).
+"""What a Mamba-2 layer's tree call does before the scan: replay and conv, in one launch (Triton).
 
-One program serves one sequence, a block of channels and a few nodes: it reads each node's window
-of raw inputs (new nodes, older nodes of the tree, or the accepted path and the tail of the last
-tree), keeps the nodes' own raw inputs, and writes silu(conv). The programs of the last block do
-the same for dt and the log-decay. What the next call's replay needs is kept (`Derived`), so that
-nothing is convolved twice. The naive twins are in `naive.mamba_tree`.
+Neither needs the other, so their programs run side by side. Replay: one program serves a sequence,
+a head and a block of its channels, and advances the state along the last accepted path. Conv: one
+serves a sequence, a block of channels and a few nodes; it reads each node's window of raw inputs
+(new nodes, older nodes of the tree, or the accepted path and the tail of the last tree), keeps the
+nodes' own raw inputs, and writes silu(conv); a last block of programs does the same for dt and the
+log-decay. What the next call's replay needs is kept (`Derived`), so that nothing is convolved
+twice. The naive twins are in `naive.mamba_tree`.
 
 The last tree's inputs are still read while the new tree's are written: hence two buffers, and
 `Steering.parity` says which is which.
@@ -16,18 +18,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
 BLOCK_CHANNELS = 64
 BLOCK_NODES = 16
+BLOCK_HEAD = 32  # channels of a head whose state a program advances
 
 
-def convolve(
+def replay_and_convolve(
     kept: Tensor,
     rows: Tensor,
     derived: Derived,
+    state: Tensor,
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
@@ -36,7 +40,7 @@ def convolve(
 ) -> Tensor:
     """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
 
-    Writes rows, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S).
+    Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S).
     """
     batch, num_new, _ = kept.shape
     x_conv, b_conv, c_conv = shape.scan_groups
@@ -44,28 +48,39 @@ def convolve(
     c_channels = c_conv * shape.d_state
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
     num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
-    xb, steps = derived.xb, derived.steps
-    tree_conv_kernel[(num_blocks + 1, triton.cdiv(num_new, BLOCK_NODES), batch)](
+    xb, steps, heads = derived.xb, derived.steps, shape.num_heads
+    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
+    head_blocks = triton.cdiv(shape.head_dim, block_p)
+    num_replays = heads * head_blocks if first == 0 else 0
+    num_tiles = triton.cdiv(num_new, BLOCK_NODES)
+    early = overlaps(kept)
+    replay_conv_kernel[(num_replays + (num_blocks + 1) * num_tiles, batch)](
         kept, kept.stride(0), kept.stride(1),
         rows, rows.stride(0), rows.stride(1), rows.stride(2),
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
         C, C.stride(0), C.stride(1),
+        state, state.stride(0), state.stride(1), state.stride(2),
         weights.conv, weights.conv.stride(0), weights.conv.stride(1), weights.conv_bias,
         weights.dt_bias, weights.A_log,
         topology.ancestors.view(torch.uint8), topology.windows, topology.depths.shape[1],
         steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, steering.parity, first, num_new,
-        HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, D_STATE=shape.d_state, WIDTH=shape.width,
+        steering.variant, steering.parity, first, num_new, num_replays, num_blocks,
+        HEADS=heads, HEAD_DIM=shape.head_dim, D_STATE=shape.d_state, WIDTH=shape.width,
         X_REPEATS=x_conv // shape.x_groups, B_REPEATS=b_conv // shape.b_groups,
         B_COLUMN=shape.xbc_dims[0], C_COLUMN=shape.xbc_dims[0] + shape.xbc_dims[1],
         DT_COLUMN=shape.num_channels,
         B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
         NUM_CHANNELS=x_channels + b_channels + c_channels,
         DT_MIN=shape.dt_limit[0], DT_MAX=shape.dt_limit[1], REPLAY=first == 0,
-        OVERLAPS=overlaps(kept),
+        OVERLAPS=early, HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
+        HEAD_BLOCKS=head_blocks, BLOCK_P=block_p,
+        BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
+        # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
+        PRECISION="tf32x3" if kept.dtype == torch.float32 else "tf32",
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
-        BLOCK_H=max(16, triton.next_power_of_2(shape.num_heads)), num_warps=4,
+        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return C
 
@@ -77,29 +92,35 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 @triton.jit
-def tree_conv_kernel(
+def replay_conv_kernel(
     projected, projected_batch_stride, projected_stride,
     rows, rows_parity_stride, rows_batch_stride, row_stride,
     xb, xb_parity_stride, xb_batch_stride, xb_stride,
     steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
     C_pointer, C_batch_stride, C_stride,
+    state, state_batch_stride, state_head_stride, state_row_stride,
     weight_pointer, channel_stride, tap_stride, conv_bias, dt_bias, A_log,
     ancestors, windows, tree_size,
-    path, path_stride, path_lengths, variants, parities, first, num_new,
+    path, path_stride, path_lengths, variants, parities, first, num_new, num_replays, num_blocks,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr,
     X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
     B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr, DT_COLUMN: tl.constexpr,
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
-        gdc_launch_dependents()  # the scan's replay reads nothing of this launch
-    block, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        gdc_wait()
+        gdc_launch_dependents()
+    program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parity = tl.load(parities)
     variant = tl.load(variants + batch)
     projected += batch * projected_batch_stride
     rows += batch * rows_batch_stride
+    xb += batch * xb_batch_stride
+    steps += batch * steps_batch_stride
     old = rows + parity * rows_parity_stride
     path += batch * path_stride
     if REPLAY:
@@ -109,26 +130,71 @@ def tree_conv_kernel(
         path_length = 0
         half = parity
     new = rows + half * rows_parity_stride
-    if block == tl.num_programs(0) - 1:
-        _keep_steps(
-            projected, projected_stride, old, new, row_stride,
-            steps + batch * steps_batch_stride + half * steps_parity_stride,
-            steps_part_stride, steps_stride, dt_bias, A_log,
-            ancestors + variant * tree_size * tree_size, tree_size,
-            path, path_length, tile, first, num_new,
-            HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, BLOCK_Q, BLOCK_H,
+    if program < num_replays:  # never so without REPLAY
+        head = program // HEAD_BLOCKS
+        _replay(
+            state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
+            xb + parity * xb_parity_stride, xb_stride,
+            steps + parity * steps_parity_stride + head, steps_stride,
+            A_log + head, path, path_length,
+            (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
+            B_CHANNEL + (head // HEADS_A_B) * D_STATE,
+            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION,
         )  # fmt: skip
     else:
-        _keep_channels(
-            projected, projected_stride, old, new, row_stride,
-            xb + batch * xb_batch_stride + half * xb_parity_stride, xb_stride,
-            C_pointer + batch * C_batch_stride, C_stride,
-            weight_pointer, channel_stride, tap_stride, conv_bias,
-            windows + variant * tree_size * WIDTH,
-            path, path_length, block, tile, first, num_new,
-            HEAD_DIM, D_STATE, WIDTH, X_REPEATS, B_REPEATS, B_COLUMN, C_COLUMN,
-            B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, BLOCK_C, BLOCK_Q,
-        )  # fmt: skip
+        block = (program - num_replays) % (num_blocks + 1)
+        tile = (program - num_replays) // (num_blocks + 1)
+        if block == num_blocks:
+            _keep_steps(
+                projected, projected_stride, old, new, row_stride,
+                steps + half * steps_parity_stride,
+                steps_part_stride, steps_stride, dt_bias, A_log,
+                ancestors + variant * tree_size * tree_size, tree_size,
+                path, path_length, tile, first, num_new,
+                HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, BLOCK_Q, BLOCK_H,
+            )  # fmt: skip
+        else:
+            _keep_channels(
+                projected, projected_stride, old, new, row_stride,
+                xb + half * xb_parity_stride, xb_stride,
+                C_pointer + batch * C_batch_stride, C_stride,
+                weight_pointer, channel_stride, tap_stride, conv_bias,
+                windows + variant * tree_size * WIDTH,
+                path, path_length, block, tile, first, num_new,
+                HEAD_DIM, D_STATE, WIDTH, X_REPEATS, B_REPEATS, B_COLUMN, C_COLUMN,
+                B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, BLOCK_C, BLOCK_Q,
+            )  # fmt: skip
+
+
+@triton.jit
+def _replay(
+    state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log, path, path_length,
+    start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Advance the state of a block of a head's channels along the accepted path."""
+    p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    in_p, in_s = p < HEAD_DIM, s < D_STATE
+    at_state = state + p[:, None] * row_stride + s[None, :]
+    in_state = in_p[:, None] & in_s[None, :]
+    h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_log).to(tl.float32))
+    for start in range(0, path_length, 16):
+        k = start + tl.arange(0, 16)
+        accepted = k < path_length
+        node = tl.load(path + k, mask=accepted, other=0).to(tl.int32)
+        dt = tl.load(dt_pointer + node * dt_stride, mask=accepted, other=0.0)
+        at = xb + node[:, None] * xb_stride
+        x_at, b_at = at + (x_start + p)[None, :], at + (b_start + s)[None, :]
+        x = tl.load(x_at, mask=accepted[:, None] & in_p[None, :], other=0.0)
+        B = tl.load(b_at, mask=accepted[:, None] & in_s[None, :], other=0.0)
+        total = tl.sum(dt * A, axis=0)
+        after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
+        x = x.to(tl.float32) * after[:, None]
+        added = tl.dot(tl.trans(x), B.to(tl.float32), input_precision=PRECISION)
+        h = tl.exp(total) * h + added
+    if path_length > 0:
+        tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
 
 
 @triton.jit
