@@ -198,11 +198,11 @@ def _replay(
 
 
 @triton.jit
-def _replayed(seq, path, known, WIDTH: tl.constexpr):
+def _replayed(place, path, WIDTH: tl.constexpr):
     """Where a token of [old tail, accepted path] lies in the old buffer of [tail, nodes]."""
-    on_path = seq >= WIDTH - 1
-    node = tl.load(path + seq - (WIDTH - 1), mask=known & on_path, other=0)
-    return tl.where(on_path, WIDTH - 1 + node, seq).to(tl.int32)
+    on_path = place >= WIDTH - 1
+    node = tl.load(path + place - (WIDTH - 1), mask=on_path, other=0)
+    return tl.where(on_path, WIDTH - 1 + node, place).to(tl.int32)
 
 
 @triton.jit
@@ -236,29 +236,29 @@ def _keep_channels(
     y = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
     if conv_bias is not None:
         y += tl.load(conv_bias + channel, mask=in_conv, other=0.0).to(tl.float32)[None, :]
+    value = y.to(xb.dtype.element_ty)
     for tap in tl.static_range(WIDTH):
-        seen = tl.load(windows + node * WIDTH + tap, mask=known, other=0)
-        fresh = seen - (WIDTH - 1) - first
-        is_new, is_old = known & (fresh >= 0), known & (fresh < 0)
-        if REPLAY:
-            row = _replayed(path_length + seen, path, is_old, WIDTH)
-        else:
-            row = seen
-        value = tl.load(
-            projected + fresh[:, None] * projected_stride + column[None, :],
-            mask=is_new[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
-        if tap == WIDTH - 1:  # the node itself
-            at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
-            tl.store(at, value, mask=known[:, None] & owned[None, :])
-        earlier = tl.load(
-            old + row[:, None] * row_stride + column[None, :],
-            mask=is_old[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
         weight = tl.load(
             weight_pointer + channel * channel_stride + tap * tap_stride, mask=in_conv, other=0.0
-        )
-        y += (value.to(tl.float32) + earlier.to(tl.float32)) * weight.to(tl.float32)[None, :]
+        ).to(tl.float32)
+        seen = tl.load(windows + node * WIDTH + tap, mask=known, other=0)
+        fresh = seen - (WIDTH - 1) - first
+        value = tl.load(  # the last tap's is the node's own
+            projected + fresh[:, None] * projected_stride + column[None, :],
+            mask=(known & (fresh >= 0))[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        y += value.to(tl.float32) * weight[None, :]
+        row = seen  # of the tree so far, and of the tail of when it began
+        if REPLAY:
+            for place in tl.static_range(WIDTH - 1):
+                row = tl.where(seen == place, _replayed(path_length + place, path, WIDTH), row)
+        earlier = tl.load(
+            old + row[:, None] * row_stride + column[None, :],
+            mask=(known & (fresh < 0))[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        y += earlier.to(tl.float32) * weight[None, :]
+    at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
+    tl.store(at, value, mask=known[:, None] & owned[None, :])
     y = (y * tl.sigmoid(y)).to(xb.dtype.element_ty)
     in_xb, in_c = channel < C_CHANNEL, in_conv & (channel >= C_CHANNEL)
     at = xb + node[:, None] * xb_stride + channel[None, :]
@@ -274,10 +274,10 @@ def _keep_tail(
     old, new, row_stride, column, owned, path, path_length, WIDTH: tl.constexpr
 ):  # fmt: skip
     """The last inputs of [old tail, accepted path] are the new tail."""
-    for tail_row in tl.static_range(WIDTH - 1):
-        source = _replayed(path_length + tail_row, path, True, WIDTH)
+    for place in tl.static_range(WIDTH - 1):
+        source = _replayed(path_length + place, path, WIDTH)
         kept = tl.load(old + source * row_stride + column, mask=owned, other=0.0)
-        tl.store(new + tail_row * row_stride + column, kept, mask=owned)
+        tl.store(new + place * row_stride + column, kept, mask=owned)
 
 
 @triton.jit

@@ -86,17 +86,20 @@ def _nodes(
 
 
 @triton.jit
+def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.constexpr):
+    """Whether a block of other nodes is above or at each node, (nodes, BLOCK_N)."""
+    other = start + tl.arange(0, BLOCK_N)
+    at = ancestors + node[:, None] * tree_size + other[None, :]
+    return tl.load(at, mask=known[:, None] & (other < num_nodes)[None, :], other=0) != 0
+
+
+@triton.jit
 def _among_nodes(
-    node, known, start, num_nodes, C, log_decay, x, B, dt, other_decay, D,
-    ancestors, tree_size, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    AS_GIVEN: tl.constexpr,
+    node, above, start, C, log_decay, x, B, dt, other_decay, D,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, AS_GIVEN: tl.constexpr,
 ):  # fmt: skip
     """What nodes receive from a block of their ancestors."""
     other = start + tl.arange(0, BLOCK_N)
-    above = tl.load(
-        ancestors + node[:, None] * tree_size + other[None, :],
-        mask=known[:, None] & (other < num_nodes)[None, :], other=0,
-    ) != 0  # fmt: skip
     # Off the ancestors the difference can be positive and overflow: mask it before exp
     difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
     if AS_GIVEN:
@@ -134,14 +137,19 @@ def tree_scan_kernel(
     node = first + q
     known = q < num_new
     D = tl.load(D_pointer + head).to(tl.float32)
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    # The first launch has waited for all before it: what steers both is there already
     parity = tl.load(parities)
     ancestors += tl.load(variants + batch) * tree_size * tree_size
     half = 1 - parity if NEW_HALF else parity
     xb += batch * xb_batch_stride + half * xb_parity_stride
     steps += batch * steps_batch_stride + half * steps_parity_stride + head
+    # Parents come before their children: nothing after these nodes is above them
+    num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
+    if ONE_TILE:
+        above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     C = tl.load(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
         mask=known[:, None] & in_s[None, :], other=0.0,
@@ -152,8 +160,6 @@ def tree_scan_kernel(
         mask=in_p[:, None] & in_s[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
-    # Parents come before their children: nothing after these nodes is above them
-    num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(
             0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
@@ -163,18 +169,18 @@ def tree_scan_kernel(
     y = y * tl.exp(log_decay)[:, None]
     if ONE_TILE:
         y += _among_nodes(
-            node, known, 0, num_nodes, C, log_decay, x, B, dt, other_decay, D,
-            ancestors, tree_size, BLOCK_N, PRECISION, AS_GIVEN,
-        )  # fmt: skip
+            node, above, 0, C, log_decay, x, B, dt, other_decay, D, BLOCK_N, PRECISION, AS_GIVEN
+        )
     else:
         for start in range(0, num_nodes, BLOCK_N):
             x, B, dt, other_decay = _nodes(
                 start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
                 steps, steps_part_stride, steps_stride, BLOCK_N,
             )  # fmt: skip
+            above = _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
             y += _among_nodes(
-                node, known, start, num_nodes, C, log_decay, x, B, dt, other_decay, D,
-                ancestors, tree_size, BLOCK_N, PRECISION, AS_GIVEN,
+                node, above, start, C, log_decay, x, B, dt, other_decay, D,
+                BLOCK_N, PRECISION, AS_GIVEN,
             )  # fmt: skip
     at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
     tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])
