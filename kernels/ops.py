@@ -20,10 +20,6 @@ from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, To
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
-# `split` (conv and scan in two launches) is newer, and has run in the interpreter only
-SCAN = os.environ.get("STREE_SCAN", "fused")
-# `fused` likewise: siblings and multi-step sampling each in a launch or two
-SAMPLING = os.environ.get("STREE_SAMPLING", "torch")
 
 
 def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> bool:
@@ -75,9 +71,6 @@ def mamba_tree(
     arguments = (state, weights, shape, topology, steering, first)
     if not fused(projected.device, projected.dtype, max(shape.head_dim, shape.d_state)):
         return naive.mamba_tree(projected, rows, *arguments)
-    if SCAN == "fused":
-        module = importlib.import_module("stree_kernels.tree_fused")
-        return module.mamba_tree(projected, rows, *arguments)
     module = importlib.import_module("stree_kernels.tree_scan")
     return module.mamba_tree(projected, rows, derived, *arguments)
 
@@ -142,7 +135,7 @@ def accept_greedy(
 
 def samples_fused(laws: Tensor) -> bool:
     """Whether `sample_siblings` and `accept_sampled` are to be used for such laws."""
-    return SAMPLING == "fused" and fused(laws.device, torch.float32)
+    return fused(laws.device, torch.float32)
 
 
 def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ python pipelines/bench_kernels.py runs/bench/kernels.jsonl
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from stree.errors import UsageError, exit_with_reason
 from stree.models.hybrid import topology_of
-from stree.tree import balanced
+from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
@@ -27,7 +27,6 @@ MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
 HEADS = {"8b": (32, 8, 128), "chat": (12, 4, 64), "tiny": (2, 1, 16)}
 TESTS = [
     "kernels/test_tree_scan.py",
-    "kernels/test_tree_fused.py",
     "kernels/test_tree_attention.py",
 ]
 
@@ -65,15 +64,16 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
     return torch.randn(*shape, device=device).bfloat16()
 
 
-def _tree(num_nodes: int, device: torch.device) -> Any:
-    return topology_of(balanced([num_nodes - 1] if num_nodes > 1 else []), 4, device)
+def _chain(num_nodes: int, device: torch.device) -> Any:
+    """Times do not depend on a tree's shape; and a chain, all can do."""
+    return topology_of(TokenTree.chain(num_nodes - 1), 4, device)
 
 
 def _scan(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     shape = MIXERS[name]
-    steering, topology = _steering(num_nodes, context, device), _tree(num_nodes, device)
+    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
     groups = shape.scan_groups
     conv_dim = groups[0] * shape.head_dim + (groups[1] + groups[2]) * shape.d_state
     per_head = [_normal(shape.num_heads, device=device) for _ in range(3)]
@@ -95,29 +95,48 @@ def _scan(
         "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
     }
     if device.type == "cuda":
-        from stree_kernels import tree_fused, tree_scan
+        from stree_kernels import chain_scan, tree_scan
 
-        by_channel = [(a, b, _tap_by_tap(rest)) for a, b, _, rest in sets]
-        functions["split"] = lambda: [
+        functions["fused"] = lambda: [
             tree_scan.mamba_tree(a, b, c, *rest) for a, b, c, rest in sets
         ]
-        functions["fused"] = lambda: [
-            tree_fused.mamba_tree(a, b, *rest) for a, b, rest in by_channel
+        functions["multi_step"] = lambda: [
+            chain_scan.mamba_chain(a, b, c, *rest[:-1]) for a, b, c, rest in sets
         ]
+        update = _mamba_ssm_update()
+        if update is not None:
+            calls = [_one_token(state, shape) for _, _, _, (state, *_) in sets]
+            functions["mamba_ssm_updates"] = lambda: [
+                update(*call, dt_softplus=True) for call in calls for _ in range(num_nodes)
+            ]
     return functions
 
 
-def _tap_by_tap(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With a conv weight whose taps lie together."""
-    state, weights, *others = rest
-    return (state, dataclasses.replace(weights, conv=weights.conv.contiguous()), *others)
+def _mamba_ssm_update() -> Callable[..., Any] | None:
+    """mamba-ssm's update of a state by one token, or None when it is not installed. It does less:
+    no conv, no replay, and a token at a time."""
+    try:
+        module = importlib.import_module("mamba_ssm.ops.triton.selective_state_update")
+    except ImportError:
+        return None
+    return module.selective_state_update
+
+
+def _one_token(state: torch.Tensor, shape: MixerShape) -> tuple[torch.Tensor, ...]:
+    """Its arguments: state, x, dt, A, B, C."""
+    device, heads, dim = state.device, shape.num_heads, shape.head_dim
+    A = -torch.rand(heads, 1, 1, device=device).expand(heads, dim, shape.d_state)
+    x = _normal(1, heads, dim, device=device)
+    dt = _normal(1, heads, 1, device=device).expand(1, heads, dim)
+    B, C = (_normal(1, shape.c_groups, shape.d_state, device=device) for _ in range(2))
+    return state.clone(), x, dt, A, B, C
 
 
 def _attention(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     heads, kv_heads, dim = HEADS[name]
-    steering, topology = _steering(num_nodes, context, device), _tree(num_nodes, device)
+    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
     slots = context + 2 * num_nodes
     angles = torch.rand(2, slots, dim // 2, device=device)
     sets = [

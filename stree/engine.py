@@ -6,7 +6,6 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
 from stree.steps import DeviceSteps
 from stree.tree import TokenTree
-from stree.verify import verify_greedy, verify_multi_step
+from stree.verify import verify_greedy, verify_sampled
 
 PHASES = ("draft", "verify", "accept", "commit", "host")
 PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
@@ -278,13 +277,7 @@ class Decoder:
             yield path, block
 
     def _on_device(self, choose: Chooser) -> bool:
-        """Whether whole steps run on the device, as graphs of the fused kernels.
-
-        Only with `STREE_STEPS=device` in the environment: drafted steps of this kind are tested
-        on the CPU, but have not run on a GPU yet.
-        """
-        if os.environ.get("STREE_STEPS") != "device":
-            return False
+        """Whether whole steps run on the device, as graphs of the fused kernels."""
         if choose is not self._random or not isinstance(self._verify, CapturedTree):
             return False
         model_drafter = self.drafter is None or isinstance(self.drafter, ModelDrafter)
@@ -340,7 +333,7 @@ class Decoder:
             root = torch.zeros(1, dtype=torch.long, device=logits.device)
             decided = torch.cat([root, root + 1, choose(rule.law(logits[:1]))])
         else:
-            path, length, bonus = verify_multi_step(
+            path, length, bonus = verify_sampled(
                 rule.law(logits), draft.laws, draft.tokens, self.tree, choose
             )
             decided = torch.cat([path, length, bonus])

@@ -13,7 +13,7 @@ from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel, topology_of
 from stree.sampling import RandomChooser
 from stree.tree import TokenTree
-from stree.verify import tables, verify_multi_step
+from stree.verify import tables, verify_sampled
 from stree_kernels import ops
 
 
@@ -50,8 +50,7 @@ class DeviceSteps:
             self.drafts_are_finite = torch.ones((), dtype=torch.bool, device=device)
         self.parents = torch.tensor(tree.parents, device=device)
         self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
-        self.tables = tables(tree, device)
-        self.num_choices = int(self.tables[-1].sum()) + 1
+        self.tables = tables(tree, device)  # likewise
         self.count = torch.ones(1, dtype=torch.long, device=device)
         self.report = torch.zeros(1, 2 + longest, dtype=torch.long, device=device)
         shape = (1, 3 + 2 * longest)
@@ -100,7 +99,9 @@ class DeviceSteps:
             path = torch.zeros(1, dtype=torch.long, device=logits.device)
             length, bonus = path + 1, choose(self.rule.law(logits))
         else:
-            path, length, bonus = self._verify_sampled(self.rule.law(logits), tokens, choose)
+            path, length, bonus = verify_sampled(
+                self.rule.law(logits), self.laws, tokens, self.tree, choose
+            )
         drafted = torch.cat([tokens[path[1:]], bonus])
         place = torch.arange(block.shape[1], device=logits.device)
         cache.path[:, : len(path)] = path
@@ -108,15 +109,6 @@ class DeviceSteps:
         block.copy_(torch.where(place < length - 1, drafted, bonus)[None])
         finite = logits.amax(-1).isfinite().all()
         self.report.copy_(torch.cat([length, finite.long()[None], block[0]])[None])
-
-    def _verify_sampled(
-        self, laws: Tensor, tokens: Tensor, choose: RandomChooser
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.laws is not None
-        if not ops.samples_fused(laws):
-            return verify_multi_step(laws, self.laws, tokens, self.tree, choose)
-        uniforms = choose.uniforms(self.num_choices)
-        return ops.accept_sampled(laws, self.laws, tokens, *self.tables, uniforms)
 
     def begin(self, root: int) -> None:
         """Start from a root that neither cache holds; the prompt before it is committed."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stree.sampling import Chooser, without
+from stree.sampling import Chooser, RandomChooser, without
 from stree.tree import TokenTree, law_rows
+from stree_kernels import ops
 
 
 def verify_greedy(
@@ -79,6 +80,22 @@ def verify_multi_step(
     return torch.cat(path), length, choose(residual)
 
 
+def verify_sampled(
+    target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`verify_multi_step`, in one launch where the fused kernels serve."""
+    if not (isinstance(choose, RandomChooser) and ops.samples_fused(target_laws)):
+        return verify_multi_step(target_laws, draft_laws, tokens, tree, choose)
+    uniforms = choose.uniforms(sum(level_widths(tree)) + 1)
+    where = tables(tree, target_laws.device)
+    return ops.accept_sampled(target_laws, draft_laws, tokens, *where, uniforms)
+
+
+def level_widths(tree: TokenTree) -> list[int]:
+    """How many places for children each level has."""
+    return [max(len(tree.children[node]) for node in level) for level in tree.levels[:-1]]
+
+
 def _normalised(law: Tensor, otherwise: Tensor) -> Tensor:
     """`law` (1, V) summing to 1. Its total is 0 only when p = q, and then nothing is rejected."""
     total = law.sum(-1, keepdim=True)
@@ -93,10 +110,9 @@ def tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     padded = [[*nodes, *[0] * (widest - len(nodes))] for nodes in tree.children]
     exists = [[place < len(nodes) for place in range(widest)] for nodes in tree.children]
     rows = [max(row, 0) for row in law_rows(tree)]
-    widths = [max(len(tree.children[node]) for node in level) for level in tree.levels[:-1]]
     return (
         torch.tensor(padded, device=device),
         torch.tensor(exists, device=device),
         torch.tensor(rows, device=device),
-        torch.tensor(widths, device=device),
+        torch.tensor(level_widths(tree), device=device),
     )

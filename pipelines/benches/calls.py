@@ -5,15 +5,15 @@ same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stree.draft import ModelDrafter, SamplingRule, StaticDraft
 from stree.models.cache import HybridCache, MambaCache
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import Attention, HybridModel, Layer
 from stree.sampling import RandomChooser
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
@@ -25,11 +25,12 @@ Row = dict[str, Any]
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
     """µs of a target call over N nodes, beside one step and the floor."""
     rows = []
+    weights = _weights_like(target)
     for num_nodes in nodes:
         tree = balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
         functions = {
-            "floor": _products(target, num_nodes),
-            "step_floor": _products(target, 1),
+            "floor": _products(weights, num_nodes),
+            "step_floor": _products(weights, 1),
             "step": _tree_call(target, TokenTree.chain(0), context),
             "tree": _tree_call(target, tree, context),
         }
@@ -68,7 +69,7 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
             "unrolled": _tree_call(target, TokenTree.chain(depth), context, batch=leaves),
             "unrolled_chunk_scan": _prefill_call(target, depth + 1, context, batch=leaves),
         }
-        if target.device.type == "cuda" and ops.SCAN == "split":
+        if ops.fused(target.device, target.dtype):
             functions["unrolled_multi_step"] = _by_multi_step_updates(functions["unrolled"])
         times = side_by_side(functions, target.device, repeats)
         row: Row = dict(what="unrolled", num_nodes=tree.num_nodes, leaves=leaves, context=context)
@@ -95,13 +96,33 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
     )]  # fmt: skip
 
 
-def _products(model: HybridModel, num_nodes: int) -> Callable[[], object]:
-    """Every weight matrix product of one call, and nothing else."""
-    weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
-    weights += [model.head_weight] if model.config.tie_embeddings else []
+def _weights_like(model: HybridModel) -> list[Tensor]:
+    """Weights of the shapes of one call's matrix products, in order, those of one input as one: of
+    their own, because the model's move when it first runs."""
+    shapes = []
+    for layer in cast(list[Layer], list(model.model.layers)):
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            shapes += [(mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)]
+        else:
+            shapes += [(mixer.in_proj,), (mixer.out_proj,)]
+        if hasattr(layer, "mlp"):
+            shapes += [(layer.mlp.gate_proj, layer.mlp.up_proj), (layer.mlp.down_proj,)]
+    sizes = [
+        (sum(each.out_features for each in together), together[0].in_features)
+        for together in shapes
+    ]
+    sizes.append(tuple(model.head_weight.shape))
+    return [
+        torch.empty(size, device=model.device, dtype=model.dtype).normal_(std=0.02)
+        for size in sizes
+    ]
+
+
+def _products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
+    """The product of each weight with as many rows as there are nodes, and nothing else."""
     rows = {
-        width: torch.randn(num_nodes, width, device=model.device, dtype=model.dtype)
-        for width in {weight.shape[1] for weight in weights}
+        weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1)) for weight in weights
     }
     return lambda: [F.linear(rows[weight.shape[1]], weight) for weight in weights]
 

@@ -114,7 +114,7 @@ class HybridCache:
             )
             derived = None
             largest_dim = max(shape.head_dim, shape.d_state)
-            if ops.SCAN == "split" and ops.fused(rows.device, dtype, largest_dim):
+            if ops.fused(rows.device, dtype, largest_dim):
                 derived = _derived(shape, batch, max_nodes, rows)
             state = zeros(*dims, dtype=state_dtype)
             self.layers.append(MambaCache(state, rows, derived, shape, self.parity))

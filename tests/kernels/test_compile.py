@@ -11,12 +11,12 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "compile_kernels.py"
 KERNELS = {
     "norm_kernel", "swiglu_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
-    "piece_kernel", "merge_kernel", "accept_kernel", "tree_conv_kernel", "tree_scan_kernel",
+    "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
 }  # fmt: skip
 
 
 def test_all_kernels_compile(tmp_path):
-    environment = {**os.environ, "STREE_SCAN": "split", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, SCRIPT, "--capability", "90", "--nodes", "16"],

@@ -41,7 +41,6 @@ def test_rows(tmp_path):
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
-    monkeypatch.setenv("STREE_STEPS", "device")
     monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
     monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
     target = models.random_target("tiny", CPU)

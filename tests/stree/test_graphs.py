@@ -62,27 +62,23 @@ def test_phases_add_up(models):
 
 @pytest.mark.parametrize("tree", [None, TokenTree.chain(4), TokenTree.paper()], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_on_the_device_give_the_same_tokens(models, monkeypatch, tree, temperature):
+def test_steps_on_the_device_give_the_same_tokens(models, tree, temperature):
     target, drafter = models
     host = Decoder(target, drafter if tree else None, tree, max_length=700)
     device = Decoder(target, drafter if tree else None, tree, max_length=700)
     for seed, length in ((1, 5), (2, 250)):
         prompt = [(7 * i + seed) % 61 for i in range(length)]
         generation = GenerationConfig(60, temperature=temperature, seed=seed)
-        monkeypatch.delenv("STREE_STEPS", raising=False)
-        wanted = host.generate(prompt, generation)
-        monkeypatch.setenv("STREE_STEPS", "device")
+        wanted = host.generate(prompt, generation, choose=RandomChooser(seed, "cuda"))
         got = device.generate(prompt, generation)
-        assert device._steps, "the steps ran on the host"
+        assert device._steps and not host._steps
         assert got.tokens == wanted.tokens
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
-def test_fused_sampling_at_no_temperature_to_speak_of_is_greedy(models, monkeypatch):
+def test_sampling_at_no_temperature_to_speak_of_is_greedy(models):
     target, drafter = models
     wanted = Decoder(target, max_length=700).generate([1, 2, 3], GenerationConfig(60)).tokens
-    monkeypatch.setenv("STREE_STEPS", "device")
-    monkeypatch.setattr("stree_kernels.ops.SAMPLING", "fused")
     for tree in (TokenTree.chain(4), TokenTree.paper()):
         decoder = Decoder(target, drafter, tree, max_length=700)
         for temperature in (1e-4, 1.0):
