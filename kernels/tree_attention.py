@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering, Topology
 
 PROGRAMS = 132  # what the splits should fill: the multiprocessors of an H100 or H200
@@ -59,6 +60,7 @@ def attend_tree(
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
         BLOCK_L=block_l, BLOCK_HALF=block_half, REPLAY=first == 0,
+        **overlapping(qkv),
     )  # fmt: skip
     precision = "as given" if qkv.is_cuda else "tf32"  # the interpreter has no bf16 products
     if qkv.dtype == torch.float32:
@@ -145,12 +147,13 @@ def attend_kernel(
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
     first, num_new, parts, num_splits, num_rows, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
+    follow(OVERLAPS)
     old_length = tl.load(lengths + batch).to(tl.int32)
     variant = tl.load(variants + batch)
     length = old_length
@@ -257,12 +260,13 @@ def combine_kernel(
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
     first, num_new, parts, num_splits, num_rows, y_pointer,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row, sequence_head = tl.program_id(0), tl.program_id(1)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
+    follow(OVERLAPS)
     old_length = tl.load(lengths + batch).to(tl.int32)
     d = tl.arange(0, 2 * BLOCK_HALF)
     in_d = d < HEAD_DIM
