@@ -19,10 +19,11 @@ from stree_kernels.shapes import Steering, Topology
 
 # Untuned choices, as module attributes so that they can be swept.
 PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
-MAX_ROWS = 64  # queries a program of the first launch
-BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32
-CORNER_KEYS = 32  # accepted and new ones at a time, at most; half as many in fp32
+MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
+BLOCK_KEYS = 32  # committed keys at a time
+CORNER_KEYS = 16  # accepted and new ones at a time, at most
 ATTEND_WARPS = 8
+ATTEND_REGISTERS = 128  # a thread, so that two programs fit a multiprocessor; fp32 needs more
 COMBINE_PROGRAMS = 132
 COMBINE_WARPS = 4
 PARTS_A_PROGRAM = 64  # rows × parts that a program of the second launch combines, at most
@@ -47,12 +48,11 @@ def attend_tree(
     assert qkv.stride(2) == keys.stride(3) == values.stride(3) == rotary.stride(2) == 1
     assert keys.stride() == values.stride()
     num_rows, sequence_heads = num_new * shared, batch * num_kv_heads
-    wide = 2 if qkv.dtype == torch.float32 else 1
-    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    wide = qkv.dtype == torch.float32
+    block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     row_blocks = triton.cdiv(num_rows, block_m)
-    block_l = BLOCK_KEYS // wide
     num_splits = max(1, min(31, PROGRAMS // (sequence_heads * row_blocks) - 1))
-    num_splits = min(num_splits, triton.cdiv(keys.shape[2], block_l))
+    num_splits = min(num_splits, triton.cdiv(keys.shape[2], BLOCK_KEYS))
     num_parts = triton.next_power_of_2(num_splits + 1)
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows * sequence_heads, COMBINE_PROGRAMS))
     rows_each = max(1, min(rows_each, PARTS_A_PROGRAM // num_parts))
@@ -70,16 +70,17 @@ def attend_tree(
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
-        BLOCK_L=block_l, BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        BLOCK_L=BLOCK_KEYS, BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
     precision = "as given" if qkv.is_cuda else "tf32"  # the interpreter has no bf16 products
-    if qkv.dtype == torch.float32:
+    if wide:
         precision = "tf32x3"
-    corner = min(CORNER_KEYS // wide, max(16, triton.next_power_of_2(first + num_new + 8)))
+    corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
     attend_kernel[(num_splits + 1, row_blocks, sequence_heads)](
         *common, head_dim**-0.5, BLOCK_M=block_m, BLOCK_CORNER=corner, PRECISION=precision,
-        num_warps=ATTEND_WARPS, num_stages=1, **constants,
+        num_warps=ATTEND_WARPS, num_stages=1, maxnreg=None if wide else ATTEND_REGISTERS,
+        **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
