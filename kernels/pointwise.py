@@ -14,6 +14,11 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering
 
+# Untuned choices, as module attributes so that they can be swept.
+NORM_WARPS = 8  # for rows wider than 2,048
+SWIGLU_BLOCK = 1024
+SWIGLU_WARPS = 4
+
 
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float
@@ -50,8 +55,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    swiglu_kernel[(out.numel() // width, triton.cdiv(width, 1024))](
-        gate_up, out, width, BLOCK=1024, num_warps=4, **overlapping(gate_up)
+    swiglu_kernel[(out.numel() // width, triton.cdiv(width, SWIGLU_BLOCK))](
+        gate_up, out, width, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS, **overlapping(gate_up)
     )
     return out
 
@@ -66,7 +71,7 @@ def advance(steering: Steering) -> None:
 
 
 def _warps(width: int) -> int:
-    return 4 if width <= 2048 else 8
+    return 4 if width <= 2048 else NORM_WARPS
 
 
 @triton.jit

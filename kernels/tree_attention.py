@@ -249,9 +249,8 @@ def attend_kernel(
     share = _split_length(old_length, num_splits, BLOCK_L)
     begin = (part - 1) * share
     end = tl.minimum(begin + share, old_length)
-    if part == 0:
-        end = begin
-    elif begin >= end:
+    end = tl.where(part == 0, begin, end)
+    if (part > 0) & (begin >= end):
         return
     slot = begin + tl.arange(0, BLOCK_L)
     k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
