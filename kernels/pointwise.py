@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering
+
+# Untuned choices, as module attributes so that they can be swept.
+NORM_WARPS = 8  # for rows wider than 2,048
+SWIGLU_BLOCK = 1024
+SWIGLU_WARPS = 4
 
 
 def add_rms_norm(
@@ -25,7 +31,7 @@ def add_rms_norm(
     norm_kernel[(x.numel() // width, 1)](
         x, width, added, width, None, 0, weight, total, out,
         width, eps, BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width),
+        num_warps=_warps(width), **overlapping(x),
     )  # fmt: skip
     return total, out
 
@@ -39,7 +45,7 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     norm_kernel[(y.numel() // y.shape[-1], groups)](
         y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
         width, eps, BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width),
+        num_warps=_warps(width), **overlapping(y),
     )  # fmt: skip
     return out
 
@@ -49,8 +55,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    swiglu_kernel[(out.numel() // width, triton.cdiv(width, 1024))](
-        gate_up, out, width, BLOCK=1024, num_warps=4
+    swiglu_kernel[(out.numel() // width, triton.cdiv(width, SWIGLU_BLOCK))](
+        gate_up, out, width, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS, **overlapping(gate_up)
     )
     return out
 
@@ -60,43 +66,47 @@ def advance(steering: Steering) -> None:
     batch = steering.length.shape[0]
     advance_kernel[(1,)](
         steering.length, steering.path_length, steering.parity, batch,
-        BLOCK=triton.next_power_of_2(batch), num_warps=1,
+        BLOCK=triton.next_power_of_2(batch), num_warps=1, **overlapping(steering.length),
     )  # fmt: skip
 
 
 def _warps(width: int) -> int:
-    return 4 if width <= 2048 else 8
+    return 4 if width <= 2048 else NORM_WARPS
 
 
 @triton.jit
 def norm_kernel(
     x, x_stride, added, added_stride, gate, gate_stride, weight, total, out,
-    width, eps, BLOCK: tl.constexpr,
+    width, eps, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < width
     at += group * width
+    scale = tl.load(weight + at, mask=mask, other=0.0)
+    follow(OVERLAPS)
     value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    if gate is not None:
+        z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         more = tl.load(added + row * added_stride + at, mask=mask, other=0.0)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
         tl.store(total + row * x_stride + at, value, mask=mask)
     wide = value.to(tl.float32)
     if gate is not None:
-        z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
         wide = wide * (z * tl.sigmoid(z))
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    scale = tl.load(weight + at, mask=mask, other=0.0).to(value.dtype).to(tl.float32)
+    scale = scale.to(value.dtype).to(tl.float32)
     normed = scale * wide.to(value.dtype).to(tl.float32)
     tl.store(out + row * x_stride + at, normed.to(value.dtype), mask=mask)
 
 
 @triton.jit
-def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
+    follow(OVERLAPS)
     gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
@@ -105,11 +115,15 @@ def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def advance_kernel(lengths, path_lengths, parities, batch, BLOCK: tl.constexpr):
+def advance_kernel(
+    lengths, path_lengths, parities, batch, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     row = tl.arange(0, BLOCK)
     mask = row < batch
+    follow(OVERLAPS)
     length = tl.load(lengths + row, mask=mask, other=0)
     more = tl.load(path_lengths + row, mask=mask, other=0)
+    parity = tl.load(parities)
     tl.store(lengths + row, length + more, mask=mask)
     tl.store(path_lengths + row, more * 0, mask=mask)
-    tl.store(parities, 1 - tl.load(parities))
+    tl.store(parities, 1 - parity)

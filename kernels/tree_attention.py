@@ -14,9 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering, Topology
 
-PROGRAMS = 132  # what the splits should fill: the multiprocessors of an H100 or H200
+# Untuned choices, as module attributes so that they can be swept.
+PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
+MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
+BLOCK_KEYS = 32  # committed keys at a time
+CORNER_KEYS = 16  # accepted and new ones at a time, at most
+ATTEND_WARPS = 8
+ATTEND_REGISTERS = 128  # a thread, so that two programs fit a multiprocessor; fp32 needs more
+COMBINE_PROGRAMS = 132
+COMBINE_WARPS = 4
+PARTS_A_PROGRAM = 64  # rows × parts that a program of the second launch combines, at most
+WRITE_DIMS = 16  # of each half of a head, written by one program of the second launch
 
 
 def attend_tree(
@@ -36,41 +47,46 @@ def attend_tree(
     shared = num_heads // num_kv_heads
     assert qkv.stride(2) == keys.stride(3) == values.stride(3) == rotary.stride(2) == 1
     assert keys.stride() == values.stride()
-    num_rows = num_new * shared
-    block_m = min(64, max(16, triton.next_power_of_2(num_rows)))
+    num_rows, sequence_heads = num_new * shared, batch * num_kv_heads
+    wide = qkv.dtype == torch.float32
+    block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     row_blocks = triton.cdiv(num_rows, block_m)
-    block_l = 64 if qkv.dtype != torch.float32 else 32
-    num_splits = max(1, min(32, PROGRAMS // (batch * num_kv_heads * row_blocks)))
-    num_splits = min(num_splits, triton.cdiv(keys.shape[2], block_l))
-    parts = torch.empty(
-        num_splits + 1, batch * num_kv_heads, num_rows, head_dim + 2,
-        device=qkv.device, dtype=torch.float32,
-    )  # fmt: skip
+    num_splits = max(1, min(31, PROGRAMS // (sequence_heads * row_blocks) - 1))
+    num_splits = min(num_splits, triton.cdiv(keys.shape[2], BLOCK_KEYS))
+    num_parts = triton.next_power_of_2(num_splits + 1)
+    rows_each = triton.next_power_of_2(triton.cdiv(num_rows * sequence_heads, COMBINE_PROGRAMS))
+    rows_each = max(1, min(rows_each, PARTS_A_PROGRAM // num_parts))
+    new = dict(device=qkv.device, dtype=torch.float32)
+    outs = torch.empty(num_splits + 1, sequence_heads, num_rows, head_dim, **new)
+    sums = torch.empty(2, num_splits + 1, sequence_heads, num_rows, **new)
     y = torch.empty(batch, num_new, num_heads * head_dim, device=qkv.device, dtype=qkv.dtype)
-    block_half = max(16, triton.next_power_of_2(head_dim // 2))
     common = (
         qkv, qkv.stride(0), qkv.stride(1),
         keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         rotary, rotary.stride(0), rotary.stride(1),
         topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
         steering.length, steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, first, num_new, parts, num_splits, num_rows,
+        steering.variant, first, num_new, outs, sums, sums.stride(0), num_splits, num_rows,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
-        BLOCK_L=block_l, BLOCK_HALF=block_half, REPLAY=first == 0,
+        BLOCK_L=BLOCK_KEYS, BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
     precision = "as given" if qkv.is_cuda else "tf32"  # the interpreter has no bf16 products
-    if qkv.dtype == torch.float32:
+    if wide:
         precision = "tf32x3"
-    attend_kernel[(num_splits + 1, row_blocks, batch * num_kv_heads)](
-        *common, head_dim**-0.5, BLOCK_M=block_m,
-        PRECISION=precision,
-        num_warps=4, num_stages=2, **constants,
+    corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
+    attend_kernel[(num_splits + 1, row_blocks, sequence_heads)](
+        *common, head_dim**-0.5, BLOCK_M=block_m, BLOCK_CORNER=corner, PRECISION=precision,
+        num_warps=ATTEND_WARPS, num_stages=1, maxnreg=None if wide else ATTEND_REGISTERS,
+        **constants,
     )  # fmt: skip
-    combine_kernel[(num_rows + 1, batch * num_kv_heads)](
-        *common, y, BLOCK_SPLITS=triton.next_power_of_2(num_splits + 1),
-        BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))), num_warps=4, **constants,
+    writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
+    combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
+        *common, y, writers, BLOCK_PARTS=num_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
+        BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
+        num_warps=COMBINE_WARPS, **constants,
     )  # fmt: skip
     return y
 
@@ -79,24 +95,6 @@ def attend_tree(
 def _split_length(length, num_splits, BLOCK_L: tl.constexpr):
     """Committed slots a split: whole blocks, so that most loads are full."""
     return tl.cdiv(tl.cdiv(length, num_splits), BLOCK_L) * BLOCK_L
-
-
-@triton.jit
-def _rotated(pointer, stride, row, known, position, rotary, rotary_stride, position_stride,
-             HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """Both halves of heads of the projection at some positions, (rows, D / 2) each, rotated."""
-    half = tl.arange(0, BLOCK_HALF)
-    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    at = pointer + row[:, None] * stride + half[None, :]
-    low = tl.load(at, mask=mask, other=0.0)
-    high = tl.load(at + HEAD_DIM // 2, mask=mask, other=0.0)
-    table = rotary + position[:, None] * position_stride + half[None, :]
-    cos = tl.load(table, mask=mask, other=0.0)
-    sin = tl.load(table + rotary_stride, mask=mask, other=0.0)
-    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-    rotated_low = (low_wide * cos - high_wide * sin).to(low.dtype)
-    rotated_high = (high_wide * cos + low_wide * sin).to(low.dtype)
-    return rotated_low, rotated_high
 
 
 @triton.jit
@@ -123,18 +121,88 @@ def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale
 
 
 @triton.jit
-def _cached(keys, values, slot, known, slot_stride, HEAD_DIM: tl.constexpr,
-            BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """Keys in halves and values at some slots; nothing is read where unknown."""
-    half = tl.arange(0, BLOCK_HALF)
-    d = tl.arange(0, 2 * BLOCK_HALF)
-    in_half = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    at = keys + slot[:, None] * slot_stride + half[None, :]
-    low = tl.load(at, mask=in_half, other=0.0)
-    high = tl.load(at + HEAD_DIM // 2, mask=in_half, other=0.0)
-    in_d = known[:, None] & (d < HEAD_DIM)[None, :]
-    v = tl.load(values + slot[:, None] * slot_stride + d[None, :], mask=in_d, other=0.0)
-    return low, high, v
+def _halves(at, known, half, HEAD_DIM: tl.constexpr):
+    """Columns of both halves of the heads at some pointers; nothing is read where unknown."""
+    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
+    at = at[:, None] + half[None, :]
+    low = tl.load(at, mask=mask, other=0.0)
+    return low, tl.load(at + HEAD_DIM // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_halves(at, known, half, low, high, HEAD_DIM: tl.constexpr):
+    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
+    at = at[:, None] + half[None, :]
+    tl.store(at, low, mask=mask)
+    tl.store(at + HEAD_DIM // 2, high, mask=mask)
+
+
+@triton.jit
+def _whole(at, known, d, HEAD_DIM: tl.constexpr):
+    mask = known[:, None] & (d < HEAD_DIM)[None, :]
+    return tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _rotated(low, high, position, known, half, rotary, rotary_stride, position_stride,
+             HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Columns of both halves of heads, rotated to their positions."""
+    mask = known[:, None] & (half < HEAD_DIM // 2)[None, :]
+    table = rotary + position[:, None] * position_stride + half[None, :]
+    cos = tl.load(table, mask=mask, other=0.0)
+    sin = tl.load(table + rotary_stride, mask=mask, other=0.0)
+    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+    rotated_low = (low_wide * cos - high_wide * sin).to(low.dtype)
+    rotated_high = (high_wide * cos + low_wide * sin).to(low.dtype)
+    return rotated_low, rotated_high
+
+
+@triton.jit
+def _attend_corner(
+    q_low, q_high, known, seen_by, key_at, qkv_stride,
+    keys, values, slot_stride, rotary, rotary_stride, position_stride,
+    depths, path, path_length, old_length, first, last, highest, total, out, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REPLAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What lies in the cache (accepted and not yet in order, or the tree so far), then new nodes.
+
+    New ones only before `last`: a row of queries sees none behind itself.
+    """
+    half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
+    num_cached = path_length if REPLAY else first
+    for start in range(0, num_cached + last, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        there, cached = k < num_cached + last, k < num_cached
+        fresh = there & (k >= num_cached)
+        if REPLAY:
+            slot = old_length + tl.load(path + k, mask=cached, other=0).to(tl.int32)
+        else:
+            slot = old_length + k
+        node = k - path_length  # negative on the path
+        depth = tl.load(depths + node, mask=fresh, other=0)
+        new_at = key_at + (node - first) * qkv_stride
+        slot_at = slot * slot_stride
+        # A choice between pointers would be one load, but of two bytes at a time
+        old_low, old_high = _halves(keys + slot_at, cached, half, HEAD_DIM)
+        old_v = _whole(values + slot_at, cached, d, HEAD_DIM)
+        k_low, k_high = _halves(new_at, fresh, half, HEAD_DIM)
+        v = _whole(new_at + NUM_KV_HEADS * HEAD_DIM, fresh, d, HEAD_DIM)
+        above = tl.load(
+            seen_by + node[None, :], mask=known[:, None] & (there & (node >= 0))[None, :], other=0
+        )
+        k_low, k_high = _rotated(
+            k_low, k_high, old_length + path_length + depth, fresh, half,
+            rotary, rotary_stride, position_stride, HEAD_DIM,
+        )  # fmt: skip
+        k_low = tl.where(cached[:, None], old_low, k_low)
+        k_high = tl.where(cached[:, None], old_high, k_high)
+        v = tl.where(cached[:, None], old_v, v)
+        highest, total, out = _attend(
+            q_low, q_high, k_low, k_high, v, (above != 0) | (node < 0)[None, :],
+            highest, total, out, scale, PRECISION,
+        )  # fmt: skip
+    return highest, total, out
 
 
 @triton.jit
@@ -143,110 +211,85 @@ def attend_kernel(
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
-    first, num_new, parts, num_splits, num_rows, scale,
+    first, num_new, outs, sums, sums_stride, num_splits, num_rows, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
-    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    split, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
-    old_length = tl.load(lengths + batch).to(tl.int32)
-    variant = tl.load(variants + batch)
-    length = old_length
-    if REPLAY:
-        path_length = tl.load(path_lengths + batch).to(tl.int32)
-        length += path_length
-    else:
-        path_length = 0
-    keys += batch * cache_batch_stride + kv_head * cache_head_stride
-    values += batch * cache_batch_stride + kv_head * cache_head_stride
-    qkv += batch * qkv_batch_stride
-    depths += variant * tree_size
-    ancestors += variant * tree_size * tree_size
-    path += batch * path_stride
-
+    half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     known = row < num_rows
     query = row // SHARED
+    if not ONE_TREE:
+        follow(OVERLAPS)
+        variant = tl.load(variants + batch)
+        depths += variant * tree_size
+        ancestors += variant * tree_size * tree_size
     depth = tl.load(depths + first + query, mask=known, other=0)
-    head_at = qkv + (kv_head * SHARED + row % SHARED)[:, None] * HEAD_DIM
-    half = tl.arange(0, BLOCK_HALF)
-    in_half = known[:, None] & (half < HEAD_DIM // 2)[None, :]
-    at = head_at + query[:, None] * qkv_stride + half[None, :]
-    low = tl.load(at, mask=in_half, other=0.0)
-    high = tl.load(at + HEAD_DIM // 2, mask=in_half, other=0.0)
-    table = rotary + (length + depth)[:, None] * position_stride + half[None, :]
-    cos = tl.load(table, mask=in_half, other=0.0)
-    sin = tl.load(table + rotary_stride, mask=in_half, other=0.0)
-    q_low = (low.to(tl.float32) * cos - high.to(tl.float32) * sin).to(low.dtype)
-    q_high = (high.to(tl.float32) * cos + low.to(tl.float32) * sin).to(low.dtype)
+    if ONE_TREE:
+        follow(OVERLAPS)
+    old_length = tl.load(lengths + batch).to(tl.int32)
+    path_length = 0
+    if REPLAY:
+        path_length = tl.load(path_lengths + batch).to(tl.int32)
+    length = old_length + path_length
+    keys += batch * cache_batch_stride + kv_head * cache_head_stride
+    values += batch * cache_batch_stride + kv_head * cache_head_stride
+    qkv += batch * qkv_batch_stride
+    low, high = _halves(
+        qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
+        known, half, HEAD_DIM,
+    )  # fmt: skip
 
+    # Part 0 is the corner, the others are splits: their first keys come while the queries rotate
+    share = _split_length(old_length, num_splits, BLOCK_L)
+    begin = (part - 1) * share
+    end = tl.minimum(begin + share, old_length)
+    end = tl.where(part == 0, begin, end)
+    if (part > 0) & (begin >= end):
+        return
+    slot = begin + tl.arange(0, BLOCK_L)
+    k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
+    v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+    q_low, q_high = _rotated(
+        low, high, length + depth, known, half, rotary, rotary_stride, position_stride, HEAD_DIM
+    )  # fmt: skip
     highest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     out = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], dtype=tl.float32)
     everyone = tl.full([BLOCK_M, 1], 1, dtype=tl.int1)
-    if split < num_splits:
-        share = _split_length(old_length, num_splits, BLOCK_L)
-        end = tl.minimum((split + 1) * share, old_length)
-        for start in range(split * share, end, BLOCK_L):
-            slot = start + tl.arange(0, BLOCK_L)
-            used = slot < end
-            k_low, k_high, v = _cached(keys, values, slot, used, slot_stride, HEAD_DIM, BLOCK_HALF)
-            highest, total, out = _attend(
-                q_low, q_high, k_low, k_high, v, everyone & used[None, :],
-                highest, total, out, scale, PRECISION,
-            )  # fmt: skip
-    else:
-        for start in range(0, path_length, 16):  # accepted, not yet in order
-            k = start + tl.arange(0, 16)
-            used = k < path_length
-            slot = old_length + tl.load(path + k, mask=used, other=0).to(tl.int32)
-            k_low, k_high, v = _cached(keys, values, slot, used, slot_stride, HEAD_DIM, BLOCK_HALF)
-            highest, total, out = _attend(
-                q_low, q_high, k_low, k_high, v, everyone & used[None, :],
-                highest, total, out, scale, PRECISION,
-            )  # fmt: skip
-        seen_by = ancestors + (first + query)[:, None] * tree_size
-        for start in range(0, first, 16):  # the tree so far
-            node = start + tl.arange(0, 16)
-            used = node < first
-            k_low, k_high, v = _cached(
-                keys, values, length + node, used, slot_stride, HEAD_DIM, BLOCK_HALF
-            )
-            above = tl.load(seen_by + node[None, :], mask=known[:, None] & used[None, :], other=0)
-            highest, total, out = _attend(
-                q_low, q_high, k_low, k_high, v, above != 0,
-                highest, total, out, scale, PRECISION,
-            )  # fmt: skip
-        key_at = qkv + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM
-        d = tl.arange(0, 2 * BLOCK_HALF)
-        for start in range(0, num_new, 16):
-            new = start + tl.arange(0, 16)
-            used = new < num_new
-            new_depth = tl.load(depths + first + new, mask=used, other=0)
-            k_low, k_high = _rotated(
-                key_at, qkv_stride, new, used, length + new_depth,
-                rotary, rotary_stride, position_stride, HEAD_DIM, BLOCK_HALF,
-            )  # fmt: skip
-            v = tl.load(
-                key_at + NUM_KV_HEADS * HEAD_DIM + new[:, None] * qkv_stride + d[None, :],
-                mask=used[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
-            )  # fmt: skip
-            above = tl.load(
-                seen_by + first + new[None, :], mask=known[:, None] & used[None, :], other=0
-            )
-            highest, total, out = _attend(
-                q_low, q_high, k_low, k_high, v, above != 0,
-                highest, total, out, scale, PRECISION,
-            )  # fmt: skip
+    for start in range(begin, end, BLOCK_L):
+        used = start + tl.arange(0, BLOCK_L) < end
+        slot = start + BLOCK_L + tl.arange(0, BLOCK_L)
+        next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
+        next_v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+        highest, total, out = _attend(
+            q_low, q_high, k_low, k_high, v, everyone & used[None, :],
+            highest, total, out, scale, PRECISION,
+        )  # fmt: skip
+        k_low, k_high, v = next_low, next_high, next_v
+    if part == 0:
+        last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new)
+        highest, total, out = _attend_corner(
+            q_low, q_high, known, ancestors + (first + query)[:, None] * tree_size,
+            qkv + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM, qkv_stride,
+            keys, values, slot_stride, rotary, rotary_stride, position_stride,
+            depths, path + batch * path_stride, path_length, old_length, first, last,
+            highest, total, out, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, BLOCK_CORNER, PRECISION,
+        )  # fmt: skip
 
-    d = tl.arange(0, 2 * BLOCK_HALF)
-    part = (split * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row
-    at = parts + part * (HEAD_DIM + 2)
-    tl.store(at[:, None] + d[None, :], out, mask=known[:, None] & (d < HEAD_DIM)[None, :])
-    tl.store(at + HEAD_DIM, highest, mask=known)
-    tl.store(at + HEAD_DIM + 1, total, mask=known)
+    at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row
+    tl.store(
+        outs + at[:, None] * HEAD_DIM + d[None, :], out,
+        mask=known[:, None] & (d < HEAD_DIM)[None, :],
+    )  # fmt: skip
+    tl.store(sums + at, highest, mask=known)
+    tl.store(sums + sums_stride + at, total, mask=known)
 
 
 @triton.jit
@@ -255,33 +298,48 @@ def combine_kernel(
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
-    first, num_new, parts, num_splits, num_rows, y_pointer,
+    first, num_new, outs, sums, sums_stride, num_splits, num_rows, y_pointer, writers,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, sequence_head = tl.program_id(0), tl.program_id(1)
+    block, sequence_head = tl.program_id(0), tl.program_id(1)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
     kv_head = sequence_head % NUM_KV_HEADS
-    old_length = tl.load(lengths + batch).to(tl.int32)
     d = tl.arange(0, 2 * BLOCK_HALF)
     in_d = d < HEAD_DIM
-    if row < num_rows:
-        split = tl.arange(0, BLOCK_SPLITS)
+    follow(OVERLAPS)
+    old_length = tl.load(lengths + batch).to(tl.int32)
+    if block >= writers:
+        row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
+        known = row < num_rows
+        part = tl.arange(0, BLOCK_PARTS)
         share = _split_length(old_length, num_splits, BLOCK_L)
-        # The corner's part is the last; a split without keys left its sums at zero
-        used = (split == num_splits) | ((split < num_splits) & (split * share < old_length))
-        part = (split * tl.num_programs(1) + sequence_head).to(tl.int64) * num_rows + row
-        at = parts + part * (HEAD_DIM + 2)
-        out = tl.load(at[:, None] + d[None, :], mask=used[:, None] & in_d[None, :], other=0.0)
-        highest = tl.load(at + HEAD_DIM, mask=used, other=-float("inf"))
-        total = tl.load(at + HEAD_DIM + 1, mask=used, other=0.0)
-        weights = tl.exp(highest - tl.max(highest, axis=0))
-        y = tl.sum(out * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+        # A split without keys left nothing; the corner is part 0
+        used = (part == 0) | ((part <= num_splits) & ((part - 1) * share < old_length))
+        used = used[:, None] & known[None, :]
+        first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * num_rows
+        at = first_row[:, None] + row[None, :]
+        out = tl.load(
+            outs + at[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=used[:, :, None] & in_d[None, None, :], other=0.0,
+        )  # fmt: skip
+        highest = tl.load(sums + at, mask=used, other=-float("inf"))
+        total = tl.load(sums + sums_stride + at, mask=used, other=0.0)
+        top = tl.max(highest, axis=0)
+        top = tl.where(known, top, 0.0)
+        weights = tl.exp(highest - top[None, :])
+        whole = tl.where(known, tl.sum(total * weights, axis=0), 1.0)
+        y = tl.sum(out * weights[:, :, None], axis=0) / whole[:, None]
         head = kv_head * SHARED + row % SHARED
         line = (batch * num_new + row // SHARED) * NUM_KV_HEADS * SHARED + head
-        tl.store(y_pointer + line * HEAD_DIM + d, y.to(y_pointer.dtype.element_ty), mask=in_d)
+        tl.store(
+            y_pointer + line[:, None] * HEAD_DIM + d[None, :], y.to(y_pointer.dtype.element_ty),
+            mask=known[:, None] & in_d[None, :],
+        )  # fmt: skip
     else:
+        half = block * BLOCK_W + tl.arange(0, BLOCK_W)
         keys += batch * cache_batch_stride + kv_head * cache_head_stride
         values += batch * cache_batch_stride + kv_head * cache_head_stride
         length = old_length
@@ -291,34 +349,30 @@ def combine_kernel(
             # path[k] >= k: going up, no block overwrites what a later one reads
             for start in range(0, path_length, 16):
                 k = start + tl.arange(0, 16)
-                mask = (k < path_length)[:, None] & in_d[None, :]
-                node = tl.load(path + batch * path_stride + k, mask=k < path_length, other=0)
-                source = (old_length + node)[:, None] * slot_stride + d[None, :]
-                target = (old_length + k)[:, None] * slot_stride + d[None, :]
-                moved_keys = tl.load(keys + source, mask=mask, other=0.0)
-                moved_values = tl.load(values + source, mask=mask, other=0.0)
+                moved = k < path_length
+                node = tl.load(path + batch * path_stride + k, mask=moved, other=0).to(tl.int32)
+                source = (old_length + node) * slot_stride
+                target = (old_length + k) * slot_stride
+                k_low, k_high = _halves(keys + source, moved, half, HEAD_DIM)
+                v_low, v_high = _halves(values + source, moved, half, HEAD_DIM)
                 tl.debug_barrier()
-                tl.store(keys + target, moved_keys, mask=mask)
-                tl.store(values + target, moved_values, mask=mask)
+                _store_halves(keys + target, moved, half, k_low, k_high, HEAD_DIM)
+                _store_halves(values + target, moved, half, v_low, v_high, HEAD_DIM)
                 tl.debug_barrier()
-        variant = tl.load(variants + batch)
+        if not ONE_TREE:
+            depths += tl.load(variants + batch) * tree_size
         key_at = qkv + batch * qkv_batch_stride + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM
-        half = tl.arange(0, BLOCK_HALF)
         for start in range(0, num_new, BLOCK_N):
             new = start + tl.arange(0, BLOCK_N)
             used = new < num_new
-            depth = tl.load(depths + variant * tree_size + first + new, mask=used, other=0)
-            low, high = _rotated(
-                key_at, qkv_stride, new, used, length + depth,
-                rotary, rotary_stride, position_stride, HEAD_DIM, BLOCK_HALF,
+            depth = tl.load(depths + first + new, mask=used, other=0)
+            new_at = key_at + new * qkv_stride
+            k_low, k_high = _halves(new_at, used, half, HEAD_DIM)
+            v_low, v_high = _halves(new_at + NUM_KV_HEADS * HEAD_DIM, used, half, HEAD_DIM)
+            k_low, k_high = _rotated(
+                k_low, k_high, length + depth, used, half,
+                rotary, rotary_stride, position_stride, HEAD_DIM,
             )  # fmt: skip
-            slot = (length + first + new)[:, None] * slot_stride
-            in_half = used[:, None] & (half < HEAD_DIM // 2)[None, :]
-            tl.store(keys + slot + half[None, :], low, mask=in_half)
-            tl.store(keys + slot + HEAD_DIM // 2 + half[None, :], high, mask=in_half)
-            mask = used[:, None] & in_d[None, :]
-            v = tl.load(
-                key_at + NUM_KV_HEADS * HEAD_DIM + new[:, None] * qkv_stride + d[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
-            tl.store(values + slot + d[None, :], v, mask=mask)
+            at = (length + first + new) * slot_stride
+            _store_halves(keys + at, used, half, k_low, k_high, HEAD_DIM)
+            _store_halves(values + at, used, half, v_low, v_high, HEAD_DIM)

@@ -86,6 +86,8 @@ def main() -> None:
                 best.T, highest[None], tokens, torch.tensor(tree.parents),
                 cache.path, cache.path_length, torch.zeros_like(tokens), report,
             )  # fmt: skip
+            if num_nodes == 1:
+                continue
             topology = topology_of(tree, config.d_conv, tokens.device)
             model.tree_hidden(tokens[:, :-1], topology, cache, 1, cache.num_slots)
     for name, kernel in dict.fromkeys(compiled):
