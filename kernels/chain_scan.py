@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import overlaps, replay_and_convolve
+from stree_kernels.tree_conv import replay_and_convolve
 
 
 def mamba_chain(
@@ -36,7 +36,6 @@ def mamba_chain(
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     x_conv, b_conv, c_conv = shape.scan_groups
     block_p = min(32, triton.next_power_of_2(shape.head_dim))
-    early = overlaps(kept)
     chain_scan_kernel[(triton.cdiv(shape.head_dim, block_p), heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(3),
@@ -46,9 +45,9 @@ def mamba_chain(
         steering.parity, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim, OVERLAPS=early,
+        B_CHANNEL=x_conv * shape.head_dim,
         BLOCK_P=block_p, BLOCK_S=triton.next_power_of_2(shape.d_state),
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        num_warps=4, **overlapping(kept),
     )  # fmt: skip
     return y
 
@@ -74,9 +73,7 @@ def chain_scan_kernel(
     c_channel = (head // HEADS_A_C) * D_STATE + s
     A = -tl.exp(tl.load(A_log + head).to(tl.float32))
     D = tl.load(D_pointer + head).to(tl.float32)
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(OVERLAPS)
     half = 1 - tl.load(parities)
     xb += batch * xb_batch_stride + half * xb_parity_stride
     steps += batch * steps_batch_stride + half * steps_parity_stride + head

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
 BLOCK_CHANNELS = 64
@@ -53,7 +53,6 @@ def replay_and_convolve(
     head_blocks = triton.cdiv(shape.head_dim, block_p)
     num_replays = heads * head_blocks if first == 0 else 0
     num_tiles = triton.cdiv(num_new, BLOCK_NODES)
-    early = overlaps(kept)
     replay_conv_kernel[(num_replays + (num_blocks + 1) * num_tiles, batch)](
         kept, kept.stride(0), kept.stride(1),
         rows, rows.stride(0), rows.stride(1), rows.stride(2),
@@ -73,22 +72,16 @@ def replay_and_convolve(
         B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
         NUM_CHANNELS=x_channels + b_channels + c_channels,
         DT_MIN=shape.dt_limit[0], DT_MAX=shape.dt_limit[1], REPLAY=first == 0,
-        OVERLAPS=early, HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
+        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
         HEAD_BLOCKS=head_blocks, BLOCK_P=block_p,
         BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if kept.dtype == torch.float32 else "tf32",
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        num_warps=4, **overlapping(kept),
     )  # fmt: skip
     return C
-
-
-def overlaps(tensor: Tensor) -> bool:
-    """Whether a launch may start before the one that it depends on ends (programmatic dependent
-    launch)."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 @triton.jit
@@ -111,9 +104,7 @@ def replay_conv_kernel(
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(OVERLAPS)
     program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parity = tl.load(parities)
     variant = tl.load(variants + batch)

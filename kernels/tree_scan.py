@@ -12,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import overlaps, replay_and_convolve
+from stree_kernels.tree_conv import replay_and_convolve
 
 BLOCK_HEAD = 32  # channels of a head that a program scans
 BLOCK_QUERIES = 16
+WARPS = 4
 
 
 def mamba_tree(
@@ -46,7 +47,6 @@ def mamba_tree(
     x_conv, b_conv, c_conv = shape.scan_groups
     heads, num_nodes = shape.num_heads, first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
-    early = overlaps(kept)
     query_blocks = triton.cdiv(num_new, BLOCK_QUERIES)
     tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p) * query_blocks, heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
@@ -58,13 +58,13 @@ def mamba_tree(
         steering.variant, steering.parity, first, num_new, query_blocks,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
-        B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0, OVERLAPS=early,
+        B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=BLOCK_QUERIES, ONE_TILE=num_nodes <= block_n,
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
         AS_GIVEN=kept.is_cuda and kept.dtype != torch.float32,  # the interpreter cannot
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        num_warps=WARPS, **overlapping(kept),
     )  # fmt: skip
     return y
 
@@ -147,9 +147,7 @@ def tree_scan_kernel(
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
         above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(OVERLAPS)
     C = tl.load(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
         mask=known[:, None] & in_s[None, :], other=0.0,
