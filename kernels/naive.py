@@ -429,6 +429,39 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.topk(count, dim=-1).indices, highest.to(accumulation_dtype(logits.dtype))
 
 
+def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+    """Write each row's best tokens to their places in a tree; nothing waits for the device.
+
+    Args: logits (R, V); places (R, K), the node that takes a row's k-th best, −1 for none;
+    tokens (N,), written there; finite (R,) bool, written: no logit of the row is NaN or +∞.
+    """
+    best, highest = top_tokens(logits, places.shape[1])
+    slots = F.pad(tokens, (0, 1))  # the last, at −1, takes what no node does
+    slots[places] = best
+    tokens.copy_(slots[:-1])
+    finite.copy_(highest.isfinite())
+
+
+def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
+    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (Q,): (B, N or Q, D)."""
+    return F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
+
+
+def take_root(
+    hidden: Tensor, certain: Tensor, count: Tensor, tokens: Tensor, path_length: Tensor
+) -> Tensor:
+    """Begin a draft after the last certain token, its tree's root.
+
+    Args: hidden (M, D) after the tokens certain (M,), of which the first count (1,) count;
+    tokens (N,), whose first is written; path_length (1,), written: they are all accepted.
+    Returns hidden (1, D) after the root.
+    """
+    last = count - 1
+    tokens[:1] = certain.index_select(0, last)
+    path_length.copy_(count)
+    return hidden.index_select(0, last)
+
+
 def accept_greedy(
     best: Tensor,
     highest: Tensor,

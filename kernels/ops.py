@@ -124,6 +124,23 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return _module("top", logits).top_tokens(logits, count)
 
 
+def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+    """See `naive.choose_children`."""
+    _module("top", logits).choose_children(logits, places, tokens, finite)
+
+
+def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None = None) -> Tensor:
+    """See `naive.embed`."""
+    return _module("gather", weight).embed(weight, tokens, nodes)
+
+
+def take_root(
+    hidden: Tensor, certain: Tensor, count: Tensor, tokens: Tensor, path_length: Tensor
+) -> Tensor:
+    """See `naive.take_root`."""
+    return _module("gather", hidden).take_root(hidden, certain, count, tokens, path_length)
+
+
 def accept_greedy(
     best: Tensor,
     highest: Tensor,

@@ -454,16 +454,18 @@ class HybridModel(nn.Module):
         cache: HybridCache,
         first: int = 0,
         bound: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, Q, D) after the final norm of nodes first … first + Q − 1 of trees.
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
-        the calls before grow. tokens (B, Q); each sequence has the tree of `topology` that
-        `cache.variant` names; bound as in `tree_forward`.
+        the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
+        nodes (Q,); each sequence has the tree of `topology` that `cache.variant` names; bound as
+        in `tree_forward`.
         """
-        used = cache.num_committed + first + tokens.shape[1]
+        x, y = ops.embed(self.model.embed_tokens.weight, tokens, nodes), None
+        used = cache.num_committed + first + x.shape[1]
         call = TreeCall(topology, cache.steering, first, bound or used)
-        x, y = self.model.embed_tokens(tokens), None
         for layer, layer_cache in self.model.pairs(cache.layers):
             norm = layer.input_layernorm
             x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)

@@ -87,7 +87,13 @@ def main() -> None:
                 cache.path, cache.path_length, torch.zeros_like(tokens), report,
             )  # fmt: skip
             topology = topology_of(tree, config.d_conv, tokens.device)
-            model.tree_hidden(tokens[:, :-1], topology, cache, 1, cache.num_slots)
+            inner = torch.arange(1, num_nodes)
+            hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)[0]
+            places = torch.full((len(inner), 3), -1)
+            finite = torch.ones(len(inner), dtype=torch.bool)
+            ops.choose_children(model.logits(hidden), places, tokens[0], finite)
+            count = torch.ones(1, dtype=torch.long)
+            ops.take_root(hidden, tokens[0], count, tokens[0], cache.path_length)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"\t(?:@!?U?P\d+ )?([A-Z][A-Z0-9.]+)", kernel.asm["sass"])
         spills = sum(each.startswith("STL") for each in code)
