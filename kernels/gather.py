@@ -27,15 +27,13 @@ def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
     return out
 
 
-def take_root(
-    hidden: Tensor, certain: Tensor, count: Tensor, tokens: Tensor, path_length: Tensor
-) -> Tensor:
+def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
     """`naive.take_root` in one launch; hidden with unit last stride."""
-    assert hidden.stride(1) == certain.stride(0) == 1
+    assert hidden.stride(1) == block.stride(0) == 1
     width = hidden.shape[1]
     out = hidden.new_empty(1, width)
     root_kernel[(triton.cdiv(width, BLOCK),)](
-        hidden, hidden.stride(0), certain, count, tokens, path_length, out, width,
+        hidden, hidden.stride(0), block, tokens, path_length, out, width,
         BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
@@ -56,13 +54,11 @@ def embed_kernel(
 
 
 @triton.jit
-def root_kernel(
-    hidden, stride, certain, count, tokens, path_length, out, width, BLOCK: tl.constexpr
-):
+def root_kernel(hidden, stride, block, tokens, path_length, out, width, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(count)
-    value = tl.load(hidden + (length - 1) * stride + at, mask=at < width)
+    count = tl.load(block)
+    value = tl.load(hidden + (count - 1) * stride + at, mask=at < width)
     tl.store(out + at, value, mask=at < width)
     if tl.program_id(0) == 0:
-        tl.store(tokens, tl.load(certain + length - 1))
-        tl.store(path_length, length)
+        tl.store(tokens, tl.load(block + count))
+        tl.store(path_length, count)

@@ -447,19 +447,17 @@ def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
     return F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
 
 
-def take_root(
-    hidden: Tensor, certain: Tensor, count: Tensor, tokens: Tensor, path_length: Tensor
-) -> Tensor:
+def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
     """Begin a draft after the last certain token, its tree's root.
 
-    Args: hidden (M, D) after the tokens certain (M,), of which the first count (1,) count;
+    Args: block (1 + M,), how many tokens are certain, and the tokens; hidden (M, D) after each;
     tokens (N,), whose first is written; path_length (1,), written: they are all accepted.
     Returns hidden (1, D) after the root.
     """
-    last = count - 1
-    tokens[:1] = certain.index_select(0, last)
+    count = block[:1]
+    tokens[:1] = block.index_select(0, count)
     path_length.copy_(count)
-    return hidden.index_select(0, last)
+    return hidden.index_select(0, count - 1)
 
 
 def accept_greedy(
@@ -467,6 +465,7 @@ def accept_greedy(
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
+    finite: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
@@ -475,22 +474,25 @@ def accept_greedy(
     """Follow the target's first choices down each tree; writes the last four tensors.
 
     Args: best (B, N) and highest (B, N), the target's choice at each node and its logit; tokens
-    (B, N) and parents (N,) of the trees; path (B, K) and path_length (B,), the accepted nodes;
-    block (B, M), the new tokens, the target's own last one included, with M above the trees'
-    depth; report (B, 2 + M), how many they are, whether all logits were finite, and the tokens.
+    (B, N) and parents (N,) of the trees; finite (B,) bool, whether the drafter's logits were;
+    path (B, K) and path_length (B,), the accepted nodes; block (B, 1 + M), how many new tokens
+    there are and the tokens, the target's own last one included, with M above the trees' depth;
+    report (B, 2 + 2·M), whether all logits were finite, the same as block, and the path.
     """
+    longest = block.shape[1] - 1
     for row in range(tokens.shape[0]):
         node, count = 0, 0
         while True:
             path[row, count] = node
-            block[row, count] = report[row, 2 + count] = best[row, node]
+            report[row, 2 + longest + count] = node
             count += 1
+            block[row, count] = report[row, 1 + count] = best[row, node]
             matching = (parents == node) & (tokens[row] == best[row, node])
             if not matching.any():
                 break
             node = int(matching.int().argmax())
-        path_length[row] = report[row, 0] = count
-        report[row, 1] = highest[row].isfinite().all()
+        path_length[row] = block[row, 0] = report[row, 1] = count
+        report[row, 0] = finite[row] & highest[row].isfinite().all()
 
 
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:

@@ -134,11 +134,9 @@ def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None = None) -> Tensor
     return _module("gather", weight).embed(weight, tokens, nodes)
 
 
-def take_root(
-    hidden: Tensor, certain: Tensor, count: Tensor, tokens: Tensor, path_length: Tensor
-) -> Tensor:
+def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
     """See `naive.take_root`."""
-    return _module("gather", hidden).take_root(hidden, certain, count, tokens, path_length)
+    return _module("gather", hidden).take_root(hidden, block, tokens, path_length)
 
 
 def accept_greedy(
@@ -146,6 +144,7 @@ def accept_greedy(
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
+    finite: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
@@ -153,7 +152,7 @@ def accept_greedy(
 ) -> None:
     """See `naive.accept_greedy`."""
     _module("accept", highest).accept_greedy(
-        best, highest, tokens, parents, path, path_length, block, report
+        best, highest, tokens, parents, finite, path, path_length, block, report
     )
 
 

@@ -118,8 +118,8 @@ class StaticDraft:
         self.tree, self.rule, self.choose = tree, rule, choose
         self.chain = topology_of(TokenTree.chain(tree.max_depth), model.config.d_conv, model.device)
         self.inner = inner_nodes(tree, model.config.d_conv, model.device)
-        self.tokens = torch.zeros(1, tree.max_depth + 1, dtype=torch.long, device=model.device)
-        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+        # How many certain tokens there are to read, and the tokens
+        self.block = torch.tensor([[1] + [0] * (tree.max_depth + 1)], device=model.device)
 
     def __call__(self, tokens: list[int]) -> Draft:
         """Draft after 1 to max_depth + 1 certain tokens, the root last."""
@@ -128,9 +128,8 @@ class StaticDraft:
 
     def _read(self, tokens: list[int]) -> None:
         self.cache.reserve(len(tokens))
-        padded = tokens + [0] * (self.tokens.shape[1] - len(tokens))
-        self.tokens.copy_(torch.tensor([padded]))
-        self.count.fill_(len(tokens))
+        padded = tokens + [0] * (self.block.shape[1] - 1 - len(tokens))
+        self.block.copy_(torch.tensor([[len(tokens), *padded]]))
         self.cache.num_committed += len(tokens)
 
     def _run(self, cache: HybridCache, choose: Chooser, bound: int | None = None) -> Draft:
@@ -143,9 +142,9 @@ class StaticDraft:
             first += len(nodes)
             return model.logits(hidden)
 
-        hidden = model.tree_hidden(self.tokens, self.chain, cache, bound=bound)[0]
+        hidden = model.tree_hidden(self.block[:, 1:], self.chain, cache, bound=bound)[0]
         tokens = torch.empty(self.tree.num_nodes, dtype=torch.long, device=model.device)
-        hidden = ops.take_root(hidden, self.tokens[0], self.count, tokens, cache.path_length)
+        hidden = ops.take_root(hidden, self.block[0], tokens, cache.path_length)
         return grow(advance, model.logits(hidden), tokens, self.tree, self.rule, choose)
 
 

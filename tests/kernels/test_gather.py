@@ -34,11 +34,10 @@ def test_embed(batch, width, dtype):
 def test_take_root(length, width, dtype):
     hidden = torch.full((5, width + 2), torch.nan, device=DEVICE, dtype=dtype)
     hidden[length - 1, :width] = normal(width, dtype=dtype)
-    certain = torch.arange(20, 25, device=DEVICE)
-    count = torch.tensor([length], device=DEVICE)
+    block = torch.tensor([length, 20, 21, 22, 23, 24], device=DEVICE)
     for module in (naive, gather):
-        tokens, path_length = torch.full((4,), -7, device=DEVICE), torch.zeros_like(count)
-        got = module.take_root(hidden[:, :width], certain, count, tokens, path_length)
+        tokens, path_length = torch.full((4,), -7, device=DEVICE), torch.zeros(1).long().to(DEVICE)
+        got = module.take_root(hidden[:, :width], block, tokens, path_length)
         assert torch.equal(got, hidden[length - 1 : length, :width])
         assert tokens.tolist() == [19 + length, -7, -7, -7]
-        assert path_length.tolist() == count.tolist() == [length]
+        assert path_length.tolist() == [length]

@@ -81,10 +81,11 @@ def main() -> None:
             tokens = torch.zeros(1, num_nodes, dtype=torch.long)
             logits = model.tree_forward(tokens, tree, cache, cache.num_slots)
             best, highest = ops.top_tokens(logits[0], 1)
-            report = torch.zeros(1, 2 + num_nodes, dtype=torch.long)
+            block = torch.ones(1, 1 + num_nodes, dtype=torch.long)
+            report = torch.zeros(1, 2 + 2 * num_nodes, dtype=torch.long)
             ops.accept_greedy(
                 best.T, highest[None], tokens, torch.tensor(tree.parents),
-                cache.path, cache.path_length, torch.zeros_like(tokens), report,
+                torch.ones(1, dtype=torch.bool), cache.path, cache.path_length, block, report,
             )  # fmt: skip
             topology = topology_of(tree, config.d_conv, tokens.device)
             inner = torch.arange(1, num_nodes)
@@ -92,8 +93,7 @@ def main() -> None:
             places = torch.full((len(inner), 3), -1)
             finite = torch.ones(len(inner), dtype=torch.bool)
             ops.choose_children(model.logits(hidden), places, tokens[0], finite)
-            count = torch.ones(1, dtype=torch.long)
-            ops.take_root(hidden, tokens[0], count, tokens[0], cache.path_length)
+            ops.take_root(hidden, block[0], tokens[0], cache.path_length)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"\t(?:@!?U?P\d+ )?([A-Z][A-Z0-9.]+)", kernel.asm["sass"])
         spills = sum(each.startswith("STL") for each in code)
