@@ -5,6 +5,7 @@ One program a sequence walks down its tree. The naive twin is `naive.accept_gree
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +16,7 @@ def accept_greedy(
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
+    finite: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
@@ -23,16 +25,16 @@ def accept_greedy(
     """`naive.accept_greedy` in one launch; every tensor with unit last stride."""
     batch, num_nodes = tokens.shape
     accept_kernel[(batch,)](
-        best, highest, tokens, parents, path, path.stride(0), path_length,
-        block, block.stride(0), report, report.stride(0), num_nodes, block.shape[1],
+        best, highest, tokens, parents, finite.view(torch.uint8), path, path.stride(0), path_length,
+        block, block.stride(0), report, report.stride(0), num_nodes, block.shape[1] - 1,
         BLOCK=triton.next_power_of_2(num_nodes), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def accept_kernel(
-    best, highest, tokens, parents, path, path_stride, path_length,
-    block, block_stride, report, report_stride, num_nodes, max_block, BLOCK: tl.constexpr,
+    best, highest, tokens, parents, finite, path, path_stride, path_length,
+    block, block_stride, report, report_stride, num_nodes, longest, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
@@ -41,22 +43,28 @@ def accept_kernel(
     token = tl.load(tokens + row * num_nodes + node, mask=known, other=-2)
     parent = tl.load(parents + node, mask=known, other=-2)
     value = tl.load(highest + row * num_nodes + node, mask=known, other=0.0)
-    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
+    all_finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
+    all_finite = all_finite & tl.load(finite + row).to(tl.int32)
+    path += row * path_stride
+    block += row * block_stride
+    report += row * report_stride
 
     here = 0
     count = 0
     walking = 1
-    for step in range(max_block):
+    for step in range(longest):
         # A finished walk stores nothing more
         going = walking == 1
-        tl.store(path + row * path_stride + step, here, mask=going)
+        tl.store(path + step, here, mask=going)
+        tl.store(report + 2 + longest + step, here, mask=going)
         choice = tl.sum(tl.where(node == here, wanted, 0), axis=0)
-        tl.store(block + row * block_stride + step, choice, mask=going)
-        tl.store(report + row * report_stride + 2 + step, choice, mask=going)
+        tl.store(block + 1 + step, choice, mask=going)
+        tl.store(report + 2 + step, choice, mask=going)
         count += walking
         child = tl.min(tl.where((parent == here) & (token == choice), node, BLOCK), axis=0)
         walking = tl.where(going & (child < BLOCK), 1, 0)
         here = tl.where(walking == 1, child, here)
     tl.store(path_length + row, count)
-    tl.store(report + row * report_stride, count)
-    tl.store(report + row * report_stride + 1, finite)
+    tl.store(block, count)
+    tl.store(report, all_finite)
+    tl.store(report + 1, count)

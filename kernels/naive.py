@@ -425,8 +425,39 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The highest is not finite when any logit of the row is NaN or +∞.
     """
-    highest = logits.amax(-1)
-    return logits.topk(count, dim=-1).indices, highest.to(accumulation_dtype(logits.dtype))
+    logits = logits.to(accumulation_dtype(logits.dtype))
+    return logits.topk(count, dim=-1).indices, logits.amax(-1)
+
+
+def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+    """Write each row's best tokens to their places in a tree; nothing waits for the device.
+
+    Args: logits (R, V); places (R, K), the node that takes a row's k-th best, −1 for none;
+    tokens (N,), written there; finite (R,) bool, written: no logit of the row is NaN or +∞.
+    """
+    best, highest = top_tokens(logits, places.shape[1])
+    slots = F.pad(tokens, (0, 1))  # the last, at −1, takes what no node does
+    slots[places] = best
+    tokens.copy_(slots[:-1])
+    finite.copy_(highest.isfinite())
+
+
+def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
+    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (Q,): (B, N or Q, D)."""
+    return F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
+
+
+def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
+    """Begin a draft after the last certain token, its tree's root.
+
+    Args: block (1 + M,), how many tokens are certain, and the tokens; hidden (M, D) after each;
+    tokens (N,), whose first is written; path_length (1,), written: they are all accepted.
+    Returns hidden (1, D) after the root.
+    """
+    count = block[:1]
+    tokens[:1] = block.index_select(0, count)
+    path_length.copy_(count)
+    return hidden.index_select(0, count - 1)
 
 
 def accept_greedy(
@@ -434,6 +465,7 @@ def accept_greedy(
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
+    finite: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
@@ -442,22 +474,25 @@ def accept_greedy(
     """Follow the target's first choices down each tree; writes the last four tensors.
 
     Args: best (B, N) and highest (B, N), the target's choice at each node and its logit; tokens
-    (B, N) and parents (N,) of the trees; path (B, K) and path_length (B,), the accepted nodes;
-    block (B, M), the new tokens, the target's own last one included, with M above the trees'
-    depth; report (B, 2 + M), how many they are, whether all logits were finite, and the tokens.
+    (B, N) and parents (N,) of the trees; finite (B,) bool, whether the drafter's logits were;
+    path (B, K) and path_length (B,), the accepted nodes; block (B, 1 + M), how many new tokens
+    there are and the tokens, the target's own last one included, with M above the trees' depth;
+    report (B, 2 + 2·M), whether all logits were finite, the same as block, and the path.
     """
+    longest = block.shape[1] - 1
     for row in range(tokens.shape[0]):
         node, count = 0, 0
         while True:
             path[row, count] = node
-            block[row, count] = report[row, 2 + count] = best[row, node]
+            report[row, 2 + longest + count] = node
             count += 1
+            block[row, count] = report[row, 1 + count] = best[row, node]
             matching = (parents == node) & (tokens[row] == best[row, node])
             if not matching.any():
                 break
             node = int(matching.int().argmax())
-        path_length[row] = report[row, 0] = count
-        report[row, 1] = highest[row].isfinite().all()
+        path_length[row] = block[row, 0] = report[row, 1] = count
+        report[row, 0] = finite[row] & highest[row].isfinite().all()
 
 
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:

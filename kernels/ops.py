@@ -117,11 +117,27 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return _module("top", logits).top_tokens(logits, count)
 
 
+def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+    """See `naive.choose_children`."""
+    _module("top", logits).choose_children(logits, places, tokens, finite)
+
+
+def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None = None) -> Tensor:
+    """See `naive.embed`."""
+    return _module("gather", weight).embed(weight, tokens, nodes)
+
+
+def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
+    """See `naive.take_root`."""
+    return _module("gather", hidden).take_root(hidden, block, tokens, path_length)
+
+
 def accept_greedy(
     best: Tensor,
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
+    finite: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
@@ -129,7 +145,7 @@ def accept_greedy(
 ) -> None:
     """See `naive.accept_greedy`."""
     _module("accept", highest).accept_greedy(
-        best, highest, tokens, parents, path, path_length, block, report
+        best, highest, tokens, parents, finite, path, path_length, block, report
     )
 
 

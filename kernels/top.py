@@ -2,7 +2,7 @@
 
 A general top-k sorts; drafting wants three or so of 10⁴-10⁵ tokens. Each program takes the k
 best of a piece of a row, then one program a row takes the k best of those. Ties go to the
-smaller token. The naive twin is `naive.top_tokens`.
+smaller token. The naive twins are `naive.top_tokens` and `naive.choose_children`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,40 @@ PIECE = 4096
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`naive.top_tokens` for logits (R, V) with unit last stride, in two launches."""
+    num_rows = logits.shape[0]
+    tokens = torch.empty(num_rows, count, device=logits.device, dtype=torch.long)
+    highest = torch.empty(num_rows, device=logits.device, dtype=torch.float32)
+    _choose(logits, count, None, tokens, highest, None)
+    return tokens, highest
+
+
+def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+    """`naive.choose_children` in the same two launches; places contiguous."""
+    assert places.is_contiguous() and tokens.stride(0) == finite.stride(0) == 1
+    _choose(logits, places.shape[1], places, tokens, None, finite.view(torch.uint8))
+
+
+def _choose(
+    logits: Tensor,
+    count: int,
+    places: Tensor | None,
+    tokens: Tensor,
+    highest: Tensor | None,
+    finite: Tensor | None,
+) -> None:
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
     pieces = triton.cdiv(vocabulary, PIECE)
     values = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.float32)
     candidates = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.int32)
-    tokens = torch.empty(num_rows, count, device=logits.device, dtype=torch.long)
-    highest = torch.empty(num_rows, device=logits.device, dtype=torch.float32)
     piece_kernel[(num_rows, pieces)](
         logits, logits.stride(0), values, candidates, vocabulary, COUNT=count, PIECE=PIECE,
         num_warps=4,
     )  # fmt: skip
     merge_kernel[(num_rows,)](
-        values, candidates, tokens, highest, pieces * count, COUNT=count,
+        values, candidates, places, tokens, highest, finite, pieces * count, COUNT=count,
         BLOCK=triton.next_power_of_2(pieces * count), num_warps=1,
     )  # fmt: skip
-    return tokens, highest
 
 
 @triton.jit
@@ -57,18 +75,25 @@ def piece_kernel(
 
 @triton.jit
 def merge_kernel(
-    values, candidates, tokens, highest, num_candidates, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+    values, candidates, places, tokens, highest, finite, num_candidates,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < num_candidates
     value = tl.load(values + row * num_candidates + at, mask=mask, other=-float("inf"))
     token = tl.load(candidates + row * num_candidates + at, mask=mask, other=2147483647)
-    tl.store(highest + row, tl.max(value, axis=0))
+    if highest is not None:
+        tl.store(highest + row, tl.max(value, axis=0))
+    if finite is not None:
+        tl.store(finite + row, (tl.abs(tl.max(value, axis=0)) < float("inf")).to(tl.uint8))
     for rank in tl.static_range(COUNT):
         best = tl.max(value, axis=0)
         chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
-        tl.store(tokens + row * COUNT + rank, chosen.to(tl.int64))
+        place = row * COUNT + rank
+        if places is not None:
+            place = tl.load(places + place)
+        tl.store(tokens + place, chosen.to(tl.int64), mask=place >= 0)
         taken = token == chosen
         value = tl.where(taken, -float("inf"), value)
         token = tl.where(taken, 2147483647, token)

@@ -14,7 +14,7 @@ from stree.graphs import Capture
 from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel, topology_of
 from stree.sampling import Chooser, RandomChooser, sample_siblings, sampling_law
-from stree.tree import TokenTree, index_tensor
+from stree.tree import TokenTree, index_tensor, parents_of
 from stree_kernels import ops
 from stree_kernels.shapes import Topology
 
@@ -118,8 +118,8 @@ class StaticDraft:
         self.tree, self.rule, self.choose = tree, rule, choose
         self.chain = topology_of(TokenTree.chain(tree.max_depth), model.config.d_conv, model.device)
         self.inner = inner_nodes(tree, model.config.d_conv, model.device)
-        self.tokens = torch.zeros(1, tree.max_depth + 1, dtype=torch.long, device=model.device)
-        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+        # How many certain tokens there are to read, and the tokens
+        self.block = torch.tensor([[1] + [0] * (tree.max_depth + 1)], device=model.device)
 
     def __call__(self, tokens: list[int]) -> Draft:
         """Draft after 1 to max_depth + 1 certain tokens, the root last."""
@@ -128,26 +128,24 @@ class StaticDraft:
 
     def _read(self, tokens: list[int]) -> None:
         self.cache.reserve(len(tokens))
-        padded = tokens + [0] * (self.tokens.shape[1] - len(tokens))
-        self.tokens.copy_(torch.tensor([padded]))
-        self.count.fill_(len(tokens))
+        padded = tokens + [0] * (self.block.shape[1] - 1 - len(tokens))
+        self.block.copy_(torch.tensor([[len(tokens), *padded]]))
         self.cache.num_committed += len(tokens)
 
     def _run(self, cache: HybridCache, choose: Chooser, bound: int | None = None) -> Draft:
-        model = self.model
-        hidden = model.tree_hidden(self.tokens, self.chain, cache, bound=bound)[0]
-        cache.path_length.copy_(self.count)
-        last, first = self.count - 1, 0
+        model, first, wide = self.model, 0, not self.rule.greedy
 
-        def advance(tokens: Tensor, nodes: list[int]) -> Tensor:
+        def advance(tokens: Tensor, nodes: tuple[int, ...]) -> Tensor:
             nonlocal first
-            hidden = model.tree_hidden(tokens[None], self.inner, cache, first, bound)[0]
+            rows = index_tensor(nodes, tokens.device)
+            hidden = model.tree_hidden(tokens[None], self.inner, cache, first, bound, rows)[0]
             first += len(nodes)
-            return model.logits(hidden)
+            return model.logits(hidden, wide=wide)
 
-        root = self.tokens[0].index_select(0, last)
-        root_logits = model.logits(hidden.index_select(0, last))
-        return grow(advance, root_logits, root, self.tree, self.rule, choose)
+        hidden = model.tree_hidden(self.block[:, 1:], self.chain, cache, bound=bound)[0]
+        tokens = torch.empty(self.tree.num_nodes, dtype=torch.long, device=model.device)
+        hidden = ops.take_root(hidden, self.block[0], tokens, cache.path_length)
+        return grow(advance, model.logits(hidden, wide=wide), tokens, self.tree, self.rule, choose)
 
 
 class CapturedDraft(StaticDraft):
@@ -197,59 +195,74 @@ def inner_nodes(tree: TokenTree, width: int, device: torch.device) -> Topology:
 
 
 def grow(
-    advance: Callable[[Tensor, list[int]], Tensor],
-    root_logits: Tensor,
-    root: Tensor,
+    advance: Callable[[Tensor, tuple[int, ...]], Tensor],
+    logits: Tensor,
+    tokens: Tensor,
     tree: TokenTree,
     rule: SamplingRule,
     choose: Chooser,
 ) -> Draft:
-    """Grow a tree level by level from the logits (1, V) after its root (1,).
+    """Grow a tree level by level from its root, the first of tokens (N,), and the logits (1, V)
+    after it; writes the other tokens.
 
-    advance(tokens (n,), nodes) gives the logits (n, V) after the nodes with children of one
+    advance(tokens (N,), nodes) gives the logits (n, V) after the nodes with children of one
     level, in the order of `TokenTree.levels`. Nothing here waits for the device.
     """
-    tokens = root.new_zeros(tree.num_nodes)
-    tokens[:1] = root
-    logits, laws, finite = root_logits, [], []
+    finite = torch.empty(len(parents_of(tree)), dtype=torch.bool, device=tokens.device)
+    laws, done = [], 0
     for level in tree.levels[:-1]:
-        parents = [node for node in level if tree.children[node]]
-        if level != (0,):
-            rows = index_tensor(tuple(parents), tokens.device)
-            logits = advance(tokens.index_select(0, rows), parents)
-        drawn, law, is_finite = draw_children(logits, parents, tree, rule, choose)
-        children = tuple(child for node in parents for child in tree.children[node])
-        tokens.index_copy_(0, index_tensor(children, tokens.device), drawn)
-        laws.append(law)
-        finite.append(is_finite)
-    return Draft(tokens, _stack(laws), torch.cat(finite).all())
+        parents = tuple(node for node in level if tree.children[node])
+        if done:
+            logits = advance(tokens, parents)
+        rows = finite[done : done + len(parents)]
+        laws.append(draw_children(logits, parents, tree, rule, choose, tokens, rows))
+        done += len(parents)
+    return Draft(tokens, _stack(laws), finite.all())
 
 
 def draw_children(
-    logits: Tensor, parents: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    logits: Tensor,
+    parents: tuple[int, ...],
+    tree: TokenTree,
+    rule: SamplingRule,
+    choose: Chooser,
+    tokens: Tensor,
+    finite: Tensor,
+) -> Tensor | None:
     """Children of some nodes, from logits (n, V): the top k, or a sample without replacement.
 
-    Returns the tokens of all children in order, the laws (n, V) (None when greedy), and whether
-    each row's logits were finite where it matters, (n,).
+    Writes them to tokens (N,), and to finite (n,) whether each row's logits were, where it
+    matters. Returns the laws (n, V), None when greedy.
     """
-    counts = [len(tree.children[node]) for node in parents]
-    law = None
     if rule.greedy:
-        drawn, highest = ops.top_tokens(logits, max(counts))
+        ops.choose_children(logits, places_of(tree, parents, tokens.device), tokens, finite)
+        return None
+    counts = [len(tree.children[node]) for node in parents]
+    law = rule.law(logits)
+    if isinstance(choose, RandomChooser) and ops.samples_fused(law):
+        uniforms = choose.uniforms(max(counts), len(counts))
+        drawn = ops.sample_siblings(law, max(counts), uniforms)
     else:
-        law, highest = rule.law(logits), logits.amax(-1)
-        if isinstance(choose, RandomChooser) and ops.samples_fused(law):
-            uniforms = choose.uniforms(max(counts), len(counts))
-            drawn = ops.sample_siblings(law, max(counts), uniforms)
-        else:
-            drawn = sample_siblings(law, counts, choose)
+        drawn = sample_siblings(law, counts, choose)
     wanted = tuple(
         row * max(counts) + rank for row, count in enumerate(counts) for rank in range(count)
     )
-    if len(wanted) < drawn.numel():
-        drawn = drawn.flatten().index_select(0, index_tensor(wanted, drawn.device))
-    return drawn.flatten(), law, highest.isfinite()
+    drawn = drawn.flatten()
+    if len(wanted) < len(drawn):
+        drawn = drawn.index_select(0, index_tensor(wanted, drawn.device))
+    children = tuple(child for node in parents for child in tree.children[node])
+    tokens.index_copy_(0, index_tensor(children, tokens.device), drawn)
+    finite.copy_(logits.amax(-1).isfinite())
+    return law
+
+
+@functools.cache
+def places_of(tree: TokenTree, parents: tuple[int, ...], device: torch.device) -> Tensor:
+    """(n, widest): the children of each node, and −1 where it has fewer than the widest."""
+    children = [tree.children[node] for node in parents]
+    widest = max(map(len, children))
+    padded = [[*nodes, *[-1] * (widest - len(nodes))] for nodes in children]
+    return torch.tensor(padded, device=device)
 
 
 def _stack(laws: list[Tensor | None]) -> Tensor | None:

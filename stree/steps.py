@@ -41,19 +41,19 @@ class DeviceSteps:
         longest, device = tree.max_depth + 1, model.device
         self.laws: Tensor | None = None
         if draft is not None:
-            self.block = draft.tokens  # a step's new tokens are what the drafter reads next
+            self.block = draft.block  # a step's new tokens are what the drafter reads next
             self.nodes = draft.capture.outputs.tokens[None]
             self.laws = draft.capture.outputs.laws
-            self.drafts_are_finite = draft.capture.outputs.finite
+            self.drafts_are_finite = draft.capture.outputs.finite.view(1)
         else:
-            self.block = self.nodes = torch.zeros(1, 1, dtype=torch.long, device=device)
-            self.drafts_are_finite = torch.ones((), dtype=torch.bool, device=device)
+            self.block = torch.tensor([[1, 0]], device=device)
+            self.nodes = self.block[:, 1:]
+            self.drafts_are_finite = torch.ones(1, dtype=torch.bool, device=device)
         self.parents = torch.tensor(tree.parents, device=device)
         self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
         self.tables = tables(tree, device)  # likewise
-        self.count = torch.ones(1, dtype=torch.long, device=device)
-        self.report = torch.zeros(1, 2 + longest, dtype=torch.long, device=device)
-        shape = (1, 3 + 2 * longest)
+        shape = (1, 2 + 2 * longest)
+        self.report = torch.zeros(shape, dtype=torch.long, device=device)
         self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event() for _ in range(2)]
         self.launched = self.collected = 0
@@ -69,18 +69,19 @@ class DeviceSteps:
     def _verify(
         self, cache: HybridCache, nodes: Tensor, block: Tensor, choose: RandomChooser
     ) -> Tensor:
-        logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots)[0]
-        if self.rule.greedy:
+        greedy = self.rule.greedy
+        logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots, wide=not greedy)[
+            0
+        ]
+        if greedy:
             best, highest = self._choices(logits, nodes)
             ops.accept_greedy(
-                best.T, highest[None], nodes, self.parents,
+                best.T, highest[None], nodes, self.parents, self.drafts_are_finite,
                 cache.path, cache.path_length, block, self.report,
             )  # fmt: skip
         else:
             self._sample(logits, cache, nodes[0], block, choose)
-        (self.count if self.draft is None else self.draft.count).copy_(cache.path_length)
-        path = cache.path[:, : block.shape[1]]
-        return torch.cat([self.report, path, self.drafts_are_finite.long().view(1, 1)], dim=1)
+        return self.report
 
     def _choices(self, logits: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """The target's first choice (N, 1) at each node of nodes (1, N), and its logit (N,)."""
@@ -103,18 +104,18 @@ class DeviceSteps:
                 self.rule.law(logits), self.laws, tokens, self.tree, choose
             )
         drafted = torch.cat([tokens[path[1:]], bonus])
-        place = torch.arange(block.shape[1], device=logits.device)
+        place = torch.arange(len(path), device=logits.device)
         cache.path[:, : len(path)] = path
         cache.path_length.copy_(length)
-        block.copy_(torch.where(place < length - 1, drafted, bonus)[None])
-        finite = logits.amax(-1).isfinite().all()
-        self.report.copy_(torch.cat([length, finite.long()[None], block[0]])[None])
+        new = torch.where(place < length - 1, drafted, bonus)
+        finite = self.drafts_are_finite & logits.amax(-1).isfinite().all()
+        self.report.copy_(torch.cat([finite.long(), length, new, path])[None])
+        block.copy_(self.report[:, 1 : 2 + len(path)])
 
     def begin(self, root: int) -> None:
         """Start from a root that neither cache holds; the prompt before it is committed."""
-        self.block[:, 0] = root
-        if self.draft is not None:
-            self.draft.count.fill_(1)
+        self.block[:, 0] = 1
+        self.block[:, 1] = root
         self.launched = self.collected = 0
 
     def launch(self, mark: Callable[[str], None]) -> None:
@@ -135,10 +136,10 @@ class DeviceSteps:
         and the new tokens."""
         half = self.collected % 2
         self.read[half].synchronize()
-        count, finite, *rest, drafts_finite = self.pinned[half][0].tolist()
+        finite, count, *rest = self.pinned[half][0].tolist()
         tokens, path = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         self.collected += 1
         for cache in (self.cache, self.draft.cache if self.draft is not None else None):
             if cache is not None:
                 cache.num_committed += count
-        return bool(finite and drafts_finite), path[:count], tokens[:count]
+        return bool(finite), path[:count], tokens[:count]

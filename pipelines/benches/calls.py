@@ -151,7 +151,7 @@ def _tree_call(
     def call() -> Tensor:
         cache.length.fill_(context)  # stays, however often this runs
         cache.path_length.fill_(min(3, num_nodes))  # a path of usual length is replayed
-        return model.tree_forward(tokens, tree, cache, cache.num_slots)
+        return model.tree_forward(tokens, tree, cache, cache.num_slots, wide=False)
 
     return call
 

@@ -387,10 +387,10 @@ class HybridModel(nn.Module):
             x = layer(x, context)
         return self.model.norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(…, V) in fp32 or wider."""
+    def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
+        """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best."""
         logits = F.linear(hidden, self.head_weight.to(hidden.dtype))
-        return logits.to(naive.accumulation_dtype(logits.dtype))
+        return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
 
     # Decoding
 
@@ -434,17 +434,24 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     def tree_forward(
-        self, tokens: Tensor, tree: TokenTree, cache: HybridCache, bound: int | None = None
+        self,
+        tokens: Tensor,
+        tree: TokenTree,
+        cache: HybridCache,
+        bound: int | None = None,
+        *,
+        wide: bool = True,
     ) -> Tensor:
         """Logits of every node of a tree, in one call, after replaying the last accepted path.
 
         Args: tokens (B, N), the root first; bound, cache slots to read, at least the committed
-        ones and N (default: just these). Returns (B, N, V). A single node is an ordinary step.
+        ones and N (default: just these); wide, as in `logits`. Returns (B, N, V).
+        A single node is an ordinary step.
         """
         if tokens.shape[1] != tree.num_nodes:
             raise UsageError(f"{tokens.shape[1]} tokens for the {tree.num_nodes} nodes of {tree}")
         topology = topology_of(tree, self.config.d_conv, tokens.device)
-        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound))
+        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=wide)
 
     @torch.no_grad()
     def tree_hidden(
@@ -454,16 +461,18 @@ class HybridModel(nn.Module):
         cache: HybridCache,
         first: int = 0,
         bound: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, Q, D) after the final norm of nodes first … first + Q − 1 of trees.
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
-        the calls before grow. tokens (B, Q); each sequence has the tree of `topology` that
-        `cache.variant` names; bound as in `tree_forward`.
+        the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
+        nodes (Q,); each sequence has the tree of `topology` that `cache.variant` names; bound as
+        in `tree_forward`.
         """
-        used = cache.num_committed + first + tokens.shape[1]
+        x, y = ops.embed(self.model.embed_tokens.weight, tokens, nodes), None
+        used = cache.num_committed + first + x.shape[1]
         call = TreeCall(topology, cache.steering, first, bound or used)
-        x, y = self.model.embed_tokens(tokens), None
         for layer, layer_cache in self.model.pairs(cache.layers):
             norm = layer.input_layernorm
             x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)

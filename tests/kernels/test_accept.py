@@ -21,19 +21,23 @@ def test_walks(tree):
             tokens[0, node] = best[0, parent]
     highest = torch.zeros(batch, N, device=DEVICE)
     highest[1, N // 2], highest[2, 0] = torch.nan, torch.inf
+    finite = torch.tensor([True, True, True, False], device=DEVICE)
     parents = torch.tensor(tree.parents, device=DEVICE)
     for function in (naive.accept_greedy, accept.accept_greedy):
         path, block = (torch.full((batch, longest + 2), -7, device=DEVICE) for _ in range(2))
-        report = torch.full((batch, longest + 2), -7, device=DEVICE)
+        report = torch.full((batch, 2 * longest + 3), -7, device=DEVICE)
         path_length = torch.zeros(batch, dtype=torch.long, device=DEVICE)
-        function(best, highest, tokens, parents, path, path_length, block[:, :longest], report)
+        function(
+            best, highest, tokens, parents, finite,
+            path, path_length, block[:, : 1 + longest], report,
+        )  # fmt: skip
         for row in range(batch):
             nodes, bonus = verify_greedy(best[row].tolist(), tokens[row].tolist(), tree)
             wanted = [*tokens[row, nodes[1:]].tolist(), bonus]
             assert path[row].tolist() == nodes + [-7] * (longest + 2 - len(nodes))
-            assert block[row, : len(wanted)].tolist() == wanted
-            assert (block[row, len(wanted) :] == -7).all()
-            assert report[row, : 2 + len(wanted)].tolist() == [
-                len(nodes), row not in (1, 2), *wanted,
+            unwritten = [-7] * (longest - len(nodes))
+            assert block[row].tolist() == [len(nodes), *wanted, *unwritten, -7]
+            assert report[row].tolist() == [
+                row == 0, len(nodes), *wanted, *unwritten, *nodes, *unwritten, -7,
             ]  # fmt: skip
             assert int(path_length[row]) == len(nodes)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import normal
+from kernel_cases import DEVICE, normal
 
 from stree_kernels import naive, top
 
@@ -27,3 +27,31 @@ def test_top_tokens(vocabulary, dtype):
     logits[0] = -torch.inf
     tokens, highest = top.top_tokens(logits, 3)
     assert tokens[0].tolist() == [0, 1, 2] and not highest[0].isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
+def test_choose_children(vocabulary, dtype):
+    """Rows with fewer children than the widest, in no order; other nodes keep their tokens."""
+    logits = torch.stack([
+        torch.randperm(vocabulary, generator=torch.Generator().manual_seed(row)) for row in range(4)
+    ]).to(DEVICE, torch.float32)  # fmt: skip
+    logits = torch.linspace(-3, 3, vocabulary, device=DEVICE)[logits.long()].to(dtype)
+    wide = torch.full((4, vocabulary + 3), torch.nan, device=DEVICE, dtype=dtype)
+    wide[:, :vocabulary] = logits
+    logits = wide[:, :vocabulary]
+    logits[2, vocabulary // 2] = torch.nan
+    logits[3, 1] = torch.inf
+    places = torch.tensor([[8, 2, -1], [3, -1, -1], [-1, -1, -1], [1, 5, 6]], device=DEVICE)
+    results = []
+    for module in (naive, top):
+        tokens = torch.full((11,), -7, device=DEVICE)
+        finite = torch.tensor([False, False, True, True, False, True], device=DEVICE)
+        module.choose_children(logits, places, tokens[1:10], finite[1:5])
+        assert finite.tolist() == [False, True, True, False, False, True]
+        assert (tokens[[0, 1, 5, 8, 10]] == -7).all()  # what no row has
+        results.append(tokens)
+    best, _ = top.top_tokens(logits, 3)
+    assert results[1][[9, 3, 4, 2, 6, 7]].equal(best[[0, 0, 1, 3, 3, 3], [0, 1, 0, 0, 1, 2]])
+    if dtype == torch.float32:  # no ties, whose order is the twin's own
+        assert torch.equal(*results)

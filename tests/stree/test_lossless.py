@@ -241,12 +241,13 @@ def wrong_verifier(
     return verify
 
 
-def top_k_drafts(logits: Tensor, parents, tree, rule, choose):
+def top_k_drafts(logits: Tensor, parents, tree, rule, choose, tokens, finite):
     """Drafts the top k, and claims that they were sampled."""
-    counts = [len(tree.children[node]) for node in parents]
-    drawn = logits.topk(max(counts), dim=-1).indices
-    tokens = torch.cat([drawn[row, :count] for row, count in enumerate(counts)])
-    return tokens, rule.law(logits), torch.ones(len(counts), dtype=torch.bool)
+    for row, node in zip(logits, parents, strict=True):
+        children = list(tree.children[node])
+        tokens[children] = row.topk(len(children)).indices
+    finite.fill_(True)
+    return rule.law(logits)
 
 
 def stale_after(share: float):
@@ -278,7 +279,7 @@ MISTAKES = {
 
 def largest_distance(monkeypatch, verify=None, draw=None, after=None) -> float:
     if verify:
-        monkeypatch.setattr(stree.engine, "verify_multi_step", verify)
+        monkeypatch.setattr(stree.engine, "verify_sampled", verify)
     if draw:
         monkeypatch.setattr(stree.draft, "draw_children", draw)
     worst = 0.0

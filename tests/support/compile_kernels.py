@@ -81,15 +81,21 @@ def main() -> None:
             tokens = torch.zeros(1, num_nodes, dtype=torch.long)
             logits = model.tree_forward(tokens, tree, cache, cache.num_slots)
             best, highest = ops.top_tokens(logits[0], 1)
-            report = torch.zeros(1, 2 + num_nodes, dtype=torch.long)
+            block = torch.ones(1, 1 + num_nodes, dtype=torch.long)
+            report = torch.zeros(1, 2 + 2 * num_nodes, dtype=torch.long)
             ops.accept_greedy(
                 best.T, highest[None], tokens, torch.tensor(tree.parents),
-                cache.path, cache.path_length, torch.zeros_like(tokens), report,
+                torch.ones(1, dtype=torch.bool), cache.path, cache.path_length, block, report,
             )  # fmt: skip
             if num_nodes == 1:
                 continue
             topology = topology_of(tree, config.d_conv, tokens.device)
-            model.tree_hidden(tokens[:, :-1], topology, cache, 1, cache.num_slots)
+            inner = torch.arange(1, num_nodes)
+            hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)[0]
+            places = torch.full((len(inner), 3), -1)
+            finite = torch.ones(len(inner), dtype=torch.bool)
+            ops.choose_children(model.logits(hidden), places, tokens[0], finite)
+            ops.take_root(hidden, block[0], tokens[0], cache.path_length)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"\t(?:@!?U?P\d+ )?([A-Z][A-Z0-9.]+)", kernel.asm["sass"])
         spills = sum(each.startswith("STL") for each in code)

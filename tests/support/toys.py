@@ -95,13 +95,14 @@ class TableDrafter:
     ) -> Draft:
         past = {0: (sequence[-2], sequence[-1])}
 
-        def advance(tokens: Tensor, nodes: list[int]) -> Tensor:
-            for node, token in zip(nodes, tokens.tolist(), strict=True):
-                past[node] = (past[tree.parents[node]][1], token)
+        def advance(tokens: Tensor, nodes: tuple[int, ...]) -> Tensor:
+            for node in nodes:
+                past[node] = (past[tree.parents[node]][1], int(tokens[node]))
             return torch.stack([self.table[past[node]] for node in nodes])
 
-        root = torch.tensor(sequence[-1:])
-        return grow(advance, self.table[past[0]][None], root, tree, rule, choose)
+        tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
+        tokens[0] = sequence[-1]
+        return grow(advance, self.table[past[0]][None], tokens, tree, rule, choose)
 
 
 def exact_law(run: Callable[[Chooser], Hashable]) -> dict[Hashable, float]:
