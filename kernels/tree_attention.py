@@ -22,12 +22,12 @@ PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocess
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 32  # committed keys at a time
 CORNER_KEYS = 16  # accepted and new ones at a time, at most
-ATTEND_WARPS = 8
-ATTEND_REGISTERS = 128  # a thread, so that two programs fit a multiprocessor; fp32 needs more
+ATTEND_WARPS = 4
+ATTEND_REGISTERS = 255
 COMBINE_PROGRAMS = 132
-COMBINE_WARPS = 4
+COMBINE_WARPS = 2
 PARTS_A_PROGRAM = 64  # rows × parts that a program of the second launch combines, at most
-WRITE_DIMS = 16  # of each half of a head, written by one program of the second launch
+WRITE_DIMS = 64  # of each half of a head, written by one program of the second launch
 
 
 def attend_tree(

@@ -122,14 +122,15 @@ def _mamba_ssm_update() -> Callable[..., Any] | None:
     return module.selective_state_update
 
 
-def _one_token(state: torch.Tensor, shape: MixerShape) -> tuple[torch.Tensor, ...]:
-    """Its arguments: state, x, dt, A, B, C."""
+def _one_token(state: torch.Tensor, shape: MixerShape) -> tuple[torch.Tensor | None, ...]:
+    """Its arguments: state, x, dt, A, B, C, D, no gate, and the bias of dt."""
     device, heads, dim = state.device, shape.num_heads, shape.head_dim
     A = -torch.rand(heads, 1, 1, device=device).expand(heads, dim, shape.d_state)
     x = _normal(1, heads, dim, device=device)
     dt = _normal(1, heads, 1, device=device).expand(1, heads, dim)
     B, C = (_normal(1, shape.c_groups, shape.d_state, device=device) for _ in range(2))
-    return state.clone(), x, dt, A, B, C
+    D, bias = (torch.rand(heads, 1, device=device).expand(heads, dim) for _ in range(2))
+    return state.clone(), x, dt, A, B, C, D, None, bias
 
 
 def _attention(

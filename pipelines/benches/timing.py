@@ -51,6 +51,7 @@ def _elapsed_us(function: Callable[[], object], device: torch.device) -> float:
         function()
         return (time.perf_counter() - start) * 1e6
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # half a millisecond in which the host launches all that follows
     before.record()
     function()
     after.record()
