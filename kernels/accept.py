@@ -22,19 +22,22 @@ def accept_greedy(
     block: Tensor,
     report: Tensor,
 ) -> None:
-    """`naive.accept_greedy` in one launch; every tensor with unit last stride."""
+    """`naive.accept_greedy` in one launch; last strides are 1, finite is contiguous."""
     batch, num_nodes = tokens.shape
     accept_kernel[(batch,)](
-        best, highest, tokens, parents, finite.view(torch.uint8), path, path.stride(0), path_length,
+        best, highest, tokens, parents, finite.view(torch.uint8), finite[0].numel(),
+        path, path.stride(0), path_length,
         block, block.stride(0), report, report.stride(0), num_nodes, block.shape[1] - 1,
-        BLOCK=triton.next_power_of_2(num_nodes), num_warps=1,
+        BLOCK=triton.next_power_of_2(num_nodes),
+        BLOCK_FLAGS=triton.next_power_of_2(finite[0].numel()), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def accept_kernel(
-    best, highest, tokens, parents, finite, path, path_stride, path_length,
-    block, block_stride, report, report_stride, num_nodes, longest, BLOCK: tl.constexpr,
+    best, highest, tokens, parents, finite, num_flags, path, path_stride, path_length,
+    block, block_stride, report, report_stride, num_nodes, longest,
+    BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
@@ -44,7 +47,9 @@ def accept_kernel(
     parent = tl.load(parents + node, mask=known, other=-2)
     value = tl.load(highest + row * num_nodes + node, mask=known, other=0.0)
     all_finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
-    all_finite = all_finite & tl.load(finite + row).to(tl.int32)
+    flag = tl.arange(0, BLOCK_FLAGS)
+    flags = tl.load(finite + row * num_flags + flag, mask=flag < num_flags, other=1)
+    all_finite = all_finite & tl.min(flags.to(tl.int32), axis=0)
     path += row * path_stride
     block += row * block_stride
     report += row * report_stride

@@ -1,30 +1,37 @@
 """Rows picked by indices that only the device knows, each op in one launch (Triton).
 
-The embeddings of a tree's nodes, and the root that a draft grows from. The naive twins are
-`naive.embed` and `naive.take_root`.
+The embeddings of a tree's nodes with their first norm, and the root that a draft grows from. The
+naive twins are `naive.embed_norm` and `naive.take_root`.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
+from stree_kernels.pointwise import normed, warps
+
 BLOCK = 1024
 
 
-def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
-    """`naive.embed` in one launch; weight and tokens with unit last stride."""
+def embed_norm(
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`naive.embed_norm` in one launch; weight and tokens with unit last stride."""
     assert weight.stride(1) == tokens.stride(1) == 1
     (batch, num_nodes), width = tokens.shape, weight.shape[1]
     if nodes is not None:
         num_nodes = nodes.shape[0]
-    out = weight.new_empty(batch, num_nodes, width)
-    embed_kernel[(num_nodes, batch, triton.cdiv(width, BLOCK))](
-        weight, weight.stride(0), tokens, tokens.stride(0), nodes, out, width,
-        BLOCK=BLOCK, num_warps=4,
+    x = weight.new_empty(batch, num_nodes, width)
+    out = torch.empty_like(x)
+    embed_kernel[(num_nodes, batch)](
+        weight, weight.stride(0), tokens, tokens.stride(0), nodes, scale, x, out, width, eps,
+        BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(weight),
     )  # fmt: skip
-    return out
+    return x, out
 
 
 def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
@@ -41,16 +48,23 @@ def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor
 
 @triton.jit
 def embed_kernel(
-    weight, weight_stride, tokens, token_stride, nodes, out, width, BLOCK: tl.constexpr
-):
+    weight, weight_stride, tokens, token_stride, nodes, scale, x, out, width, eps,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    factor = tl.load(scale + at, mask=mask, other=0.0)
     node = place
     if nodes is not None:
         node = tl.load(nodes + place)
+    follow(OVERLAPS)
     token = tl.load(tokens + row * token_stride + node)
-    value = tl.load(weight + token * weight_stride + at, mask=at < width)
-    tl.store(out + (row * tl.num_programs(0) + place) * width + at, value, mask=at < width)
+    value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
+    line = (row * tl.num_programs(0) + place) * width
+    tl.store(x + line + at, value, mask=mask)
+    y = normed(value.to(tl.float32), factor, width, eps, value.dtype)
+    tl.store(out + line + at, y, mask=mask)
 
 
 @triton.jit

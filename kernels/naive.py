@@ -442,9 +442,13 @@ def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tens
     finite.copy_(highest.isfinite())
 
 
-def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None) -> Tensor:
-    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (Q,): (B, N or Q, D)."""
-    return F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
+def embed_norm(
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (Q,), and their norm: both
+    (B, N or Q, D)."""
+    x = F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
+    return add_rms_norm(x, None, scale, eps)
 
 
 def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
@@ -474,7 +478,7 @@ def accept_greedy(
     """Follow the target's first choices down each tree; writes the last four tensors.
 
     Args: best (B, N) and highest (B, N), the target's choice at each node and its logit; tokens
-    (B, N) and parents (N,) of the trees; finite (B,) bool, whether the drafter's logits were;
+    (B, N) and parents (N,) of the trees; finite (B, …) bool, which of the drafter's logits were;
     path (B, K) and path_length (B,), the accepted nodes; block (B, 1 + M), how many new tokens
     there are and the tokens, the target's own last one included, with M above the trees' depth;
     report (B, 2 + 2·M), whether all logits were finite, the same as block, and the path.
@@ -492,7 +496,7 @@ def accept_greedy(
                 break
             node = int(matching.int().argmax())
         path_length[row] = block[row, 0] = report[row, 1] = count
-        report[row, 0] = finite[row] & highest[row].isfinite().all()
+        report[row, 0] = finite[row].all() & highest[row].isfinite().all()
 
 
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:

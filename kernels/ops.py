@@ -71,6 +71,9 @@ def mamba_tree(
     arguments = (state, weights, shape, topology, steering, first)
     if not fused(projected.device, projected.dtype, max(shape.head_dim, shape.d_state)):
         return naive.mamba_tree(projected, rows, *arguments)
+    if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
+        module = importlib.import_module("stree_kernels.chain_scan")
+        return module.mamba_chain(projected, rows, derived, *arguments[:-1])
     module = importlib.import_module("stree_kernels.tree_scan")
     return module.mamba_tree(projected, rows, derived, *arguments)
 
@@ -122,9 +125,11 @@ def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tens
     _module("top", logits).choose_children(logits, places, tokens, finite)
 
 
-def embed(weight: Tensor, tokens: Tensor, nodes: Tensor | None = None) -> Tensor:
-    """See `naive.embed`."""
-    return _module("gather", weight).embed(weight, tokens, nodes)
+def embed_norm(
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `naive.embed_norm`."""
+    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps)
 
 
 def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:

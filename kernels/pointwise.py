@@ -31,7 +31,7 @@ def add_rms_norm(
     norm_kernel[(x.numel() // width, 1)](
         x, width, added, width, None, 0, weight, total, out,
         width, eps, BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width), **overlapping(x),
+        num_warps=warps(width), **overlapping(x),
     )  # fmt: skip
     return total, out
 
@@ -45,7 +45,7 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     norm_kernel[(y.numel() // y.shape[-1], groups)](
         y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
         width, eps, BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width), **overlapping(y),
+        num_warps=warps(width), **overlapping(y),
     )  # fmt: skip
     return out
 
@@ -70,7 +70,7 @@ def advance(steering: Steering) -> None:
     )  # fmt: skip
 
 
-def _warps(width: int) -> int:
+def warps(width: int) -> int:
     return 4 if width <= 2048 else NORM_WARPS
 
 
@@ -95,10 +95,14 @@ def norm_kernel(
     wide = value.to(tl.float32)
     if gate is not None:
         wide = wide * (z * tl.sigmoid(z))
+    tl.store(out + row * x_stride + at, normed(wide, scale, width, eps, value.dtype), mask=mask)
+
+
+@triton.jit
+def normed(wide, scale, width, eps, dtype: tl.constexpr):
+    """A row divided by its root mean square, and scaled; rounded to the dtype after each."""
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    scale = scale.to(value.dtype).to(tl.float32)
-    normed = scale * wide.to(value.dtype).to(tl.float32)
-    tl.store(out + row * x_stride + at, normed.to(value.dtype), mask=mask)
+    return (scale.to(dtype).to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
-BLOCK_HEAD = 32  # channels of a head that a program scans
-BLOCK_QUERIES = 16
-WARPS = 4
+# Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
+# What was fastest on an H200.
+FEW, MANY = (16, 32, 4), (32, 64, 8)
 
 
 def mamba_tree(
@@ -43,11 +43,12 @@ def mamba_tree(
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
     y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
-    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
+    block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
+    block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
     x_conv, b_conv, c_conv = shape.scan_groups
     heads, num_nodes = shape.num_heads, first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
-    query_blocks = triton.cdiv(num_new, BLOCK_QUERIES)
+    query_blocks = triton.cdiv(num_new, block_q)
     tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p) * query_blocks, heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
@@ -60,11 +61,11 @@ def mamba_tree(
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-        BLOCK_N=block_n, BLOCK_Q=BLOCK_QUERIES, ONE_TILE=num_nodes <= block_n,
+        BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
         AS_GIVEN=kept.is_cuda and kept.dtype != torch.float32,  # the interpreter cannot
-        num_warps=WARPS, **overlapping(kept),
+        num_warps=num_warps, **overlapping(kept),
     )  # fmt: skip
     return y
 

@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_kernels.py", description=__doc__)
     parser.add_argument("out", type=str, help="file to write, JSON lines")
     parser.add_argument("--shape", type=str, default="8b", help=f"one of {sorted(MIXERS)}")
-    parser.add_argument("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128])
+    parser.add_argument("--nodes", type=list[int], default=[1, 2, 4, 8, 13, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=50)

@@ -40,7 +40,7 @@ class Draft:
     """A filled token tree.
 
     tokens (N,); laws (I, V), the law that each node with children drew them from, in the order
-    of `parents_of(tree)` (None when greedy); finite, a scalar bool: no NaN was met.
+    of `parents_of(tree)` (None when greedy); finite, bools: no NaN was met.
     """
 
     tokens: Tensor
@@ -217,7 +217,7 @@ def grow(
         rows = finite[done : done + len(parents)]
         laws.append(draw_children(logits, parents, tree, rule, choose, tokens, rows))
         done += len(parents)
-    return Draft(tokens, _stack(laws), finite.all())
+    return Draft(tokens, _stack(laws), finite)
 
 
 def draw_children(

@@ -338,7 +338,7 @@ class Decoder:
             )
             decided = torch.cat([path, length, bonus])
         # One copy for all that the host needs; token ids are exact in fp64
-        parts = (draft.tokens, decided, highest, draft.finite[None])
+        parts = (draft.tokens, decided, highest, draft.finite.all()[None])
         packed = torch.cat([part.double() for part in parts]).tolist()
         num_nodes = self.tree.num_nodes
         tokens = [int(token) for token in packed[:num_nodes]]

@@ -44,11 +44,11 @@ class DeviceSteps:
             self.block = draft.block  # a step's new tokens are what the drafter reads next
             self.nodes = draft.capture.outputs.tokens[None]
             self.laws = draft.capture.outputs.laws
-            self.drafts_are_finite = draft.capture.outputs.finite.view(1)
+            self.drafts_are_finite = draft.capture.outputs.finite.view(1, -1)
         else:
             self.block = torch.tensor([[1, 0]], device=device)
             self.nodes = self.block[:, 1:]
-            self.drafts_are_finite = torch.ones(1, dtype=torch.bool, device=device)
+            self.drafts_are_finite = torch.ones(1, 1, dtype=torch.bool, device=device)
         self.parents = torch.tensor(tree.parents, device=device)
         self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
         self.tables = tables(tree, device)  # likewise
@@ -108,8 +108,8 @@ class DeviceSteps:
         cache.path[:, : len(path)] = path
         cache.path_length.copy_(length)
         new = torch.where(place < length - 1, drafted, bonus)
-        finite = self.drafts_are_finite & logits.amax(-1).isfinite().all()
-        self.report.copy_(torch.cat([finite.long(), length, new, path])[None])
+        finite = self.drafts_are_finite.all() & logits.amax(-1).isfinite().all()
+        self.report.copy_(torch.cat([finite.long()[None], length, new, path])[None])
         block.copy_(self.report[:, 1 : 2 + len(path)])
 
     def begin(self, root: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -62,6 +63,8 @@ def _elapsed_us(function: Callable[[], object], device: torch.device) -> float:
 def require_green(tests: list[str]) -> None:
     """Run test files of tests/; raises `InvariantBroken` when one is red: no number then."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "4"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         last = answer.stdout.strip().splitlines()[-3:]

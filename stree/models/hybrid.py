@@ -470,12 +470,16 @@ class HybridModel(nn.Module):
         nodes (Q,); each sequence has the tree of `topology` that `cache.variant` names; bound as
         in `tree_forward`.
         """
-        x, y = ops.embed(self.model.embed_tokens.weight, tokens, nodes), None
+        norm = cast(Layer, self.model.layers[0]).input_layernorm
+        embedding = self.model.embed_tokens.weight
+        x, normed = ops.embed_norm(embedding, tokens, nodes, norm.weight, norm.eps)
+        y = None
         used = cache.num_committed + first + x.shape[1]
         call = TreeCall(topology, cache.steering, first, bound or used)
         for layer, layer_cache in self.model.pairs(cache.layers):
-            norm = layer.input_layernorm
-            x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)
+            if y is not None:
+                norm = layer.input_layernorm
+                x, normed = ops.add_rms_norm(x, y, norm.weight, norm.eps)
             y = layer.mixer.tree(normed, layer_cache, call)
             if hasattr(layer, "mlp"):
                 norm = layer.post_attention_layernorm

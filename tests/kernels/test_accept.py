@@ -21,7 +21,7 @@ def test_walks(tree):
             tokens[0, node] = best[0, parent]
     highest = torch.zeros(batch, N, device=DEVICE)
     highest[1, N // 2], highest[2, 0] = torch.nan, torch.inf
-    finite = torch.tensor([True, True, True, False], device=DEVICE)
+    finite = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [True, False, True]], device=DEVICE)
     parents = torch.tensor(tree.parents, device=DEVICE)
     for function in (naive.accept_greedy, accept.accept_greedy):
         path, block = (torch.full((batch, longest + 2), -7, device=DEVICE) for _ in range(2))

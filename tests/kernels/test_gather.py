@@ -1,10 +1,13 @@
-"""Rows picked on the device: exactly the twin's. What may not be read is NaN or points far away."""
+"""Rows picked on the device: exactly the twin's, normed as elsewhere.
+
+What may not be read is NaN or points far away.
+"""
 
 import pytest
 import torch
 from kernel_cases import DEVICE, normal
 
-from stree_kernels import gather, naive
+from stree_kernels import gather, naive, pointwise
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_width = pytest.mark.parametrize("width", [7, 1024, 1500])
@@ -13,19 +16,17 @@ each_width = pytest.mark.parametrize("width", [7, 1024, 1500])
 @each_dtype
 @each_width
 @pytest.mark.parametrize("batch", [1, 3])
-def test_embed(batch, width, dtype):
-    weight = normal(11, width + 5, dtype=dtype)
+def test_embed_norm(batch, width, dtype):
+    weight, scale = normal(11, width + 5, dtype=dtype), normal(width, seed=1, dtype=dtype)
     weight[:, width:] = torch.nan
     tokens = torch.randint(11, (batch, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     tokens[:, 0] = tokens[:, 8] = 10**6  # outside the nodes below
-    for nodes in ([3, 1, 1, 7], [2]):
-        nodes = torch.tensor(nodes, device=DEVICE)
-        got = gather.embed(weight[:, :width], tokens, nodes)
-        assert torch.equal(got, naive.embed(weight[:, :width], tokens, nodes))
-    inner = tokens[:, 1:8]
-    got = gather.embed(weight[:, :width], inner, None)
-    assert torch.equal(got, naive.embed(weight[:, :width], inner, None))
-    assert got.is_contiguous() and not got.isnan().any()
+    some, one = torch.tensor([3, 1, 1, 7], device=DEVICE), torch.tensor([2], device=DEVICE)
+    for given, nodes in ((tokens, some), (tokens, one), (tokens[:, 1:8], None)):
+        x, normed = gather.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
+        wanted, _ = naive.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
+        assert torch.equal(x, wanted) and x.is_contiguous()
+        assert torch.equal(normed, pointwise.add_rms_norm(x, None, scale, 1e-5)[1])
 
 
 @each_dtype
