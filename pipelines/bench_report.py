@@ -25,9 +25,9 @@ CHAIN_NODES = 5  # what a tree has to beat: a chain of four drafts
 # What, the bar, how to find its rows, and the value of a row in the bar's unit
 BARS: list[tuple[str, float, dict[str, Any], str]] = [
     ("replay + conv + scan, µs a layer, N = 16", 7,
-     dict(op="mamba_tree", shape="8b", num_nodes=16), "us_split"),
+     dict(op="mamba_tree", shape="8b", num_nodes=16), "us_fused"),
     ("replay + conv + scan, µs a layer, N = 64", 12,
-     dict(op="mamba_tree", shape="8b", num_nodes=64), "us_split"),
+     dict(op="mamba_tree", shape="8b", num_nodes=64), "us_fused"),
     ("step over the floor of its matrix products", 1.12,
      dict(what="target call", shape="8b", num_nodes=16, context=1024), "step_over_floor"),
     ("tree call over a step, N = 16", 1.06,
@@ -60,6 +60,48 @@ def bars_table(rows: list[Row]) -> Table:
         met = worst <= bar if upper else worst >= bar
         lines.append((name, f"{sign} {bar:g}", f"{worst:.3g}", "met" if met else "missed"))
     return Table("Bars", tuple(lines))
+
+
+def kernels_table(rows: list[Row]) -> Table:
+    """Medians of each way to do an op, a layer."""
+    ways = list(dict.fromkeys(key for row in rows for key in row if key.startswith("us_")))
+    heads = tuple(way.removeprefix("us_").replace("_", " ") for way in ways)
+    lines = [
+        (
+            f"{row['op']}, N = {row['num_nodes']}, {row['context']:,} committed",
+            *(f"{_value(row[way]):.1f}" if way in row else MISSING for way in ways),
+        )
+        for row in sorted(rows, key=lambda row: (row["op"], row["num_nodes"]))
+    ]
+    return Table("Kernels, µs a layer", (("", *heads), *lines))
+
+
+def calls_table(rows: list[Row]) -> Table:
+    """Target calls beside a step and the floor of the same run."""
+    heads = ("", "floor", "call", "call ÷ floor", "call ÷ step", "step ÷ floor")
+    lines = [
+        (
+            f"{row['shape']}, N = {row['num_nodes']}, {row['context']:,} committed",
+            f"{_value(row['us_floor']):,.0f}", f"{_value(row['us_tree']):,.0f}",
+            *(f"{row[key]:.3f}" for key in ("over_floor", "over_step", "step_over_floor")),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Table("Target calls, µs", (heads, *lines))
+
+
+def steps_table(rows: list[Row]) -> Table:
+    """Whole steps at given acceptance lengths."""
+    heads = ("", "plain, µs", "tree, µs", "not hidden by the host", "speed-up", "speed-up ÷ τ")
+    lines = [
+        (
+            f"τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
+            f"{_value(row['us_tree']):,.0f}", f"{row['host_share']:.1%}",
+            f"{row['speedup']:.2f}", f"{row['speedup_per_tau']:.3f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Table("Decoding at a given τ", (heads, *lines))
 
 
 def fit(rows: list[Row], degree: int) -> np.ndarray:
@@ -173,6 +215,14 @@ def main(arguments: list[str] | None = None) -> None:
             calls.setdefault(row["shape"], []).append(row)
     calls = {shape: each for shape, each in calls.items() if len(each) > _degree(each)}
     parts = [bars_table(rows).to_markdown()]
+    for wanted, table in (
+        ("op", kernels_table),
+        ("target call", calls_table),
+        ("step", steps_table),
+    ):
+        about = [row for row in rows if wanted in row or row.get("what") == wanted]
+        if about:
+            parts.append(table(about).to_markdown())
     figures: dict[str, Figure] = {}
     if calls:
         parts.append(fits_text(calls))

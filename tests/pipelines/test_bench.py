@@ -66,9 +66,27 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
 
     made_by = {"git_sha": "abc", "device": "a GPU"}
     rows = [
-        dict(op="mamba_tree", shape="8b", num_nodes=16, us_split=spread(6.5)),
-        dict(what="step", shape="8b", tau=2.0, speedup=1.7, speedup_per_tau=0.85, host_share=0.01),
-        dict(what="step", shape="8b", tau=3.0, speedup=2.1, speedup_per_tau=0.70, host_share=0.03),
+        dict(op="mamba_tree", shape="8b", num_nodes=16, context=1024, us_fused=spread(6.5)),
+        dict(
+            what="step",
+            shape="8b",
+            tau=2.0,
+            speedup=1.7,
+            speedup_per_tau=0.85,
+            host_share=0.01,
+            us_plain=spread(100.0),
+            us_tree=spread(118.0),
+        ),
+        dict(
+            what="step",
+            shape="8b",
+            tau=3.0,
+            speedup=2.1,
+            speedup_per_tau=0.70,
+            host_share=0.03,
+            us_plain=spread(100.0),
+            us_tree=spread(143.0),
+        ),
         dict(
             what="unrolled", shape="8b", num_nodes=3, us_tree=spread(1.0), us_unrolled=spread(2.0)
         ),
@@ -78,7 +96,8 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
             time = quadratic * nodes**2 + 3 * nodes + 100
             rows.append(dict(
                 what="target call", shape=shape, num_nodes=nodes, context=1024,
-                us_tree=spread(time), over_step=1.07, step_over_floor=1.1,
+                us_tree=spread(time), us_floor=spread(90.0), over_step=1.07, over_floor=1.2,
+                step_over_floor=1.1,
             ))  # fmt: skip
     text = "".join(json.dumps({**row, "environment": made_by}) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(text)
@@ -87,6 +106,8 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
     assert "t = 0.5·N² + 3·N + 100" in said and "t = 3·N + 100" in said
     lines = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
     assert "met" in lines["replay + conv + scan, µs a layer, N = 16"]
+    assert "6.5" in lines["mamba_tree, N = 16, 1,024 committed"]
+    assert "143" in lines["τ = 3.00"] and "3.0%" in lines["τ = 3.00"]
     assert "not measured" in lines["replay + conv + scan, µs a layer, N = 64"]
     assert "missed" in lines["tree call over a step, N = 16"]  # 1.07 above 1.06
     assert "missed" in lines["speedup per τ, 13-node tree"]  # the worst row counts
