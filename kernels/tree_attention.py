@@ -57,9 +57,9 @@ def attend_tree(
     num_parts = triton.next_power_of_2(num_splits + 1)
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows * sequence_heads, COMBINE_PROGRAMS))
     rows_each = max(1, min(rows_each, PARTS_A_PROGRAM // num_parts))
-    new = dict(device=qkv.device, dtype=torch.float32)
-    outs = torch.empty(num_splits + 1, sequence_heads, num_rows, head_dim, **new)
-    sums = torch.empty(2, num_splits + 1, sequence_heads, num_rows, **new)
+    per_row = (num_splits + 1, sequence_heads, num_rows)
+    outs = qkv.new_empty(*per_row, head_dim, dtype=torch.float32)
+    sums = qkv.new_empty(2, *per_row, dtype=torch.float32)
     y = torch.empty(batch, num_new, num_heads * head_dim, device=qkv.device, dtype=qkv.dtype)
     common = (
         qkv, qkv.stride(0), qkv.stride(1),

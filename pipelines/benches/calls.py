@@ -112,7 +112,8 @@ def _weights_like(model: HybridModel) -> list[Tensor]:
         (sum(each.out_features for each in together), together[0].in_features)
         for together in shapes
     ]
-    sizes.append(tuple(model.head_weight.shape))
+    vocab_size, width = model.head_weight.shape
+    sizes.append((vocab_size, width))
     return [
         torch.empty(size, device=model.device, dtype=model.dtype).normal_(std=0.02)
         for size in sizes

@@ -1,14 +1,16 @@
-"""Rows picked on the device: exactly the twin's, normed as elsewhere.
+"""Rows picked on the device: exactly the twin's. What may not be read is NaN or points far away.
 
-What may not be read is NaN or points far away.
+They are normed as elsewhere, but the compiler may contract another product and sum: the tolerance
+is a unit in the last place.
 """
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal
+from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import gather, naive, pointwise
 
+TOLERANCE = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_width = pytest.mark.parametrize("width", [7, 1024, 1500])
 
@@ -26,7 +28,8 @@ def test_embed_norm(batch, width, dtype):
         x, normed = gather.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
         wanted, _ = naive.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
         assert torch.equal(x, wanted) and x.is_contiguous()
-        assert torch.equal(normed, pointwise.add_rms_norm(x, None, scale, 1e-5)[1])
+        elsewhere = pointwise.add_rms_norm(x, None, scale, 1e-5)[1]
+        assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
 
 
 @each_dtype
