@@ -1,7 +1,7 @@
 """Rows picked on the device: exactly the twin's. What may not be read is NaN or points far away.
 
 They are normed as elsewhere, but the compiler may contract another product and sum: the tolerance
-is a unit in the last place.
+is two units in the last place.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import gather, naive, pointwise
 
-TOLERANCE = {torch.float32: 2**-23, torch.bfloat16: 2**-8}
+TOLERANCE = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_width = pytest.mark.parametrize("width", [7, 1024, 1500])
 

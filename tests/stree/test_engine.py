@@ -120,7 +120,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     for news in ([], [9], list(range(tree.max_depth + 1)), [3, 1]):  # certain since the last draft
         sequence += news
         draft = drafter.draft(sequence, tree, rule, choose)
-        assert draft.finite and draft.tokens[0] == sequence[-1]
+        assert draft.finite.all() and draft.tokens[0] == sequence[-1]
         for row, node in enumerate(parents_of(tree)):
             path = draft.tokens[tree.path_to(node)[1:]].tolist()
             logits = model(torch.tensor([sequence + path]))[0, -1]
