@@ -15,6 +15,7 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering
 
 # Untuned choices, as module attributes so that they can be swept.
+NORM_WARPS = 8  # for rows wider than 2,048
 SWIGLU_BLOCK = 1024
 SWIGLU_WARPS = 4
 
@@ -70,8 +71,7 @@ def advance(steering: Steering) -> None:
 
 
 def warps(width: int) -> int:
-    """For a row of a norm; one does without a word between warps."""
-    return 1 if width <= 256 else 4
+    return 4 if width <= 2048 else NORM_WARPS
 
 
 @triton.jit
