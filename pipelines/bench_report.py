@@ -58,7 +58,7 @@ def bars_table(rows: list[Row]) -> Table:
             continue
         worst = max(values) if upper else min(values)
         met = worst <= bar if upper else worst >= bar
-        lines.append((name, f"{sign} {bar:g}", f"{worst:.3g}", "met" if met else "missed"))
+        lines.append((name, f"{sign} {bar:g}", f"{worst:.4g}", "met" if met else "missed"))
     return Table("Bars", tuple(lines))
 
 
@@ -146,7 +146,7 @@ def unrolled_figure(rows: list[Row]) -> Figure:
         label = key.removeprefix("us_").replace("_", " ")
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
     axes.set(xlabel="nodes of the full binary tree", ylabel="target call, ms", ylim=(0, None))
-    axes.legend()
+    axes.legend(loc="upper left")
     return figure
 
 
