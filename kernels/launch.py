@@ -4,6 +4,9 @@ A launch with `overlapping` may begin as soon as every program of the one ahead 
 (or ended). The rule that keeps this safe: before its own `follow` a kernel touches only what no
 launch writes, such as weights and trees. A kernel that is past it knows that the launch ahead is
 complete; that one, to complete, had passed its own: so everything ahead is complete.
+
+The second launch of an op may go further where the first one begins with `follow`: what was written
+before both is there from the start, and it has only to wait for what the first one writes.
 """
 
 from __future__ import annotations

@@ -49,6 +49,10 @@ def replay_and_convolve(
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
     num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
+    assert kept.stride(2) == rows.stride(3) == xb.stride(3) == state.stride(3) == 1
+    assert steps.stride(4) == 1 and min(xb.shape[2], steps.shape[3]) >= first + num_new
+    assert first + num_new <= topology.depths.shape[1]
+    assert rows.shape[2] >= shape.tail + first + num_new
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
     head_blocks = triton.cdiv(shape.head_dim, block_p)
     num_replays = heads * head_blocks if first == 0 else 0
@@ -104,7 +108,7 @@ def replay_conv_kernel(
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAPS)
+    follow(OVERLAPS)  # before all else: the scan counts on it
     program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parity = tl.load(parities)
     variant = tl.load(variants + batch)

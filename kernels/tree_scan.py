@@ -36,10 +36,6 @@ def mamba_tree(
     """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
     batch, num_new, _ = projected.shape
     xb, steps = derived.xb, derived.steps
-    assert projected.stride(2) == rows.stride(3) == xb.stride(3) == state.stride(3) == 1
-    assert steps.stride(4) == 1 and min(xb.shape[2], steps.shape[3]) >= first + num_new
-    assert first + num_new <= topology.depths.shape[1]
-    assert rows.shape[2] >= shape.tail + first + num_new
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
     y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
@@ -138,7 +134,7 @@ def tree_scan_kernel(
     node = first + q
     known = q < num_new
     D = tl.load(D_pointer + head).to(tl.float32)
-    # The first launch has waited for all before it: what steers both is there already
+    # The first launch began with waiting for all before it: what steers both is there already
     parity = tl.load(parities)
     ancestors += tl.load(variants + batch) * tree_size * tree_size
     half = 1 - parity if NEW_HALF else parity

@@ -1,8 +1,8 @@
 """Time decoding of random weights against the floor of its matrix products.
 
 python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
-python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what calls --context 8192
-python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what calls
+python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
+python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stree_pipelines.estimates import decoding_memory
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
+    "kernels/test_gather.py", "kernels/test_top.py", "kernels/test_accept.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
 WHAT = ("calls", "draft", "unrolled", "memory", "steps")

@@ -21,10 +21,10 @@ from stree_pipelines.command_line import CommandParser
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),
-    "chat": MixerShape(12, 64, 64, 4, 4, 12, 4),
+    "chat": MixerShape(16, 64, 64, 4, 4, 16, 4),
     "tiny": MixerShape(2, 16, 16, 1, 1, 2, 4),
 }
-HEADS = {"8b": (32, 8, 128), "chat": (12, 4, 64), "tiny": (2, 1, 16)}
+HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
 TESTS = [
     "kernels/test_tree_scan.py",
     "kernels/test_tree_attention.py",
@@ -36,7 +36,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of µs a layer: replay + conv + scan, and attention over `context` tokens.
 
-    Each call goes through `layers` sets of buffers, so that none is found in the cache.
+    Each call goes through `layers` sets of buffers, back to back.
     """
     rows = []
     for num_nodes in nodes:
@@ -65,7 +65,7 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def _chain(num_nodes: int, device: torch.device) -> Any:
-    """Times do not depend on a tree's shape; and a chain, all can do."""
+    """Times do not depend on a tree's shape, and every way can do a chain."""
     return topology_of(TokenTree.chain(num_nodes - 1), 4, device)
 
 

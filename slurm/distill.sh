@@ -16,6 +16,7 @@ source slurm/_env.sh
 srun python pipelines/distill.py fit "$@" \
     --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE"
 code=$?
-# 75: stopped from outside with everything saved. Every other code ends the chain.
-[ "$code" = 75 ] && scontrol requeue "$SLURM_JOB_ID"
+# 75: stopped from outside with everything saved; 137: a process was killed (the host's memory, say).
+# Every other code ends the chain, and so do three restarts that save no step.
+[[ "$code" =~ ^(75|137)$ ]] && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

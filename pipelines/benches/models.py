@@ -19,10 +19,10 @@ _MAMBA2 = HybridConfig(
     num_c_groups=1, gated_norm_groups=1,
 )  # fmt: skip
 _CHAT = HybridConfig(
-    vocab_size=16384, d_model=768, num_layers=12, attn_layers=(1, 3, 5, 7, 9, 11),
-    intermediate_size=2048, tie_embeddings=True, num_heads=12, num_kv_heads=4, head_dim=64,
-    num_ssm_heads=12, ssm_head_dim=64, d_state=64, num_x_groups=4, num_b_groups=4,
-    num_c_groups=12, gated_norm_groups=12,
+    vocab_size=16384, d_model=1024, num_layers=6, attn_layers=(1, 3, 5),
+    intermediate_size=2048, tie_embeddings=True, num_heads=16, num_kv_heads=4, head_dim=64,
+    num_ssm_heads=16, ssm_head_dim=64, d_state=64, num_x_groups=4, num_b_groups=4,
+    num_c_groups=16, gated_norm_groups=16,
 )  # fmt: skip
 _TINY = _CHAT.replace(
     vocab_size=64, d_model=32, num_layers=2, attn_layers=(1,), intermediate_size=48,
@@ -34,7 +34,7 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
     "8b": dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
                num_b_groups=2, num_c_groups=8, gated_norm_groups=8),
     "mamba2-2.7b": dict(d_model=1024, num_ssm_heads=32, num_x_groups=32),
-    "chat": dict(d_model=384, intermediate_size=1024, num_ssm_heads=6, num_x_groups=2,
+    "chat": dict(d_model=384, intermediate_size=768, num_ssm_heads=6, num_x_groups=2,
                  num_b_groups=2, num_c_groups=6, gated_norm_groups=6),
     "tiny": dict(d_model=16, intermediate_size=24),
 }  # fmt: skip

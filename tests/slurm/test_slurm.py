@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +48,25 @@ def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
+def kill_rank(rank: int, run_dir: Path) -> None:
+    """SIGKILL to a job's task, which a batch script's own processes are not."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text().split("\0")
+            environment = (process / "environ").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        is_python = "python" in Path(command[0]).name
+        if is_python and str(run_dir) in command and f"SLURM_PROCID={rank}" in environment:
+            found.append(int(process.name))
+    assert found, f"no process has rank {rank} of {run_dir}"
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_path):
-    """Once by the signal that comes before the time is up, once by Slurm's own requeueing."""
+    """Stopped by the signal that comes before the time is up, by Slurm, and by a task's death."""
     workspace = make_workspace(tmp_path)
     write_prompts(tmp_path / "prompts.jsonl", count=4)
     preempted, whole = tmp_path / "run-1", tmp_path / "run-2"
@@ -80,13 +99,16 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
     assert 10 <= first < STEPS
     wait_for_step(first + 10)
     cluster.run("scontrol", "requeue", job)
+    wait_until(lambda: len(checkpoints(preempted)) == 2, lambda: cluster.output_of(job), 60)
+    wait_for_step(checkpoints(preempted)[-1] + 10)
+    kill_rank(1, preempted)
     cluster.wait_for_success(reference)
     cluster.wait_for_success(job)
 
-    assert cluster.state_of(job)["Restarts"] == "2"
+    assert cluster.state_of(job)["Restarts"] == "3"
     output = cluster.output_of(job)
     assert "SIGUSR1 after step" in output and "SIGTERM after step" in output
-    assert output.count("resuming from") == 2 and output.count("Starting with 2 processes") == 3
+    assert output.count("resuming from") == 3 and output.count("Starting with 2 processes") == 4
     assert metric_rows(preempted) == metric_rows(whole)
     weights = f"checkpoints/step-{STEPS:08d}/state.safetensors"
     assert (preempted / weights).read_bytes() == (whole / weights).read_bytes()
