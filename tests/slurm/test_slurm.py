@@ -55,8 +55,8 @@ def kill_rank(rank: int, run_dir: Path) -> None:
         try:
             command = (process / "cmdline").read_text().split("\0")
             environment = (process / "environ").read_text().split("\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
+        except OSError:
+            continue  # it has just ended, or is not ours
         is_python = "python" in Path(command[0]).name
         if is_python and str(run_dir) in command and f"SLURM_PROCID={rank}" in environment:
             found.append(int(process.name))
