@@ -146,7 +146,7 @@ def unrolled_figure(rows: list[Row]) -> Figure:
         label = key.removeprefix("us_").replace("_", " ")
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
     axes.set(xlabel="nodes of the full binary tree", ylabel="target call, ms", ylim=(0, None))
-    axes.legend(loc="upper left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
