@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule
-from stree.errors import InvariantBroken, UsageError
+from stree.errors import InvariantBroken, UsageError, naming_what_does_not_fit
 from stree.graphs import CapturedTree
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -167,10 +167,15 @@ class Decoder:
                     "drafter and target have different tokenizers of the same size; "
                     "draft with a model distilled from this target"
                 )
-            drafter = ModelDrafter(drafter, max_length, tree.num_nodes)
+        with naming_what_does_not_fit(
+            f"buffers for {max_length} tokens and {tree}",
+            "lower max_length, take a smaller tree, or use bfloat16 or a larger GPU",
+        ):
+            if isinstance(drafter, HybridModel):
+                drafter = ModelDrafter(drafter, max_length, tree.num_nodes)
+            self.cache = target.new_cache(max_length, tree.num_nodes)
         self.target, self.drafter, self.tree = target, drafter, tree
         self.max_length, self.tokenizer = max_length, tokenizer
-        self.cache = target.new_cache(max_length, tree.num_nodes)
         self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
         self._steps: dict[SamplingRule, DeviceSteps] = {}
         if isinstance(target, HybridModel) and target.device.type == "cuda":
@@ -191,7 +196,8 @@ class Decoder:
         Args: prompt_ids, at least one token, as a sequence or a tensor (T,) or (1, T);
         streamer, an object with `put(tokens)` and `end()` such as `transformers.TextStreamer`;
         choose, the source of randomness (default: seeded by generation.seed).
-        Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits.
+        Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits,
+        `OutOfMemory`.
         """
         stats = DecodingStats(tree_max_depth=self.tree.max_depth)
         tokens: list[int] = []
@@ -199,12 +205,16 @@ class Decoder:
         prompt = torch.as_tensor(prompt_ids).flatten().long()
         if streamer is not None:
             streamer.put(prompt.cpu())
-        for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
-            prompt.tolist(), generation, choose, stats
+        with naming_what_does_not_fit(
+            f"decoding after {len(prompt)} tokens with {self.tree}",
+            "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
         ):
-            tokens += kept
-            if streamer is not None:
-                streamer.put(torch.tensor(kept))
+            for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
+                prompt.tolist(), generation, choose, stats
+            ):
+                tokens += kept
+                if streamer is not None:
+                    streamer.put(torch.tensor(kept))
         if streamer is not None:
             streamer.end()
         return GenerationOutput(tokens, reason, stats)

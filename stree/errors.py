@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _LONGEST_REASON = 2000
 
@@ -60,6 +61,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     Python's own."""
     is_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return is_torch or isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def naming_what_does_not_fit(what: str, remedy: str) -> Iterator[None]:
+    """Turn running out of memory in here into an `OutOfMemory`: what it was for, what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"{what}: {first_line(error)}; {remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

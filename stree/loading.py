@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from stree.engine import Decoder
-from stree.errors import CheckpointRefused
+from stree.errors import CheckpointRefused, naming_what_does_not_fit
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
 from stree.tokenizer import load_tokenizer, require_same_tokenizer
@@ -57,7 +57,8 @@ def load(
             drafting = load_model(drafter_folder, device, dtype)
     elif isinstance(tree, str):
         tree = TokenTree.load(tree)
-    model = load_model(target_folder, device, dtype)
+    with naming_what_does_not_fit(f"the weights in {target_folder}", "use dtype=torch.bfloat16"):
+        model = load_model(target_folder, device, dtype)
     return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
 
 

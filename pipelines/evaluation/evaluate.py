@@ -166,6 +166,8 @@ class Evaluation:
         problem: StreeError | None = None
         try:
             self._run_share(jobs, done, benchmark, temperature)
+        except OutOfMemory as error:
+            problem = OutOfMemory(f"{benchmark.name}: {error}")
         except StreeError as error:
             problem = error
         except (RuntimeError, MemoryError) as error:

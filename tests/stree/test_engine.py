@@ -9,7 +9,7 @@ from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree, generate
 from stree.draft import Draft, ModelDrafter
-from stree.errors import InvariantBroken, UsageError
+from stree.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.models.config import HybridConfig
 from stree.sampling import RandomChooser
 from stree.tree import balanced, parents_of
@@ -260,6 +260,20 @@ def test_overflow_of_finite_weights_is_named_too():
         target.model.layers[2].mlp.down_proj.weight.fill_(1e38)
     with pytest.raises(InvariantBroken, match=r"target.*step 0.*overflow in layer 2"):
         Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
+
+
+def test_what_does_not_fit_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore words")
+
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, max_length=99)
+    monkeypatch.setattr(target, "tree_forward", refuse)
+    with pytest.raises(OutOfMemory, match=r"after 2 tokens with paper.* 20.00 GiB.; lower max_new"):
+        decoder.generate([1, 2], GenerationConfig(8))
+    monkeypatch.setattr(drafter, "new_cache", refuse)
+    with pytest.raises(OutOfMemory, match=r"buffers for 99 tokens and paper.*; lower max_length"):
+        Decoder(target, drafter, max_length=99)
 
 
 def test_a_slow_streamer_is_not_decoding_time():
