@@ -11,8 +11,8 @@ quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate ever
 	$(BIN)/python pipelines/corpus.py data/python-docs
 	$(BIN)/python pipelines/distill.py fit --config configs/distill/quickstart.yaml --run_dir $(RUN)
 	$(BIN)/accelerate launch pipelines/eval_spec.py --run $(RUN) --config configs/eval/quickstart.yaml
-	$(BIN)/python pipelines/report.py $(RUN)
 	$(BIN)/python pipelines/profile_drafter.py $(RUN)
+	$(BIN)/python pipelines/report.py $(RUN)
 
 chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and ../shared/data
 	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml --run_dir runs/chat-75m
@@ -21,8 +21,8 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and
 	$(BIN)/accelerate launch pipelines/eval_spec.py --target runs/chat-75m/target/latest \
 	  --checkpoint $(CHAT)/drafter/latest --config configs/eval/chat-75m.yaml \
 	  --temperatures 0 --dtype float32 --out $(CHAT)/eval-fp32
-	$(BIN)/python pipelines/report.py $(CHAT)
 	$(BIN)/python pipelines/profile_drafter.py $(CHAT)
+	$(BIN)/python pipelines/report.py $(CHAT)
 
 test: $(VENV)/ready-dev  ## set up, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from argparse import RawDescriptionHelpFormatter
+from pathlib import Path
 
 from jsonargparse import DefaultHelpFormatter
 
@@ -80,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
                 break  # the next one would meet the same disk
             if len(checkpoints) > 1:
                 evaluation.progress.say(f"{checkpoint} failed: {error}")
-    evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
+    if (Path(settings.out) / "results.jsonl").exists():
+        evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
     evaluation.workers.part()
     if failures and not evaluation.workers.is_main:
         sys.exit(failures[0][1].exit_code)  # the main process says why

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,12 @@ from stree.verify import verify_greedy, verify_sampled
 
 PHASES = ("draft", "verify", "accept", "commit", "host")
 PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
+
+
+_NUMBERS = {
+    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
+    "seed": Integral,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class GenerationConfig:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
         if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
@@ -202,7 +213,7 @@ class Decoder:
         stats = DecodingStats(tree_max_depth=self.tree.max_depth)
         tokens: list[int] = []
         reason = "length"
-        prompt = torch.as_tensor(prompt_ids).flatten().long()
+        prompt = self._one_prompt(prompt_ids)
         if streamer is not None:
             streamer.put(prompt.cpu())
         with naming_what_does_not_fit(
@@ -371,6 +382,21 @@ class Decoder:
             raise self._not_finite("target", 0, sequence)
         return int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
 
+    @staticmethod
+    def _one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
+        """Token ids (T,) of one sequence."""
+        if isinstance(prompt_ids, str):
+            raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
+        prompt = torch.as_tensor(prompt_ids)
+        if prompt.ndim == 2 and len(prompt) == 1:
+            prompt = prompt[0]
+        if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
+            raise UsageError(
+                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
+                "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
+            )
+        return prompt.long()
+
     def _not_finite(self, who: str, step: int, sequence: list[int]) -> InvariantBroken:
         """Names the model, the step, and where the first value that is not finite appears."""
         models = {"target": self.target, "drafter": getattr(self.drafter, "model", None)}
@@ -400,6 +426,9 @@ class Decoder:
         vocabulary = self.target.config.vocab_size
         if not 0 <= min(sequence) <= max(sequence) < vocabulary:
             raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")
+        beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
+        if beyond:
+            raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
         widest = max(map(len, self.tree.children))
         if widest > vocabulary:
             raise UsageError(f"{self.tree} has {widest} siblings for {vocabulary} tokens")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from stree.engine import Decoder
-from stree.errors import CheckpointRefused, naming_what_does_not_fit
+from stree.errors import CheckpointRefused, UsageError, naming_what_does_not_fit
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
 from stree.tokenizer import load_tokenizer, require_same_tokenizer
@@ -41,6 +41,8 @@ def load(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f'there is no device "{device}" here; "auto" takes what there is')
     target_folder = _folder(target)
     tokenizer = load_tokenizer(target_folder)
     drafting = None

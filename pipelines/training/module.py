@@ -249,10 +249,20 @@ class Training(pl.LightningModule):
                 if parameter.grad is not None and not own_part(parameter.grad).isfinite().all()
             )
             where = next((f" (gradient of {name})" for name in names), " (loss)")
+        broken = self.first_frozen_weight_not_finite()
         raise InvariantBroken(
             f"loss or gradient is not finite at step {step}{where}: training stopped and nothing "
-            "was saved after it; lower the learning rate or look at that batch, then run again"
+            "was saved after it; "
+            + (
+                f"the target's {broken} is not finite: check that checkpoint"
+                if broken
+                else "lower the learning rate or look at that batch, then run again"
+            )
         )
+
+    def first_frozen_weight_not_finite(self) -> str | None:
+        """Names a weight that is used and not trained, where the blame may lie."""
+        return None
 
     def require_finite_weights(self) -> None:
         """`require_finite`, and the weights themselves. Called before anything is written."""
@@ -378,6 +388,10 @@ class Distillation(Training):
 
     def compiled_models(self) -> list[HybridModel]:
         return [self.exported] if self.target is None else [self.exported, self.target]
+
+    def first_frozen_weight_not_finite(self) -> str | None:
+        weights = self.target.named_parameters() if self.target is not None else ()
+        return next((name for name, each in weights if not own_part(each).isfinite().all()), None)
 
     def counted_mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask"]

@@ -13,8 +13,8 @@ import torch
 import yaml
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
 
-from stree.errors import CannotWrite, UsageError
-from stree.models.convert import load_config, load_model
+from stree.errors import CannotWrite, InvariantBroken, UsageError
+from stree.models.convert import load_config, load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import distill, train_target
 from stree_pipelines.training.losses import chunked_distillation_loss
@@ -118,6 +118,17 @@ def test_a_drafter_of_another_vocabulary_is_refused(workspace):
 
 
 # Runs
+
+
+def test_a_target_that_is_not_finite_is_what_is_blamed(workspace, tmp_path):
+    target = load_model(workspace / "target")
+    with torch.no_grad():
+        target.model.layers[1].mixer.o_proj.weight[0, 0] = torch.nan
+    tokenizer = load_tokenizer(workspace / "target")
+    save_model(target, tmp_path / "target", tokenizer)
+    more = ("--model.target", str(tmp_path / "target"))
+    with pytest.raises(InvariantBroken, match=r"step 0.*the target's model\.layers\.1\..*o_proj"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
 
 
 def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_path, capsys):

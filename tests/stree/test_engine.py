@@ -262,6 +262,32 @@ def test_overflow_of_finite_weights_is_named_too():
         Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("hello", "wanted token ids"),
+        (torch.ones(2, 3, dtype=torch.long), r"shape \(2, 3\), wanted the ids of one sequence"),
+        ([1.5, 2.5], "float32 tensor"),
+    ],
+)
+def test_a_prompt_is_one_sequence_of_ids(prompt, message):
+    with pytest.raises(UsageError, match=message):
+        Decoder(tiny_model(1), max_length=99).generate(prompt, GenerationConfig(8))
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(top_p=None), dict(temperature="1"), dict(top_k=2.5), dict(max_new_tokens=None)]
+)
+def test_settings_are_numbers(wrong):
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*, wanted a number"):
+        GenerationConfig(**wrong)
+
+
+def test_an_eos_that_is_no_token_is_refused():
+    with pytest.raises(UsageError, match="eos_token_id 99999 is not among"):
+        Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
+
+
 def test_what_does_not_fit_is_named(monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore words")
