@@ -18,14 +18,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def overlaps(tensor: Tensor) -> bool:
-    """Whether a launch may start before the one that it depends on ends."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-
-
 def overlapping(tensor: Tensor) -> dict[str, bool]:
     """Options of a launch of a kernel that calls `follow`."""
-    return {"OVERLAPS": True, "launch_pdl": True} if overlaps(tensor) else {"OVERLAPS": False}
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
 
 
 @triton.jit

@@ -179,8 +179,8 @@ class Decoder:
                     "draft with a model distilled from this target"
                 )
         with naming_what_does_not_fit(
-            f"buffers for {max_length} tokens and {tree}",
             "lower max_length, take a smaller tree, or use bfloat16 or a larger GPU",
+            f"buffers for {max_length} tokens and {tree}",
         ):
             if isinstance(drafter, HybridModel):
                 drafter = ModelDrafter(drafter, max_length, tree.num_nodes)
@@ -217,8 +217,8 @@ class Decoder:
         if streamer is not None:
             streamer.put(prompt.cpu())
         with naming_what_does_not_fit(
-            f"decoding after {len(prompt)} tokens with {self.tree}",
             "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
+            f"decoding after {len(prompt)} tokens with {self.tree}",
         ):
             for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
                 prompt.tolist(), generation, choose, stats

@@ -64,14 +64,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def naming_what_does_not_fit(what: str, remedy: str) -> Iterator[None]:
+def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
     """Turn running out of memory in here into an `OutOfMemory`: what it was for, what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{what}: {first_line(error)}; {remedy}") from error
+        named = f"{what}: " if what else ""
+        raise OutOfMemory(f"{named}{first_line(error)}; {remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -59,7 +59,7 @@ def load(
             drafting = load_model(drafter_folder, device, dtype)
     elif isinstance(tree, str):
         tree = TokenTree.load(tree)
-    with naming_what_does_not_fit(f"the weights in {target_folder}", "use dtype=torch.bfloat16"):
+    with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
     return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
 

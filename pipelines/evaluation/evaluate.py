@@ -20,8 +20,7 @@ from stree.errors import (
     OutOfMemory,
     StreeError,
     UsageError,
-    first_line,
-    is_out_of_memory,
+    naming_what_does_not_fit,
 )
 from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
@@ -165,18 +164,14 @@ class Evaluation:
         self.workers.gather(None)  # nobody appends while another still reads
         problem: StreeError | None = None
         try:
-            self._run_share(jobs, done, benchmark, temperature)
+            with naming_what_does_not_fit(
+                "lower max_new_tokens, or use dtype bfloat16 or a larger GPU"
+            ):
+                self._run_share(jobs, done, benchmark, temperature)
         except OutOfMemory as error:
             problem = OutOfMemory(f"{benchmark.name}: {error}")
         except StreeError as error:
             problem = error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = OutOfMemory(
-                f"{benchmark.name}: {first_line(error)}; lower max_new_tokens, or use "
-                "dtype bfloat16 or a larger GPU"
-            )
         self._raise_anyones(problem)
         for job in jobs:
             self._on_main(partial(self._publish, job))

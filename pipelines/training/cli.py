@@ -18,10 +18,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import (
     CheckpointRefused,
-    OutOfMemory,
     UsageError,
-    first_line,
-    is_out_of_memory,
+    naming_what_does_not_fit,
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
@@ -366,20 +364,16 @@ class TrainingCLI(LightningCLI):
             f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
             f"{self._rows_a_step} rows"
         )
-        try:
-            with (
-                self._callback(TrainingCheckpoints).noting_signals(self.trainer),
-                reporting_refusals(self.run_dir, codes=FULL_DISK),
-            ):
-                self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"{first_line(error)}; lower data.batch_size (and raise "
-                "trainer.accumulate_grad_batches by the same factor, unless the run has a "
-                "checkpoint to go on from) or data.sequence_length"
-            ) from error
+        smaller = (
+            "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, "
+            "unless the run has a checkpoint to go on from) or data.sequence_length"
+        )
+        with (
+            naming_what_does_not_fit(smaller),
+            self._callback(TrainingCheckpoints).noting_signals(self.trainer),
+            reporting_refusals(self.run_dir, codes=FULL_DISK),
+        ):
+            self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
         if self.evaluates:
             self._callback(EvaluateExports).raise_failures()
 
