@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
+
 
 def accept_greedy(
     best: Tensor,
@@ -29,7 +31,8 @@ def accept_greedy(
         path, path.stride(0), path_length,
         block, block.stride(0), report, report.stride(0), num_nodes, block.shape[1] - 1,
         BLOCK=triton.next_power_of_2(num_nodes),
-        BLOCK_FLAGS=triton.next_power_of_2(finite[0].numel()), num_warps=1,
+        BLOCK_FLAGS=triton.next_power_of_2(finite[0].numel()),
+        num_warps=1, **overlapping(tokens),
     )  # fmt: skip
 
 
@@ -37,8 +40,9 @@ def accept_greedy(
 def accept_kernel(
     best, highest, tokens, parents, finite, num_flags, path, path_stride, path_length,
     block, block_stride, report, report_stride, num_nodes, longest,
-    BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     known = node < num_nodes

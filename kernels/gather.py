@@ -41,7 +41,7 @@ def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor
     out = hidden.new_empty(1, width)
     root_kernel[(triton.cdiv(width, BLOCK),)](
         hidden, hidden.stride(0), block, tokens, path_length, out, width,
-        BLOCK=BLOCK, num_warps=4,
+        BLOCK=BLOCK, num_warps=4, **overlapping(hidden),
     )  # fmt: skip
     return out
 
@@ -68,7 +68,11 @@ def embed_kernel(
 
 
 @triton.jit
-def root_kernel(hidden, stride, block, tokens, path_length, out, width, BLOCK: tl.constexpr):
+def root_kernel(
+    hidden, stride, block, tokens, path_length, out, width,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(block)
     value = tl.load(hidden + (count - 1) * stride + at, mask=at < width)

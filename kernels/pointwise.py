@@ -15,7 +15,6 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Steering
 
 # What was fastest on an H200, or as fast as the rest
-NORM_WARPS = 8  # for rows wider than 2,048
 SWIGLU_BLOCK = 1024
 SWIGLU_WARPS = 4
 
@@ -71,7 +70,8 @@ def advance(steering: Steering) -> None:
 
 
 def warps(width: int) -> int:
-    return 4 if width <= 2048 else NORM_WARPS
+    """For a row of a norm; one does without a word between warps."""
+    return 1 if width <= 256 else 4
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.launch import follow, overlapping
+
 PIECE = 4096
 
 
@@ -45,18 +47,21 @@ def _choose(
     candidates = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.int32)
     piece_kernel[(num_rows, pieces)](
         logits, logits.stride(0), values, candidates, vocabulary, COUNT=count, PIECE=PIECE,
-        num_warps=4,
+        num_warps=4, **overlapping(logits),
     )  # fmt: skip
     merge_kernel[(num_rows,)](
         values, candidates, places, tokens, highest, finite, pieces * count, COUNT=count,
         BLOCK=triton.next_power_of_2(pieces * count), num_warps=1,
+        **overlapping(logits),
     )  # fmt: skip
 
 
 @triton.jit
 def piece_kernel(
-    logits, stride, values, candidates, vocabulary, COUNT: tl.constexpr, PIECE: tl.constexpr
-):
+    logits, stride, values, candidates, vocabulary,
+    COUNT: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = piece * PIECE + tl.arange(0, PIECE)
     known = token < vocabulary
@@ -76,8 +81,9 @@ def piece_kernel(
 @triton.jit
 def merge_kernel(
     values, candidates, places, tokens, highest, finite, num_candidates,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < num_candidates

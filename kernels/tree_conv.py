@@ -22,7 +22,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
-BLOCK_CHANNELS = 64
+BLOCK_CHANNELS = 32  # twice as many for more nodes than a program convolves
 BLOCK_NODES = 16
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
 
@@ -47,7 +47,8 @@ def replay_and_convolve(
     x_channels, b_channels = x_conv * shape.head_dim, b_conv * shape.d_state
     c_channels = c_conv * shape.d_state
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
-    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
+    block_c = BLOCK_CHANNELS if num_new <= BLOCK_NODES else 2 * BLOCK_CHANNELS
+    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, block_c)
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     assert kept.stride(2) == rows.stride(3) == xb.stride(3) == state.stride(3) == 1
     assert steps.stride(4) == 1 and min(xb.shape[2], steps.shape[3]) >= first + num_new
@@ -81,7 +82,7 @@ def replay_and_convolve(
         BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if kept.dtype == torch.float32 else "tf32",
-        BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
+        BLOCK_C=block_c, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
         num_warps=4, **overlapping(kept),
     )  # fmt: skip
