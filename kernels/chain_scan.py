@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
@@ -71,10 +71,10 @@ def chain_scan_kernel(
     x_channel = (head // HEADS_A_X) * HEAD_DIM + p
     b_channel = B_CHANNEL + (head // HEADS_A_B) * D_STATE + s
     c_channel = (head // HEADS_A_C) * D_STATE + s
-    A = -tl.exp(tl.load(A_log + head).to(tl.float32))
-    D = tl.load(D_pointer + head).to(tl.float32)
+    A = -tl.exp(load_kept(A_log + head).to(tl.float32))
+    D = load_kept(D_pointer + head).to(tl.float32)
     follow(OVERLAPS)
-    half = 1 - tl.load(parities)
+    half = 1 - load_kept(parities)
     xb += batch * xb_batch_stride + half * xb_parity_stride
     steps += batch * steps_batch_stride + half * steps_parity_stride + head
     state = tl.load(
@@ -83,9 +83,9 @@ def chain_scan_kernel(
         mask=in_p[:, None] & in_s[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
     for node in range(0, num_new):
-        dt = tl.load(steps + node * steps_stride)
-        x = tl.load(xb + node * xb_stride + x_channel, mask=in_p, other=0.0).to(tl.float32)
-        B = tl.load(xb + node * xb_stride + b_channel, mask=in_s, other=0.0).to(tl.float32)
+        dt = load_kept(steps + node * steps_stride)
+        x = load_kept(xb + node * xb_stride + x_channel, in_p).to(tl.float32)
+        B = load_kept(xb + node * xb_stride + b_channel, in_s).to(tl.float32)
         at_C = C_pointer + batch * C_batch_stride + node * C_stride + c_channel
         C = tl.load(at_C, mask=in_s, other=0.0).to(tl.float32)
         state = tl.exp(dt * A) * state + (dt * x)[:, None] * B[None, :]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, warps
 
 BLOCK = 1024
@@ -54,7 +54,7 @@ def embed_kernel(
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
-    factor = tl.load(scale + at, mask=mask, other=0.0)
+    factor = load_kept(scale + at, mask)
     node = place
     if nodes is not None:
         node = tl.load(nodes + place)
@@ -62,7 +62,7 @@ def embed_kernel(
     token = tl.load(tokens + row * token_stride + node)
     value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
     line = (row * tl.num_programs(0) + place) * width
-    tl.store(x + line + at, value, mask=mask)
+    store_kept(x + line + at, value, mask)
     y = normed(value.to(tl.float32), factor, width, eps, value.dtype)
     tl.store(out + line + at, y, mask=mask)
 

@@ -1,4 +1,6 @@
-"""Launches that begin before the one ahead of them has ended (programmatic dependent launch).
+"""How kernels follow one another, and what they leave to each other in the L2 cache.
+
+Launches that begin before the one ahead of them has ended (programmatic dependent launch).
 
 A launch with `overlapping` may begin as soon as every program of the one ahead has called `follow`
 (or ended). The rule that keeps this safe: before its own `follow` a kernel touches only what no
@@ -31,3 +33,19 @@ def follow(OVERLAPS: tl.constexpr):
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def load_kept(at, mask=None):
+    """What is small and read again in each layer or each step; zeros off the mask. The products
+    between stream the weights through the L2 cache, and would drive it out."""
+    if mask is None:
+        return tl.load(at, eviction_policy="evict_last")
+    else:
+        return tl.load(at, mask=mask, other=0, eviction_policy="evict_last")
+
+
+@triton.jit
+def store_kept(at, value, mask):
+    """The same of what is written."""
+    tl.store(at, value, mask=mask, eviction_policy="evict_last")

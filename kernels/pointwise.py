@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Steering
 
 # What was fastest on an H200, or as fast as the rest
@@ -83,15 +83,15 @@ def norm_kernel(
     at = tl.arange(0, BLOCK)
     mask = at < width
     at += group * width
-    scale = tl.load(weight + at, mask=mask, other=0.0)
+    scale = load_kept(weight + at, mask)
     follow(OVERLAPS)
-    value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    value = load_kept(x + row * x_stride + at, mask)
     if gate is not None:
         z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         more = tl.load(added + row * added_stride + at, mask=mask, other=0.0)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
-        tl.store(total + row * x_stride + at, value, mask=mask)
+        store_kept(total + row * x_stride + at, value, mask)
     wide = value.to(tl.float32)
     if gate is not None:
         wide = wide * (z * tl.sigmoid(z))

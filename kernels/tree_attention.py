@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.shapes import Steering, Topology
 
 # What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
@@ -177,11 +177,11 @@ def _attend_corner(
         there, cached = k < num_cached + last, k < num_cached
         fresh = there & (k >= num_cached)
         if REPLAY:
-            slot = old_length + tl.load(path + k, mask=cached, other=0).to(tl.int32)
+            slot = old_length + load_kept(path + k, cached).to(tl.int32)
         else:
             slot = old_length + k
         node = k - path_length  # negative on the path
-        depth = tl.load(depths + node, mask=fresh, other=0)
+        depth = load_kept(depths + node, fresh)
         new_at = key_at + (node - first) * qkv_stride
         slot_at = slot * slot_stride
         # A choice between pointers would be one load, but of two bytes at a time
@@ -227,16 +227,16 @@ def attend_kernel(
     query = row // SHARED
     if not ONE_TREE:
         follow(OVERLAPS)
-        variant = tl.load(variants + batch)
+        variant = load_kept(variants + batch)
         depths += variant * tree_size
         ancestors += variant * tree_size * tree_size
-    depth = tl.load(depths + first + query, mask=known, other=0)
+    depth = load_kept(depths + first + query, known)
     if ONE_TREE:
         follow(OVERLAPS)
-    old_length = tl.load(lengths + batch).to(tl.int32)
+    old_length = load_kept(lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:
-        path_length = tl.load(path_lengths + batch).to(tl.int32)
+        path_length = load_kept(path_lengths + batch).to(tl.int32)
     length = old_length + path_length
     keys += batch * cache_batch_stride + kv_head * cache_head_stride
     values += batch * cache_batch_stride + kv_head * cache_head_stride
@@ -311,7 +311,7 @@ def combine_kernel(
     d = tl.arange(0, 2 * BLOCK_HALF)
     in_d = d < HEAD_DIM
     follow(OVERLAPS)
-    old_length = tl.load(lengths + batch).to(tl.int32)
+    old_length = load_kept(lengths + batch).to(tl.int32)
     if block >= writers:
         row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
         known = row < num_rows
@@ -345,13 +345,13 @@ def combine_kernel(
         values += batch * cache_batch_stride + kv_head * cache_head_stride
         length = old_length
         if REPLAY:
-            path_length = tl.load(path_lengths + batch).to(tl.int32)
+            path_length = load_kept(path_lengths + batch).to(tl.int32)
             length += path_length
             # path[k] >= k: going up, no block overwrites what a later one reads
             for start in range(0, path_length, 16):
                 k = start + tl.arange(0, 16)
                 moved = k < path_length
-                node = tl.load(path + batch * path_stride + k, mask=moved, other=0).to(tl.int32)
+                node = load_kept(path + batch * path_stride + k, moved).to(tl.int32)
                 source = (old_length + node) * slot_stride
                 target = (old_length + k) * slot_stride
                 k_low, k_high = _halves(keys + source, moved, half, HEAD_DIM)
@@ -361,12 +361,12 @@ def combine_kernel(
                 _store_halves(values + target, moved, half, v_low, v_high, HEAD_DIM)
                 tl.debug_barrier()
         if not ONE_TREE:
-            depths += tl.load(variants + batch) * tree_size
+            depths += load_kept(variants + batch) * tree_size
         key_at = qkv + batch * qkv_batch_stride + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM
         for start in range(0, num_new, BLOCK_N):
             new = start + tl.arange(0, BLOCK_N)
             used = new < num_new
-            depth = tl.load(depths + first + new, mask=used, other=0)
+            depth = load_kept(depths + first + new, used)
             new_at = key_at + new * qkv_stride
             k_low, k_high = _halves(new_at, used, half, HEAD_DIM)
             v_low, v_high = _halves(new_at + NUM_KV_HEADS * HEAD_DIM, used, half, HEAD_DIM)

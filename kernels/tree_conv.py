@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
 BLOCK_CHANNELS = 32  # twice as many for more nodes than a program convolves
@@ -111,8 +111,8 @@ def replay_conv_kernel(
 ):  # fmt: skip
     follow(OVERLAPS)  # before all else: the scan counts on it
     program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    parity = tl.load(parities)
-    variant = tl.load(variants + batch)
+    parity = load_kept(parities)
+    variant = load_kept(variants + batch)
     projected += batch * projected_batch_stride
     rows += batch * rows_batch_stride
     xb += batch * xb_batch_stride
@@ -120,7 +120,7 @@ def replay_conv_kernel(
     old = rows + parity * rows_parity_stride
     path += batch * path_stride
     if REPLAY:
-        path_length = tl.load(path_lengths + batch).to(tl.int32)
+        path_length = load_kept(path_lengths + batch).to(tl.int32)
         half = 1 - parity
     else:
         path_length = 0
@@ -174,16 +174,16 @@ def _replay(
     at_state = state + p[:, None] * row_stride + s[None, :]
     in_state = in_p[:, None] & in_s[None, :]
     h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
-    A = -tl.exp(tl.load(A_log).to(tl.float32))
+    A = -tl.exp(load_kept(A_log).to(tl.float32))
     for start in range(0, path_length, 16):
         k = start + tl.arange(0, 16)
         accepted = k < path_length
-        node = tl.load(path + k, mask=accepted, other=0).to(tl.int32)
-        dt = tl.load(dt_pointer + node * dt_stride, mask=accepted, other=0.0)
+        node = load_kept(path + k, accepted).to(tl.int32)
+        dt = load_kept(dt_pointer + node * dt_stride, accepted)
         at = xb + node[:, None] * xb_stride
         x_at, b_at = at + (x_start + p)[None, :], at + (b_start + s)[None, :]
-        x = tl.load(x_at, mask=accepted[:, None] & in_p[None, :], other=0.0)
-        B = tl.load(b_at, mask=accepted[:, None] & in_s[None, :], other=0.0)
+        x = load_kept(x_at, accepted[:, None] & in_p[None, :])
+        B = load_kept(b_at, accepted[:, None] & in_s[None, :])
         total = tl.sum(dt * A, axis=0)
         after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
         x = x.to(tl.float32) * after[:, None]
@@ -197,7 +197,7 @@ def _replay(
 def _replayed(place, path, WIDTH: tl.constexpr):
     """Where a token of [old tail, accepted path] lies in the old buffer of [tail, nodes]."""
     on_path = place >= WIDTH - 1
-    node = tl.load(path + place - (WIDTH - 1), mask=on_path, other=0)
+    node = load_kept(path + place - (WIDTH - 1), on_path)
     return tl.where(on_path, WIDTH - 1 + node, place).to(tl.int32)
 
 
@@ -231,13 +231,13 @@ def _keep_channels(
     node = first + q
     y = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
     if conv_bias is not None:
-        y += tl.load(conv_bias + channel, mask=in_conv, other=0.0).to(tl.float32)[None, :]
+        y += load_kept(conv_bias + channel, in_conv).to(tl.float32)[None, :]
     value = y.to(xb.dtype.element_ty)
     for tap in tl.static_range(WIDTH):
-        weight = tl.load(
-            weight_pointer + channel * channel_stride + tap * tap_stride, mask=in_conv, other=0.0
+        weight = load_kept(
+            weight_pointer + channel * channel_stride + tap * tap_stride, in_conv
         ).to(tl.float32)
-        seen = tl.load(windows + node * WIDTH + tap, mask=known, other=0)
+        seen = load_kept(windows + node * WIDTH + tap, known)
         fresh = seen - (WIDTH - 1) - first
         value = tl.load(  # the last tap's is the node's own
             projected + fresh[:, None] * projected_stride + column[None, :],
@@ -248,17 +248,17 @@ def _keep_channels(
         if REPLAY:
             for place in tl.static_range(WIDTH - 1):
                 row = tl.where(seen == place, _replayed(path_length + place, path, WIDTH), row)
-        earlier = tl.load(
+        earlier = load_kept(
             old + row[:, None] * row_stride + column[None, :],
-            mask=(known & (fresh < 0))[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
+            (known & (fresh < 0))[:, None] & in_conv[None, :],
+        )
         y += earlier.to(tl.float32) * weight[None, :]
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
-    tl.store(at, value, mask=known[:, None] & owned[None, :])
+    store_kept(at, value, known[:, None] & owned[None, :])
     y = (y * tl.sigmoid(y)).to(xb.dtype.element_ty)
     in_xb, in_c = channel < C_CHANNEL, in_conv & (channel >= C_CHANNEL)
     at = xb + node[:, None] * xb_stride + channel[None, :]
-    tl.store(at, y, mask=known[:, None] & in_xb[None, :])
+    store_kept(at, y, known[:, None] & in_xb[None, :])
     at = C_pointer + q[:, None] * C_stride + (channel - C_CHANNEL)[None, :]
     tl.store(at, y, mask=known[:, None] & in_c[None, :])
     if REPLAY and tile == 0:
@@ -272,8 +272,8 @@ def _keep_tail(
     """The last inputs of [old tail, accepted path] are the new tail."""
     for place in tl.static_range(WIDTH - 1):
         source = _replayed(path_length + place, path, WIDTH)
-        kept = tl.load(old + source * row_stride + column, mask=owned, other=0.0)
-        tl.store(new + place * row_stride + column, kept, mask=owned)
+        kept = load_kept(old + source * row_stride + column, owned)
+        store_kept(new + place * row_stride + column, kept, owned)
 
 
 @triton.jit
@@ -287,8 +287,8 @@ def _keep_steps(
     """dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
     head = tl.arange(0, BLOCK_H)
     in_h = head < HEADS
-    bias = tl.load(dt_bias + head, mask=in_h, other=0.0).to(tl.float32)
-    A = -tl.exp(tl.load(A_log + head, mask=in_h, other=0.0).to(tl.float32))
+    bias = load_kept(dt_bias + head, in_h).to(tl.float32)
+    A = -tl.exp(load_kept(A_log + head, in_h).to(tl.float32))
     q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     known = q < num_new
     node = first + q
@@ -298,9 +298,9 @@ def _keep_steps(
         mask=mine, other=0.0,
     )  # fmt: skip
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + (DT_COLUMN + head)[None, :]
-    tl.store(at, raw, mask=mine)
+    store_kept(at, raw, mine)
     at = steps + node[:, None] * steps_stride + head[None, :]
-    tl.store(at, _positive_dt(raw, bias[None, :], DT_MIN, DT_MAX), mask=mine)
+    store_kept(at, _positive_dt(raw, bias[None, :], DT_MIN, DT_MAX), mine)
 
     total = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
     for start in range(0, first + tl.minimum((tile + 1) * BLOCK_Q, num_new), BLOCK_Q):
@@ -312,19 +312,19 @@ def _keep_steps(
             mask=is_new[:, None] & in_h[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         if not REPLAY:
-            value += tl.load(
+            value += load_kept(
                 old + (WIDTH - 1 + other)[:, None] * row_stride + (DT_COLUMN + head)[None, :],
-                mask=is_old[:, None] & in_h[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+                is_old[:, None] & in_h[None, :],
+            ).to(tl.float32)
         dt = _positive_dt(value, bias[None, :], DT_MIN, DT_MAX)
         there = (is_new | is_old)[:, None] & in_h[None, :]
-        above = tl.load(
+        above = load_kept(
             ancestors + node[:, None] * tree_size + other[None, :],
-            mask=known[:, None] & (is_new | is_old)[None, :], other=0,
-        )  # fmt: skip
+            known[:, None] & (is_new | is_old)[None, :],
+        )
         decay = tl.where(there, dt * A[None, :], 0.0)
         total += tl.dot((above != 0).to(tl.float32), decay, input_precision="ieee")
-    tl.store(at + steps_part_stride, total, mask=mine)
+    store_kept(at + steps_part_stride, total, mine)
     if REPLAY and tile == 0:
         _keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
 

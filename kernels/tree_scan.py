@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, overlapping
+from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
@@ -75,9 +75,9 @@ def _nodes(
     node = start + tl.arange(0, BLOCK_N)
     there = node < num_nodes
     at = xb + node[:, None] * xb_stride
-    x = tl.load(at + x_channel[None, :], mask=there[:, None] & in_p[None, :], other=0.0)
-    B = tl.load(at + b_channel[None, :], mask=there[:, None] & in_s[None, :], other=0.0)
-    dt = tl.load(steps + node * steps_stride, mask=there, other=0.0)
+    x = load_kept(at + x_channel[None, :], there[:, None] & in_p[None, :])
+    B = load_kept(at + b_channel[None, :], there[:, None] & in_s[None, :])
+    dt = load_kept(steps + node * steps_stride, there)
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=there, other=0.0)
     return x, B, dt, log_decay
 
@@ -87,7 +87,7 @@ def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.cons
     """Whether a block of other nodes is above or at each node, (nodes, BLOCK_N)."""
     other = start + tl.arange(0, BLOCK_N)
     at = ancestors + node[:, None] * tree_size + other[None, :]
-    return tl.load(at, mask=known[:, None] & (other < num_nodes)[None, :], other=0) != 0
+    return load_kept(at, known[:, None] & (other < num_nodes)[None, :]) != 0
 
 
 @triton.jit
@@ -133,10 +133,10 @@ def tree_scan_kernel(
     q = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     node = first + q
     known = q < num_new
-    D = tl.load(D_pointer + head).to(tl.float32)
+    D = load_kept(D_pointer + head).to(tl.float32)
     # The first launch began with waiting for all before it: what steers both is there already
-    parity = tl.load(parities)
-    ancestors += tl.load(variants + batch) * tree_size * tree_size
+    parity = load_kept(parities)
+    ancestors += load_kept(variants + batch) * tree_size * tree_size
     half = 1 - parity if NEW_HALF else parity
     xb += batch * xb_batch_stride + half * xb_parity_stride
     steps += batch * steps_batch_stride + half * steps_parity_stride + head
