@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from stree.errors import InvariantBroken, UsageError, exit_with_reason
 from stree.models.convert import save_model
 from stree_pipelines import distill
 from stree_pipelines.benches.models import SHAPES, random_model
-from stree_pipelines.benches.timing import require_green, write_rows
+from stree_pipelines.benches.timing import require_green, save_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.tokenizer_training import train_tokenizer
 
@@ -38,15 +39,15 @@ ALONE = ("auto", 1)
 def measure(
     shape: str, strategies: list[str], processes: list[int], batch_size: int,
     sequence_length: int, steps: int, more: list[str], device: torch.device,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows for one process and for each strategy with each larger number of processes.
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row for one process, then one for each larger number of processes with each strategy.
 
     Args:
         batch_size: rows in a micro-batch. A step has as many as the most processes have together.
         more: further arguments of distill.py.
     """
     rows_a_step = batch_size * max(processes)
-    runs = {}
+    alone: tuple[list[float], float] | None = None  # the losses and tokens/s of one process
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = [
@@ -63,25 +64,22 @@ def measure(
             placed = ["--trainer.strategy", strategy, "--trainer.devices", str(count)]
             _distil(["--run_dir", str(run_dir), *arguments, *placed])
             with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
-                runs[strategy, count] = list(csv.DictReader(file))
-    rows: list[dict[str, Any]] = []
-    for (strategy, count), run in runs.items():
-        rates = sorted(float(row["tokens_per_second"]) for row in run[2:])  # step 1 is a row, too
-        losses = [[float(row["loss"]) for row in each] for each in (run, runs[ALONE])]
-        row: dict[str, Any] = dict(
-            what="distill", shape=shape, strategy=strategy, num_processes=count,
-            rows_a_step=rows_a_step, batch_size=batch_size, sequence_length=sequence_length,
-            num_steps=steps, options=more,
-            tokens_per_second=dict(
-                median=statistics.median(rates), p20=rates[len(rates) // 5],
-                p80=rates[-1 - len(rates) // 5],
-            ),
-            loss_distance=max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
-        )  # fmt: skip
-        alone = rows[0] if rows else row
-        medians = [each["tokens_per_second"]["median"] for each in (row, alone)]
-        rows.append({**row, "efficiency": medians[0] / medians[1] / count})
-    return rows
+                run = list(csv.DictReader(file))
+            losses = [float(row["loss"]) for row in run]
+            rates = sorted(float(row["tokens_per_second"]) for row in run[2:])  # step 1 is a row
+            median = statistics.median(rates)
+            alone = alone or (losses, median)
+            yield dict(
+                what="distill", shape=shape, strategy=strategy, num_processes=count,
+                rows_a_step=rows_a_step, batch_size=batch_size, sequence_length=sequence_length,
+                num_steps=steps, options=more,
+                tokens_per_second=dict(
+                    median=median, p20=rates[len(rates) // 5], p80=rates[-1 - len(rates) // 5]
+                ),
+                losses=losses,
+                loss_distance=max(abs(a - b) / b for a, b in zip(losses, alone[0], strict=True)),
+                efficiency=median / alone[1] / count,
+            )  # fmt: skip
 
 
 def _make_workspace(
@@ -131,17 +129,19 @@ def main(arguments: list[str] | None = None) -> None:
             f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
         )
     require_green(TESTS)
-    rows = measure(
+    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
+    rows = []
+    for row in measure(
         options.shape, options.strategies, options.processes, options.batch_size,
         options.sequence_length, options.steps, options.more, device,
-    )  # fmt: skip
-    write_rows(options.out, rows, device)
-    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
-    for row in rows:
+    ):  # fmt: skip
+        rows.append(row)
+        save_rows(options.out, rows, device)
         print(
             f"| {row['strategy']} | {row['num_processes']} | "
             f"{row['tokens_per_second']['median']:,.0f} | {row['efficiency']:.2f} | "
-            f"{row['loss_distance']:.1e} |"
+            f"{row['loss_distance']:.1e} |",
+            flush=True,
         )
 
 

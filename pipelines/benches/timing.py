@@ -72,12 +72,17 @@ def require_green(tests: list[str]) -> None:
 
 
 def write_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """Write rows as JSON lines, each with the commit, device and versions, and print them."""
+    """Save rows and print them."""
+    save_rows(path, rows, device)
+    for row in rows:
+        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()))
+
+
+def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
+    """Write rows as JSON lines, each with the commit, device and versions."""
     made_by = describe_environment(device, {}, 1).model_dump(mode="json")
     lines = [json.dumps({**row, "environment": made_by}, ensure_ascii=False) for row in rows]
     write_atomically(path, "\n".join(lines) + "\n")
-    for row in rows:
-        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()))
 
 
 def _short(value: Any) -> str:

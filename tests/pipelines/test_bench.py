@@ -127,7 +127,7 @@ def test_processes_are_measured_against_one(tmp_path, monkeypatch):
         assert codes == [0] * count, Path(f"{log}.0").read_text()
 
     monkeypatch.setattr(bench_training, "_distil", distil)
-    rows = bench_training.measure("tiny", ["fsdp2"], [1, 2], 2, 64, 4, [], CPU)
+    rows = list(bench_training.measure("tiny", ["fsdp2"], [1, 2], 2, 64, 4, [], CPU))
     assert [(row["strategy"], row["num_processes"]) for row in rows] == [("auto", 1), ("fsdp2", 2)]
     assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
     assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
