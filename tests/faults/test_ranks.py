@@ -16,6 +16,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
@@ -27,6 +28,7 @@ from tiny_run import distill_arguments
 
 STEPS, SIGNALS = 20, 5
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -37,6 +39,7 @@ class Pair:
     forks: forked.Forks
     workspace: Path
     whole: Path
+    accelerator: str
 
     def start(self, run_dir: Path, *more: str, steps: int = STEPS, **options) -> list:
         """Both ranks, as `srun` starts them."""
@@ -44,6 +47,7 @@ class Pair:
         arguments = distill_arguments(
             self.workspace, run_dir, "--checkpoint.every_n_steps", "100",
             "--checkpoint.keep_last", "1",
+            "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
         )  # fmt: skip
         with socket.socket() as probe:
@@ -66,9 +70,11 @@ class Pair:
         return [rank.wait() for rank in self.start(run_dir, **options)]
 
 
-@pytest.fixture(scope="module")
-def pair(training, tmp_path_factory) -> Pair:
-    started = Pair(training.forks, training.workspace, tmp_path_factory.mktemp("pair") / "whole")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=TWO_GPUS)])
+def pair(request, training, tmp_path_factory) -> Pair:
+    """Over gloo, and over NCCL where there are two GPUs."""
+    whole = tmp_path_factory.mktemp("pair") / "whole"
+    started = Pair(training.forks, training.workspace, whole, request.param)
     assert started.run(started.whole) == [0, 0]
     return started
 
