@@ -50,6 +50,7 @@ class DistillCLI(TrainingCLI):
         dtype = getattr(torch, options["target_dtype"])
         return ModelPlan(
             trained, target, dtype, cached=options["teacher_cache"] is not None,
+            beside=options["target_placement"] == "beside",
             activation_checkpointing=options["activation_checkpointing"],
         )  # fmt: skip
 

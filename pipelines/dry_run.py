@@ -35,13 +35,14 @@ from stree_pipelines.training.export import Exports
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The architectures of a training. `target` runs beside what is trained; `cached` says that
-    its outputs come from a cache instead."""
+    """The architectures of a training. `target` runs with what is trained; `cached` says that
+    its outputs come from a cache instead, `beside` that it has a GPU of its own."""
 
     trained: HybridConfig
     target: HybridConfig | None = None
     target_dtype: torch.dtype = torch.float32
     cached: bool = False
+    beside: bool = False
     activation_checkpointing: bool = False
 
 
@@ -111,6 +112,12 @@ def describe_training(
         plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
     )  # fmt: skip
+    own_gpu = {}
+    if plan.beside and plan.target is not None and not plan.cached and on_cuda:
+        own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
+        memory["target's head"] = (
+            plan.target_dtype.itemsize * plan.target.vocab_size * plan.target.d_model
+        )
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
@@ -129,6 +136,8 @@ def describe_training(
         f"exports at steps {', '.join(map(str, steps))}; a checkpoint every "
         f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay",
         "each process, unsharded, " + memory_line(memory, on_cuda),
-        require_disk(run_dir, disk),
     ]  # fmt: skip
+    if own_gpu:
+        lines.append("beside each, on a GPU of its own, " + memory_line(own_gpu, on_cuda))
+    lines.append(require_disk(run_dir, disk))
     return "\n".join(lines)

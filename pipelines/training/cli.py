@@ -65,7 +65,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 # What Lightning and mamba-ssm say to everybody and nobody here can act on.
 NOISE = (
-    "You have overridden `on_before_batch_transfer`",
+    "You have overridden `(on_before_batch_transfer|transfer_batch_to_device)`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
     # Lightning instantiates by it, too.

@@ -13,7 +13,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -330,7 +330,7 @@ class Distillation(Training):
         temperature: float = 1.0,
         optimizer: OptimizerConfig = OptimizerConfig(),
         target_dtype: Literal["float32", "bfloat16"] = "float32",
-        target_placement: Literal["replicated", "sharded"] = "replicated",
+        target_placement: Literal["replicated", "sharded", "beside"] = "replicated",
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         teacher_cache: str | None = None,
@@ -346,8 +346,9 @@ class Distillation(Training):
             temperature: of both softmaxes in the KL divergence.
             optimizer: see OptimizerConfig.
             target_dtype: in which the frozen target's weights are held.
-            target_placement: the whole frozen target on each device, or its weights shared among
-                the devices and gathered layer by layer, whatever the trainer's strategy.
+            target_placement: the whole frozen target on each device; its weights shared among the
+                devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
+                of its own beside each process's, where it runs ahead of the drafter.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
@@ -375,6 +376,7 @@ class Distillation(Training):
         # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
         object.__setattr__(self, "target", model if teacher_cache is None else None)
         self.target: HybridModel | None
+        self._target_head: Tensor | None = None  # where the losses are, when the target is not
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -383,8 +385,22 @@ class Distillation(Training):
         num_ranks = self.trainer.world_size
         if self.target_placement == "sharded" and num_ranks > 1:
             shard(self.target, init_device_mesh(self.device.type, (num_ranks,)))
+        elif self.target_placement == "beside":
+            self.target.to(device_beside(self.device, self.trainer.num_devices))
+            self._target_head = self.target.head_weight.to(self.device)
         else:
             self.target.to(self.device)
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if self._target_head is None or self.target is None:
+            return moved
+        # From the host: a copy from the drafter's device would wait for the step that runs there.
+        inputs = (batch[name] for name in ("tokens", "segment_ids"))
+        there = self.target.device
+        return {**moved, "target_inputs": [each.to(there, non_blocking=True) for each in inputs]}
 
     def compiled_models(self) -> list[HybridModel]:
         return [self.exported] if self.target is None else [self.exported, self.target]
@@ -411,13 +427,16 @@ class Distillation(Training):
             hidden = self.exported.hidden_states(tokens, segment_ids)
             head = self.exported.head_weight
             return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
-        with torch.no_grad():
-            target_hidden = self.target.hidden_states(tokens, segment_ids)
+        inputs = batch.get("target_inputs", (tokens, segment_ids))
+        there = self.target.device
+        with torch.no_grad(), torch.cuda.device(there) if there.type == "cuda" else nullcontext():
+            target_hidden = self.target.hidden_states(*inputs)
+        head = self.target.head_weight if self._target_head is None else self._target_head
         return chunked_distillation_loss(
             self.exported.hidden_states(tokens, segment_ids),
             self.exported.head_weight,
-            target_hidden,
-            self.target.head_weight,
+            target_hidden.to(tokens.device),
+            head,
             mask,
             **options,
         )
@@ -480,6 +499,21 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
     last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
     return segment_ids <= last_segment
+
+
+def device_beside(device: torch.device, num_processes: int) -> torch.device:
+    """Where the target of a process on `device` goes: as many GPUs further as the host has
+    processes. A CPU is its own. Raises UsageError when there are too few GPUs."""
+    if device.type != "cuda":
+        return device
+    place, there = (device.index or 0) + num_processes, torch.cuda.device_count()
+    if place >= there:
+        raise UsageError(
+            f"model.target_placement beside needs two GPUs a process, and each process to see all "
+            f"of its host's: GPU {place} is wanted, {there} are seen; lower trainer.devices, or "
+            "use sharded"
+        )
+    return torch.device("cuda", place)
 
 
 def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace
 
 from stree.errors import BadData, CannotWrite, CheckpointRefused, StreeError, UsageError
@@ -26,6 +27,7 @@ from stree_pipelines import (
     benchmark_checkpoint,
     cache_teacher,
     distill,
+    dry_run,
     estimates,
     eval_spec,
     train_target,
@@ -95,6 +97,18 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
         "memory: about", "are free", "disk: ",
     ):  # fmt: skip
         assert expected in printed, expected
+
+
+def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dry_run, "CUDAAccelerator", CPUAccelerator)  # as if this were a GPU
+    more = ("--model.target_placement", "beside", "--dry_run")
+    distill.main(options_of(workspace, tmp_path / "run", *more))
+    lines = capsys.readouterr().out.splitlines()
+    trained, beside = (next(each for each in lines if name in each) for name in (
+        "each process, unsharded, ", "beside each, on a GPU of its own, "
+    ))  # fmt: skip
+    assert "target's head" in trained and "target's activations" not in trained
+    assert "(target " in beside and "target's activations" in beside
 
 
 def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
@@ -178,8 +192,8 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
 def test_the_error_is_the_run_s_own(options, kind, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = []
-    for dry_run in ((), ("--dry_run",)):
-        arguments = options_of(workspace, tmp_path / f"run{len(dry_run)}", *options, *dry_run)
+    for dry in ((), ("--dry_run",)):
+        arguments = options_of(workspace, tmp_path / f"run{len(dry)}", *options, *dry)
         with pytest.raises(kind) as refused:
             distill.main(arguments)
         told.append((str(refused.value), refused.value.exit_code))
@@ -193,13 +207,13 @@ def test_an_evaluation_s_error_is_its_own(workspace, finished, tmp_path):
     (broken / "tokenizer.json").unlink()
     for options in (("--benchmarks", "nowhere"), ("--checkpoint", str(broken))):
         told = []
-        for dry_run in ((), ("--dry_run",)):
-            out = tmp_path / f"eval{len(dry_run)}"
+        for dry in ((), ("--dry_run",)):
+            out = tmp_path / f"eval{len(dry)}"
             with pytest.raises(StreeError) as refused:
                 eval_spec.main(
                     evaluation_of(
                         workspace, finished, "--limit", "1", "--out",
-                        str(out), *options, *dry_run,
+                        str(out), *options, *dry,
                     )
                 )  # fmt: skip
             told.append(refused.value.exit_code)

@@ -21,7 +21,7 @@ from stree.errors import UsageError
 from stree.models.convert import load_model
 from stree.models.hybrid import Layer
 from stree_pipelines import distill
-from stree_pipelines.training import sharding
+from stree_pipelines.training import module, sharding
 
 STEPS = 6
 TOLERANCE = 1e-5
@@ -118,6 +118,30 @@ def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     assert "holds 0.50 drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
+
+
+def test_a_target_beside_the_drafter_teaches_the_same(workspace, one_process, tmp_path):
+    """On a CPU of the same host; on GPUs, below."""
+    more = ("--model.target_placement", "beside")
+    distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
+    assert metric_rows(tmp_path / "run") == metric_rows(one_process)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
+    gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1")
+    for name, placement in (("one", "replicated"), ("two", "beside")):
+        more = (*gpu, "--model.target_placement", placement)
+        distill.main(arguments_of(workspace, tmp_path / name, 4, *more))
+    assert metric_rows(tmp_path / "two") == metric_rows(tmp_path / "one")
+
+
+def test_a_target_beside_goes_as_many_gpus_further_as_there_are_processes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [module.device_beside(torch.device("cuda", i), 2).index for i in range(2)] == [2, 3]
+    assert module.device_beside(torch.device("cpu"), 2) == torch.device("cpu")
+    with pytest.raises(UsageError, match="GPU 4 is wanted, 4 are seen; lower"):
+        module.device_beside(torch.device("cuda", 1), 3)
 
 
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
