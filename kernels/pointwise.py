@@ -71,7 +71,9 @@ def advance(steering: Steering) -> None:
 
 def warps(width: int) -> int:
     """For a row of a norm; one does without a word between warps."""
-    return 1 if width <= 256 else 4
+    if width <= 256:
+        return 1
+    return 4 if width <= 2048 else 8
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
+from stree_pipelines.bench_training import logged_steps
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
 from stree_pipelines.reports.tables import MISSING, Table
@@ -104,6 +105,34 @@ def steps_table(rows: list[Row]) -> Table:
     return Table("Decoding at a given τ", (heads, *lines))
 
 
+def training_table(rows: list[Row]) -> Table:
+    """Distillation on several processes against one, with as many rows a step."""
+    heads = ("", "tokens/s", "efficiency", "largest distance of a loss")
+    lines = [
+        (
+            f"{row['num_processes']}, {row['strategy']}" if row["num_processes"] > 1 else "1",
+            f"{_value(row['tokens_per_second']):,.0f}", f"{row['efficiency']:.2f}",
+            f"{row['loss_distance']:.1e}" if row["num_processes"] > 1 else MISSING,
+        )
+        for row in sorted(rows, key=lambda row: (row["strategy"], row["num_processes"]))
+    ]  # fmt: skip
+    return Table("Processes, by strategy", (heads, *lines))
+
+
+def losses_figure(rows: list[Row]) -> Figure:
+    """Loss against step, a curve for each number of processes and strategy."""
+    figure, axes = new_figure()
+    for i, (row, colour) in enumerate(zip(rows, PALETTE, strict=False)):
+        steps = logged_steps(row["num_steps"])
+        label = f"{row['num_processes']} ({row['strategy']})" if row["num_processes"] > 1 else "1"
+        # The first ones wide: curves that are the same can all be seen
+        width = 1 + 1.2 * (len(rows) - 1 - i)
+        axes.plot(steps, row["losses"], "-", color=colour, linewidth=width, label=label)
+    axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    axes.legend(title="processes")
+    return figure
+
+
 def fit(rows: list[Row], degree: int) -> np.ndarray:
     """Coefficients of the call's time in µs over N, highest power first (STree, section 4.3)."""
     nodes, times = _call_points(rows)
@@ -178,7 +207,9 @@ def read_rows(directory: Path) -> list[Row]:
         for line in path.read_text(encoding="utf-8").splitlines()
     ]
     if not lines:
-        raise UsageError(f"no rows (*.jsonl) in {directory}: bench_kernels.py and bench_decode.py")
+        raise UsageError(
+            f"no rows (*.jsonl) in {directory}: bench_kernels.py and others write them"
+        )
     return [json.loads(line) for line in lines]
 
 
@@ -214,11 +245,13 @@ def main(arguments: list[str] | None = None) -> None:
         if _is(row, dict(what="target call", context=1024)):
             calls.setdefault(row["shape"], []).append(row)
     calls = {shape: each for shape, each in calls.items() if len(each) > _degree(each)}
-    parts = [bars_table(rows).to_markdown()]
+    of_steps = any(row.get("what") != "distill" for row in rows)
+    parts = [bars_table(rows).to_markdown()] if of_steps else []
     for wanted, table in (
         ("op", kernels_table),
         ("target call", calls_table),
         ("step", steps_table),
+        ("distill", training_table),
     ):
         about = [row for row in rows if wanted in row or row.get("what") == wanted]
         if about:
@@ -233,6 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
     for what, name, draw in (
         ("unrolled", "tree_vs_unrolled", unrolled_figure),
         ("step", "speedup_vs_tau", speedup_figure),
+        ("distill", "losses", losses_figure),
     ):
         chosen = [row for row in rows if row.get("what") == what]
         if chosen:

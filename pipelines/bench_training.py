@@ -55,7 +55,7 @@ def measure(
             "--data.sequence_length", str(sequence_length), "--data.batch_size", str(batch_size),
             "--data.global_batch_size", str(rows_a_step), "--trainer.max_steps", str(steps),
             "--trainer.accelerator", "gpu" if device.type == "cuda" else "cpu",
-            "--trainer.log_every_n_steps", str(max(steps // NUM_INTERVALS, 1)),
+            "--trainer.log_every_n_steps", str(_interval(steps)),
             "--trainer.enable_progress_bar", "false", "--checkpoint.every_n_steps", str(steps),
             *more,
         ]  # fmt: skip
@@ -80,6 +80,16 @@ def measure(
                 loss_distance=max(abs(a - b) / b for a, b in zip(losses, alone[0], strict=True)),
                 efficiency=median / alone[1] / count,
             )  # fmt: skip
+
+
+def _interval(num_steps: int) -> int:
+    return max(num_steps // NUM_INTERVALS, 1)
+
+
+def logged_steps(num_steps: int) -> list[int]:
+    """The steps of a row's losses: the first, and the ends of intervals."""
+    ends = range(_interval(num_steps), num_steps + 1, _interval(num_steps))
+    return sorted({1, *ends})
 
 
 def _make_workspace(

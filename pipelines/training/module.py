@@ -348,7 +348,7 @@ class Distillation(Training):
             target_dtype: in which the frozen target's weights are held.
             target_placement: the whole frozen target on each device; its weights shared among the
                 devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
-                of its own beside each process's, where it runs ahead of the drafter.
+                of its own beside each process's, where it can run ahead of the drafter.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from

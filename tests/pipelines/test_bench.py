@@ -132,6 +132,22 @@ def test_processes_are_measured_against_one(tmp_path, monkeypatch):
     assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
     assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
     assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
+    assert all(len(row["losses"]) == len(bench_training.logged_steps(4)) == 4 for row in rows)
+
+
+def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
+    row = dict(what="distill", strategy="auto", num_processes=1, num_steps=40, efficiency=1.0)
+    row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
+    row |= dict(environment=dict(git_sha="abc", device="GPU"))
+    four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
+    assert bench_training.logged_steps(40) == [1, *range(4, 41, 4)]
+    (tmp_path / "training.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (row, four))
+    )
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "4, ddp" in said and "0.91" in said and "missed" not in said and "bar " not in said
+    assert (tmp_path / "losses.svg").exists()
 
 
 @pytest.mark.long
