@@ -18,6 +18,7 @@ from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.dry_run import memory_line
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),
@@ -154,6 +155,19 @@ def _attention(
     }
 
 
+def describe(name: str, nodes: list[int], context: int, layers: int, device: torch.device) -> str:
+    """What there is to measure, and the memory of its largest buffers."""
+    shape, (_, kv_heads, dim) = MIXERS[name], HEADS[name]
+    slots = context + 2 * max(nodes)
+    memory = {
+        "states": 4 * layers * shape.num_heads * shape.head_dim * shape.d_state,
+        "keys and values": 2 * 2 * layers * kv_heads * slots * dim,
+    }
+    counts = ", ".join(map(str, nodes))
+    what = f"mamba_tree and attend_tree over {counts} nodes, {layers} layers, {context} committed"
+    return f"{what}\n{memory_line(memory, device.type == 'cuda')}"
+
+
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_kernels.py", description=__doc__)
@@ -164,12 +178,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--device", type=str, default="cuda")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device; --device cpu times the plain twins")
     if options.shape not in MIXERS:
         raise UsageError(f"shape {options.shape!r} is not one of {sorted(MIXERS)}")
+    if options.dry_run:
+        print(describe(options.shape, options.nodes, options.context, options.layers, device))
+        return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device; --device cpu times the plain twins")
     require_green(TESTS)
     rows = measure(
         options.shape, options.nodes, options.context, options.layers, options.repeats, device

@@ -23,10 +23,13 @@ import torch
 
 from stree.errors import InvariantBroken, UsageError, exit_with_reason
 from stree.models.convert import save_model
+from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
 from stree_pipelines.benches.models import SHAPES, random_model
 from stree_pipelines.benches.timing import require_green, save_rows
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.dry_run import memory_line, model_line
+from stree_pipelines.estimates import training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
@@ -59,7 +62,7 @@ def measure(
             "--trainer.enable_progress_bar", "false", "--checkpoint.every_n_steps", str(steps),
             *more,
         ]  # fmt: skip
-        for strategy, count in [ALONE, *((s, n) for n in processes if n > 1 for s in strategies)]:
+        for strategy, count in _runs(strategies, processes):
             run_dir = folder / f"{strategy}-{count}"
             placed = ["--trainer.strategy", strategy, "--trainer.devices", str(count)]
             _distil(["--run_dir", str(run_dir), *arguments, *placed])
@@ -80,6 +83,28 @@ def measure(
                 loss_distance=max(abs(a - b) / b for a, b in zip(losses, alone[0], strict=True)),
                 efficiency=median / alone[1] / count,
             )  # fmt: skip
+
+
+def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
+    """Strategy and number of processes of each run."""
+    return [ALONE, *((each, count) for count in processes if count > 1 for each in strategies)]
+
+
+def describe(
+    shape: str, strategies: list[str], processes: list[int], batch_size: int,
+    sequence_length: int, steps: int, on_cuda: bool,
+) -> str:  # fmt: skip
+    """The runs, and the memory of a process in fp32 that shares nothing."""
+    target = TARGETS[shape]
+    drafter = drafter_config_from(target)
+    memory = training_memory(drafter, (batch_size, sequence_length), "32-true", on_cuda, target)
+    runs = ", ".join(f"{strategy} on {count}" for strategy, count in _runs(strategies, processes))
+    rows = batch_size * max(processes)
+    return "\n".join([
+        model_line("target", target), model_line("drafter", drafter),
+        f"runs: {runs}; each {steps} steps of {rows} rows of {sequence_length} tokens",
+        "each process, unsharded and in fp32, " + memory_line(memory, on_cuda),
+    ])  # fmt: skip
 
 
 def _interval(num_steps: int) -> int:
@@ -129,10 +154,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", type=str, default="cuda")
     parser.add_argument("--more", type=list[str], default=[], help="arguments of distill.py")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if options.shape not in TARGETS or options.steps < 3:
         raise UsageError(f"wanted a shape of {sorted(TARGETS)} and at least 3 steps (2 warm up)")
+    if options.dry_run:
+        print(
+            describe(
+                options.shape, options.strategies, options.processes, options.batch_size,
+                options.sequence_length, options.steps, device.type == "cuda",
+            )
+        )  # fmt: skip
+        return
     if device.type == "cuda" and torch.cuda.device_count() < max(options.processes):
         raise UsageError(
             f"{max(options.processes)} processes need as many CUDA devices, there are "

@@ -24,6 +24,8 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree_pipelines import (
     bench_decode,
+    bench_kernels,
+    bench_training,
     benchmark_checkpoint,
     cache_teacher,
     distill,
@@ -152,9 +154,18 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     assert everything_under(workspace, finished, tmp_path) == before
 
 
-def test_a_benchmark_says_what_it_takes(tmp_path, capsys):
-    bench_decode.main([str(tmp_path / "out.jsonl"), "--shape", "tiny", "--dry_run"])
-    assert "target calls over 1, 5, 13, 16, 32, 64, 128 nodes" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("benchmark", "said"),
+    [
+        (bench_decode, "target calls over 1, 5, 13, 16, 32, 64, 128 nodes"),
+        (bench_kernels, "over 1, 2, 4, 8, 13, 16, 32, 64, 128 nodes, 16 layers, 1024 committed"),
+        (bench_training, "runs: auto on 1, ddp on 2, fsdp2 on 2, ddp on 4, fsdp2 on 4; each 60"),
+    ],
+)
+def test_a_benchmark_says_what_it_takes(benchmark, said, tmp_path, capsys):
+    benchmark.main([str(tmp_path / "out.jsonl"), "--shape", "tiny", "--dry_run"])
+    printed = capsys.readouterr().out
+    assert said in printed and "memory: about" in printed
     assert not list(tmp_path.iterdir())
 
 
