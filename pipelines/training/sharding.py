@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from stree.errors import UsageError
 from stree.models.hybrid import HybridModel
-from stree_pipelines.training.zero import STAGES, ZeroStrategy
+from stree_pipelines.training.zero import STAGES, WholeCheckpoints, ZeroStrategy
 
 FSDP2 = "fsdp2"
 STRATEGIES = ("auto", "ddp", FSDP2, *STAGES)
@@ -75,7 +75,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "ds_tensor", tensor)  # ZeRO stage 3
 
 
-class ShardedStrategy(ModelParallelStrategy):
+class ShardedStrategy(WholeCheckpoints, ModelParallelStrategy):
     """`--trainer.strategy fsdp2`: weights, gradients and optimizer state shared by all processes.
 
     The module's `configure_model` shards what is trained. Unlike Lightning's own strategy, this
@@ -97,16 +97,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return whole(ParallelStrategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stree.errors import CannotWrite, InvariantBroken, OutOfMemory, UsageError
+from stree.errors import CannotWrite, InvariantBroken, UsageError, naming_what_does_not_fit
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.models.hybrid import HybridModel
 from stree_pipelines.data.packing import TokenTable, make_batch, pack
@@ -118,13 +118,10 @@ class CacheWriter:
         started = time.monotonic()
         with progress.task("teacher cache", len(mine)) as task:
             for number, (split, shard) in enumerate(mine):
-                try:
+                with naming_what_does_not_fit(
+                    "lower data.batch_size, or use model.target_dtype bfloat16"
+                ):
                     self._write_shard(split, shard, model, pad_id, batch_size, precision)
-                except torch.OutOfMemoryError as error:
-                    raise OutOfMemory(
-                        f"{str(error).splitlines()[0]}; lower data.batch_size, or use "
-                        "model.target_dtype bfloat16"
-                    ) from error
                 task.advance(f"{split} {shard + 1}/{len(self.plans[split])}")
                 if number == 0 and len(mine) > 1:
                     shard_s = time.monotonic() - started

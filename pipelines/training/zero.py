@@ -27,7 +27,21 @@ STAGES = {"deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class WholeCheckpoints(ParallelStrategy):
+    """Before a strategy with checkpoints of its own: leave them to the trainer's CheckpointIO."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+
+class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
     """`--trainer.strategy deepspeed_stage_2` (gradients and optimizer state shared by all
     processes) or `deepspeed_stage_3` (weights, too)."""
 
@@ -120,16 +134,6 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _kept(self, gathered: Tensor) -> Tensor | None:
         """On the main process: a host has one memory, and one process writes."""
         return gathered.cpu() if self.is_global_zero else None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         ParallelStrategy.load_model_state_dict(self, checkpoint, strict)
