@@ -25,7 +25,8 @@ TESTS = [
     "kernels/test_gather.py", "kernels/test_top.py", "kernels/test_accept.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
-WHAT = ("calls", "draft", "unrolled", "memory", "steps")
+PROFILED_NODES = (1, 16, 64)
+WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps")
 
 
 @torch.no_grad()
@@ -52,8 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
-    if device.type != "cuda" and "steps" in options.what:
-        raise UsageError("steps are captured, which needs CUDA: leave them out of --what")
+    captured = [each for each in ("profiles", "steps") if each in options.what]
+    if device.type != "cuda" and captured:
+        raise UsageError(f"{captured[0]} need CUDA graphs: leave {captured[0]} out of --what")
     require_green(TESTS)
     rows = measure(options, device)
     write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
@@ -65,6 +67,9 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if "calls" in options.what:
         rows += calls.calls(target, options.nodes, context, repeats)
+    if "profiles" in options.what:
+        nodes = [each for each in options.nodes if each in PROFILED_NODES]
+        rows += calls.profiles(target, nodes, context, 5)
     if "draft" in options.what:
         rows += calls.draft(random_drafter(options.shape, device), context, repeats)
     if "unrolled" in options.what:

@@ -91,6 +91,26 @@ def calls_table(rows: list[Row]) -> Table:
     return Table("Target calls, µs", (heads, *lines))
 
 
+def profiles_table(rows: list[Row]) -> Table:
+    """What kernels take of a call beyond what already ran, medians; the largest first."""
+    rows = sorted(rows, key=lambda row: (row["shape"], row["context"], row["num_nodes"]))
+    last = rows[-1]["kernels"]
+    kinds = sorted(
+        dict.fromkeys(kind for row in rows for kind in row["kernels"]),
+        key=lambda kind: -last.get(kind, {"us": 0.0})["us"],
+    )
+    heads = [
+        f"{row['shape']}, N = {row['num_nodes']}, {row['context']:,} committed" for row in rows
+    ]
+    lines = [("the whole", *(f"{row['us']:,.0f}" for row in rows))]
+    for kind in kinds:
+        cells = [row["kernels"].get(kind) for row in rows]
+        lines.append((kind, *(
+            f"{each['us']:,.1f} ({each['count']:.0f})" if each else MISSING for each in cells
+        )))  # fmt: skip
+    return Table("Where a call's time goes, µs (launches)", (("", *heads), *lines))
+
+
 def steps_table(rows: list[Row]) -> Table:
     """Whole steps at given acceptance lengths."""
     heads = ("", "plain, µs", "tree, µs", "not hidden by the host", "speed-up", "speed-up ÷ τ")
@@ -250,6 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
     for wanted, table in (
         ("op", kernels_table),
         ("target call", calls_table),
+        ("profile", profiles_table),
         ("step", steps_table),
         ("distill", training_table),
     ):

@@ -17,6 +17,7 @@ from stree.models.hybrid import Attention, HybridModel, Layer
 from stree.sampling import RandomChooser
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
+from stree_pipelines.benches.profiles import profile_call
 from stree_pipelines.benches.timing import side_by_side
 
 Row = dict[str, Any]
@@ -41,6 +42,16 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
         row["over_floor"] = medians["tree"] / medians["floor"]
         row["step_over_floor"] = medians["step"] / medians["step_floor"]
         rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+    """Where the time of a target call over N nodes goes, by kernel; CUDA only."""
+    rows = []
+    for num_nodes in nodes:
+        tree = balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
+        measured = profile_call(_tree_call(target, tree, context), repeats)
+        rows.append(dict(what="profile", num_nodes=num_nodes, context=context, **measured))
     return rows
 
 

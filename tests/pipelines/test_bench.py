@@ -12,7 +12,7 @@ from process_group import run_together
 from stree.engine import Decoder
 from stree.errors import InvariantBroken
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
-from stree_pipelines.benches import models, steps, timing
+from stree_pipelines.benches import models, profiles, steps, timing
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,38 @@ def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
     for row in rows:
         speedup = row["tau"] * row["us_plain"]["median"] / row["us_tree"]["median"]
         assert row["speedup"] == pytest.approx(speedup)
+
+
+def test_a_profile_counts_what_kernels_take_beyond_others():
+    product = "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT"
+    events = [
+        (0.0, 10.0, product),
+        (9.0, 12.0, "norm_kernel"),  # began early
+        (9.5, 11.0, "norm_kernel"),  # all of it behind the other
+        (13.0, 14.0, "void at::native::fill<1, float>(int)"),
+        (14.0, 20.0, "void cublasLt::splitKreduce_kernel<32>(float)"),
+    ]
+    assert profiles.exposed(reversed(events)) == {
+        "matrix products": dict(us=16.0, count=2), "norm_kernel": dict(us=2.0, count=2),
+        profiles.WAITING: dict(us=1.0, count=1), "fill": dict(us=1.0, count=1),
+    }  # fmt: skip
+
+
+def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
+    row = dict(what="profile", shape="8b", context=1024, environment=dict(git_sha="a", device="G"))
+    kernels = dict(norm_kernel=dict(us=2.0, count=80), fill=dict(us=1.5, count=2))
+    one = {**row, "num_nodes": 1, "us": 3.5, "kernels": kernels}
+    products = {"matrix products": dict(us=30.0, count=193)}
+    many = {**row, "num_nodes": 64, "us": 30.0, "kernels": products}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (many, one)))
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out.partition("Where a call's time goes")[2].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said if "|" in line]
+    assert cells[0][1:] == ["8b, N = 1, 1,024 committed", "8b, N = 64, 1,024 committed"]
+    assert cells[2:] == [
+        ["the whole", "4", "30"], ["matrix products", "–", "30.0 (193)"],
+        ["norm_kernel", "2.0 (80)", "–"], ["fill", "1.5 (2)", "–"],
+    ]  # fmt: skip
 
 
 def test_accepted_numbers_have_the_mean_asked_for():
