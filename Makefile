@@ -27,7 +27,7 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and
 test: $(VENV)/ready-dev  ## set up, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-test-long: $(VENV)/ready-dev  ## all of them, kills, signals and disks at many more moments: under two hours
+test-long: $(VENV)/ready-dev  ## all of them, kills, signals and disks at many more moments: 10 to 20 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long"
 
 check: $(VENV)/ready-dev  ## lint and types
