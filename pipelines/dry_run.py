@@ -31,6 +31,7 @@ from stree_pipelines.estimates import (
 )
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
+from stree_pipelines.training.module import device_beside
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def describe_training(
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
     )  # fmt: skip
     own_gpu = {}
+    if plan.beside and on_cuda:
+        device_ids = trainer.device_ids
+        device_beside(torch.device("cuda", device_ids[0]), device_ids)
     if plan.beside and plan.target is not None and not plan.cached and on_cuda:
         own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
         memory["target's head"] = (

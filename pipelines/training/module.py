@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,15 @@ from stree_pipelines.training.sharding import own_part, shard, whole
 from stree_pipelines.training.teachers import TopK
 
 Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TargetInputs:
+    """A batch's inputs on the target's own device: no tensors of the batch itself, because DDP moves
+    those to the drafter's."""
+
+    tokens: Tensor
+    segment_ids: Tensor
 
 
 @dataclass(frozen=True)
@@ -386,7 +395,7 @@ class Distillation(Training):
         if self.target_placement == "sharded" and num_ranks > 1:
             shard(self.target, init_device_mesh(self.device.type, (num_ranks,)))
         elif self.target_placement == "beside":
-            self.target.to(device_beside(self.device, self.trainer.num_devices))
+            self.target.to(device_beside(self.device, self.trainer.device_ids))
             self._target_head = self.target.head_weight.to(self.device)
         else:
             self.target.to(self.device)
@@ -399,8 +408,8 @@ class Distillation(Training):
             return moved
         # From the host: a copy from the drafter's device would wait for the step that runs there.
         inputs = (batch[name] for name in ("tokens", "segment_ids"))
-        there = self.target.device
-        return {**moved, "target_inputs": [each.to(there, non_blocking=True) for each in inputs]}
+        there = (each.to(self.target.device, non_blocking=True) for each in inputs)
+        return {**moved, "target_inputs": TargetInputs(*there)}
 
     def compiled_models(self) -> list[HybridModel]:
         return [self.exported] if self.target is None else [self.exported, self.target]
@@ -427,10 +436,10 @@ class Distillation(Training):
             hidden = self.exported.hidden_states(tokens, segment_ids)
             head = self.exported.head_weight
             return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
-        inputs = batch.get("target_inputs", (tokens, segment_ids))
+        inputs = batch.get("target_inputs", TargetInputs(tokens, segment_ids))
         there = self.target.device
         with torch.no_grad(), torch.cuda.device(there) if there.type == "cuda" else nullcontext():
-            target_hidden = self.target.hidden_states(*inputs)
+            target_hidden = self.target.hidden_states(inputs.tokens, inputs.segment_ids)
         head = self.target.head_weight if self._target_head is None else self._target_head
         return chunked_distillation_loss(
             self.exported.hidden_states(tokens, segment_ids),
@@ -501,19 +510,20 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     return segment_ids <= last_segment
 
 
-def device_beside(device: torch.device, num_processes: int) -> torch.device:
-    """Where the target of a process on `device` goes: as many GPUs further as the host has
-    processes. A CPU is its own. Raises UsageError when there are too few GPUs."""
+def device_beside(device: torch.device, device_ids: Sequence[int]) -> torch.device:
+    """Where the target of the process on `device` goes: to one of the GPUs that none of the host's
+    processes, on `device_ids`, is on. A CPU is its own. Raises UsageError when there are too few."""
     if device.type != "cuda":
         return device
-    place, there = (device.index or 0) + num_processes, torch.cuda.device_count()
-    if place >= there:
+    there = torch.cuda.device_count()
+    free = [each for each in range(there) if each not in device_ids]
+    if len(free) < len(device_ids):
         raise UsageError(
-            f"model.target_placement beside needs two GPUs a process, and each process to see all "
-            f"of its host's: GPU {place} is wanted, {there} are seen; lower trainer.devices, or "
-            "use sharded"
+            f"model.target_placement beside needs a second GPU for each of {len(device_ids)} "
+            f"processes, and each process to see all of its host's: {there} are seen; lower "
+            "trainer.devices, or use sharded"
         )
-    return torch.device("cuda", place)
+    return torch.device("cuda", free[list(device_ids).index(device.index or 0)])
 
 
 def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:

@@ -103,6 +103,7 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
 
 def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "CUDAAccelerator", CPUAccelerator)  # as if this were a GPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     more = ("--model.target_placement", "beside", "--dry_run")
     distill.main(options_of(workspace, tmp_path / "run", *more))
     lines = capsys.readouterr().out.splitlines()
@@ -111,6 +112,9 @@ def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, caps
     ))  # fmt: skip
     assert "target's head" in trained and "target's activations" not in trained
     assert "(target " in beside and "target's activations" in beside
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="needs a second GPU for each of 1 processes"):
+        distill.main(options_of(workspace, tmp_path / "run", *more))
 
 
 def test_a_target_s_training_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):

@@ -16,6 +16,7 @@ import told_shares
 import torch
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace, metric_rows
+from torch.distributed.utils import _to_kwargs
 
 from stree.errors import UsageError
 from stree.models.convert import load_model
@@ -129,19 +130,36 @@ def test_a_target_beside_the_drafter_teaches_the_same(workspace, one_process, tm
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
-    gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1")
+    gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1", "--trainer.strategy", "ddp")
     for name, placement in (("one", "replicated"), ("two", "beside")):
         more = (*gpu, "--model.target_placement", placement)
         distill.main(arguments_of(workspace, tmp_path / name, 4, *more))
     assert metric_rows(tmp_path / "two") == metric_rows(tmp_path / "one")
 
 
-def test_a_target_beside_goes_as_many_gpus_further_as_there_are_processes(monkeypatch):
+def test_ddp_leaves_what_the_target_reads_where_it_is(workspace):
+    """On a GPU it moves every tensor that it finds in a batch to the drafter's."""
+    learner = module.Distillation(str(workspace / "target"), target_placement="beside")
+    learner._target_head = learner.target.head_weight
+    batch = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("tokens", "segment_ids")}
+    moved = learner.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    ((there, _),), _ = _to_kwargs((moved, 0), {}, torch.device("meta"), False)
+    assert there["tokens"].device.type == "meta"
+    inputs = there["target_inputs"]
+    assert inputs.tokens.device.type == inputs.segment_ids.device.type == "cpu"
+
+
+def test_a_target_beside_goes_to_a_gpu_without_a_process(monkeypatch):
+    def beside(index, device_ids):
+        return module.device_beside(torch.device("cuda", index), device_ids).index
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [module.device_beside(torch.device("cuda", i), 2).index for i in range(2)] == [2, 3]
-    assert module.device_beside(torch.device("cpu"), 2) == torch.device("cpu")
-    with pytest.raises(UsageError, match="GPU 4 is wanted, 4 are seen; lower"):
-        module.device_beside(torch.device("cuda", 1), 3)
+    assert [beside(index, [0, 1]) for index in (0, 1)] == [2, 3]
+    assert [beside(index, [0, 2]) for index in (0, 2)] == [1, 3]
+    assert beside(1, [1]) == 0
+    assert module.device_beside(torch.device("cpu"), []) == torch.device("cpu")
+    with pytest.raises(UsageError, match=r"second GPU for each of 3 .* 4 are seen; low"):
+        beside(0, [0, 1, 2])
 
 
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
