@@ -14,6 +14,7 @@ import torch
 from stree.errors import UsageError, exit_with_reason
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
+from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.steps import decode_at
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
@@ -44,18 +45,29 @@ def main(arguments: list[str] | None = None) -> None:
     add("--device", type=str, default="cuda")
     add("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = device_of(options.device)
     for name, known in ((options.shape, SHAPES), *((each, WHAT) for each in options.what)):
         if name not in known:
             raise UsageError(f"{name!r} is not one of {', '.join(known)}")
-    if options.dry_run:
-        print(describe(options.shape, options.nodes, options.context, device.type == "cuda"))
-        return
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
+    if not options.what:
+        raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
+    require_numbers(
+        nodes=options.nodes, context=options.context, repeats=options.repeats,
+        num_steps=options.num_steps,
+    )  # fmt: skip
+    require_results_file(options.out)
     captured = [each for each in ("profiles", "steps") if each in options.what]
     if device.type != "cuda" and captured:
         raise UsageError(f"{captured[0]} need CUDA graphs: leave {captured[0]} out of --what")
+    if options.dry_run:
+        print(
+            describe(
+                options.shape, options.what, options.nodes, options.context, device.type == "cuda"
+            )
+        )
+        return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     require_green(TESTS)
     rows = measure(options, device)
     write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
@@ -82,15 +94,16 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def describe(shape: str, nodes: list[int], context: int, on_cuda: bool) -> str:
+def describe(shape: str, what: list[str], nodes: list[int], context: int, on_cuda: bool) -> str:
     """What there is to measure, and the memory that it takes; one target call's cache at a time."""
     target, drafter = SHAPES[shape], drafter_config(shape)
     memory = decoding_memory(
         target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
     )
-    calls = f"target calls over {', '.join(map(str, nodes))} nodes and one draft, {context} tokens"
+    counts = ", ".join(map(str, nodes))
+    plan = f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
     models = [model_line("target", target), model_line("drafter", drafter)]
-    return "\n".join([*models, f"{calls} committed", memory_line(memory, on_cuda)])
+    return "\n".join([*models, plan, memory_line(memory, on_cuda)])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from stree.models.hybrid import topology_of
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
+from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import memory_line
@@ -180,9 +181,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", type=str, default="cuda")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = device_of(options.device)
     if options.shape not in MIXERS:
         raise UsageError(f"shape {options.shape!r} is not one of {sorted(MIXERS)}")
+    require_numbers(
+        nodes=options.nodes, context=options.context, layers=options.layers, repeats=options.repeats
+    )
+    require_results_file(options.out)
     if options.dry_run:
         print(describe(options.shape, options.nodes, options.context, options.layers, device))
         return

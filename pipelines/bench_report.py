@@ -6,13 +6,14 @@ python pipelines/bench_report.py docs/results/h200-step   # reads *.jsonl there
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from stree.errors import UsageError, exit_with_reason
+from stree.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.files import write_atomically
 from stree_pipelines.bench_training import logged_steps
 from stree_pipelines.command_line import CommandParser
@@ -221,16 +222,26 @@ def fits_text(rows_by_shape: dict[str, list[Row]]) -> str:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    lines = [
-        line
-        for path in sorted(directory.glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    if not lines:
+    rows = [row for path in sorted(directory.glob("*.jsonl")) for row in _rows_of(path)]
+    if not rows:
         raise UsageError(
             f"no rows (*.jsonl) in {directory}: bench_kernels.py and others write them"
         )
-    return [json.loads(line) for line in lines]
+    return rows
+
+
+def _rows_of(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line.decode())
+            if "git_sha" not in row["environment"] or not {"op", "what"} & row.keys():
+                raise ValueError("no environment, or neither op nor what")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise BadData(
+                f"{path}, line {number} is no row of a benchmark ({first_line(error)}): write the "
+                "file anew, or take it away"
+            ) from error
+        yield row
 
 
 def _is(row: Row, wanted: dict[str, Any]) -> bool:

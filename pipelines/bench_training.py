@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from stree.errors import InvariantBroken, UsageError, exit_with_reason
+from stree.errors import UsageError, exit_with_reason, kind_of_code
 from stree.models.convert import save_model
 from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
 from stree_pipelines.benches.models import SHAPES, random_model
+from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import memory_line, model_line
 from stree_pipelines.estimates import training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.training.sharding import require_supported
 
 TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**SHAPES, "tiny": TINY}
@@ -87,7 +89,8 @@ def measure(
 
 def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
     """Strategy and number of processes of each run."""
-    return [ALONE, *((each, count) for count in processes if count > 1 for each in strategies)]
+    several = ((each, count) for count in processes if count > 1 for each in strategies)
+    return list(dict.fromkeys([ALONE, *several]))
 
 
 def describe(
@@ -112,9 +115,9 @@ def _interval(num_steps: int) -> int:
 
 
 def logged_steps(num_steps: int) -> list[int]:
-    """The steps of a row's losses: the first, and the ends of intervals."""
+    """The steps of a row's losses: the first, the ends of intervals, and the last."""
     ends = range(_interval(num_steps), num_steps + 1, _interval(num_steps))
-    return sorted({1, *ends})
+    return sorted({1, *ends, num_steps})
 
 
 def _make_workspace(
@@ -137,7 +140,7 @@ def _distil(arguments: list[str]) -> None:
     command = [sys.executable, distill.__file__, "fit", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InvariantBroken(
+        raise kind_of_code(done.returncode)(
             f"distill.py {' '.join(arguments)} ended with code {done.returncode}: "
             f"{' | '.join(done.stderr.strip().splitlines()[-3:])}"
         )
@@ -156,9 +159,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--more", type=list[str], default=[], help="arguments of distill.py")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = device_of(options.device)
     if options.shape not in TARGETS or options.steps < 3:
         raise UsageError(f"wanted a shape of {sorted(TARGETS)} and at least 3 steps (2 warm up)")
+    require_numbers(
+        processes=options.processes, batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+    )  # fmt: skip
+    for strategy in options.strategies:
+        require_supported(strategy)
+    for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
+        if any(name in each for each in options.more):
+            raise UsageError(f"--more may not set {name}: --steps decides it")
+    require_results_file(options.out)
     if options.dry_run:
         print(
             describe(

@@ -56,6 +56,12 @@ class Preempted(StreeError):
     exit_code = 75
 
 
+def kind_of_code(code: int) -> type[StreeError]:
+    """The kind of error that ended a command with this exit code; InvariantBroken for others."""
+    kinds = (UsageError, BadData, CheckpointRefused, OutOfMemory, CannotWrite, Preempted)
+    return next((kind for kind in kinds if kind.exit_code == code), InvariantBroken)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: a GPU's, the host's under PyTorch (which has no type for that), or
     Python's own."""

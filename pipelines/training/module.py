@@ -44,8 +44,8 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """A batch's inputs on the target's own device: no tensors of the batch itself, because DDP moves
-    those to the drafter's."""
+    """A batch's inputs on the target's own device. Not tensors in the batch itself: DDP moves those
+    to the drafter's."""
 
     tokens: Tensor
     segment_ids: Tensor
@@ -512,7 +512,7 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
 
 def device_beside(device: torch.device, device_ids: Sequence[int]) -> torch.device:
     """Where the target of the process on `device` goes: to one of the GPUs that none of the host's
-    processes, on `device_ids`, is on. A CPU is its own. Raises UsageError when there are too few."""
+    processes (on `device_ids`) is on. A CPU is its own. Raises UsageError with too few GPUs."""
     if device.type != "cuda":
         return device
     there = torch.cuda.device_count()

@@ -10,11 +10,12 @@ import torch
 from process_group import run_together
 
 from stree.engine import Decoder
-from stree.errors import InvariantBroken
+from stree.errors import BadData, CannotWrite, InvariantBroken, UsageError
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
 from stree_pipelines.benches import models, profiles, steps, timing
 
 CPU = torch.device("cpu")
+ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
 @torch.no_grad()
@@ -184,8 +185,60 @@ def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_training_that_fails_is_named():
-    with pytest.raises(InvariantBroken, match=r"--nonsense ended with code 2: error"):
+    with pytest.raises(UsageError, match=r"--nonsense ended with code 2: error"):
         bench_training._distil(["--nonsense"])
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels, bench_training])
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--device", "nope"), ("--nodes", "[]"), ("--nodes", "[0]"), ("--nodes", "[300]"),
+        ("--context", "-5"), ("--repeats", "0"), ("--processes", "[]"), ("--processes", "[0]"),
+        ("--batch_size", "0"), ("--sequence_length", "-5"), ("--strategies", "[nope]"),
+        ("--more", "[--trainer.max_steps=2]"), ("--what", "[]"), ("--what", "[steps]"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_anything_runs(
+    benchmark, dry, options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: pytest.fail("it has begun"))
+    what = ("--what", "[calls]") if benchmark is bench_decode else ()  # possible on a CPU
+    arguments = [str(tmp_path / "out.jsonl"), "--shape", "tiny", "--device", "cpu", *what, *options]
+    with pytest.raises((UsageError, SystemExit)) as refused:
+        benchmark.main([*arguments, *dry])
+    assert getattr(refused.value, "code", 2) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels, bench_training])
+def test_results_that_could_not_be_written_are_refused_first(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out.jsonl")
+    what = ["--what", "[calls]"] if benchmark is bench_decode else []
+    with pytest.raises(CannotWrite, match="cannot write in"):
+        benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"what": "draft"', b"", b"[1, 2]", b'{"what": "draft"}', b'{"environment": 1}', b"\xff"],
+)
+def test_a_line_that_is_no_row_is_named(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(ROW + line + b"\n")
+    with pytest.raises(BadData, match=r"rows.jsonl, line 2 is no row of a benchmark"):
+        bench_report.main([str(tmp_path)])
+
+
+def test_a_run_logs_its_last_step():
+    assert bench_training.logged_steps(25) == [1, *range(2, 25, 2), 25]
+
+
+def test_a_run_is_measured_once():
+    runs = bench_training._runs(["ddp", "ddp"], [1, 2, 2])
+    assert runs == [("auto", 1), ("ddp", 2)]
 
 
 def test_no_number_when_red(tmp_path, monkeypatch):

@@ -1,0 +1,36 @@
+"""What a benchmark asks of its options before it runs anything, a dry run's too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stree.errors import UsageError
+from stree_pipelines.dry_run import require_writable
+
+MOST_NODES = 256  # of a tree
+
+
+def device_of(name: str) -> torch.device:
+    """Raises UsageError for what is no device; whether it is here is not asked."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device is {name!r}, wanted cpu, cuda or cuda:N") from error
+
+
+def require_numbers(**options: int | list[int]) -> None:
+    """Raise UsageError for an option of no numbers, or with one that is below 1, or of nodes above
+    what a tree may have."""
+    for name, value in options.items():
+        numbers = value if isinstance(value, list) else [value]
+        most = MOST_NODES if name == "nodes" else None
+        if not numbers or min(numbers) < 1 or (most and max(numbers) > most):
+            wanted = f"numbers from 1 to {most}" if most else "numbers from 1 on"
+            raise UsageError(f"--{name}: wanted {wanted}, got {value}")
+
+
+def require_results_file(path: str) -> None:
+    """Raise CannotWrite when results could not be written there."""
+    require_writable(Path(path).parent)
