@@ -15,11 +15,13 @@ import torch.utils.deterministic
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stree.errors import (
     CheckpointRefused,
     UsageError,
     naming_what_does_not_fit,
+    one_line,
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
@@ -280,12 +282,18 @@ class TrainingCLI(LightningCLI):
         plugins: list[Any] = [SafeCheckpointIO()]
         if SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))
-        return super().instantiate_trainer(
-            logger=own + (given if isinstance(given, list) else []),
-            plugins=plugins + _as_list(trainer_options.get("plugins")),
-            default_root_dir=str(self.run_dir),
-            **kwargs,
-        )
+        try:
+            return super().instantiate_trainer(
+                logger=own + (given if isinstance(given, list) else []),
+                plugins=plugins + _as_list(trainer_options.get("plugins")),
+                default_root_dir=str(self.run_dir),
+                **kwargs,
+            )
+        except MisconfigurationException as error:  # fewer GPUs than asked for, most often
+            raise UsageError(
+                f"trainer: {one_line(str(error))}; see trainer.accelerator, trainer.devices and "
+                "trainer.strategy (python pipelines/doctor.py says what is here)"
+            ) from error
 
     def before_fit(self) -> None:
         self._prepare_data(self.model.exported.config.vocab_size)

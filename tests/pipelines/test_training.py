@@ -298,6 +298,14 @@ def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, cap
     assert error.count("\n") == 1 and "unknown model keys ['blah']" in error
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+def test_a_gpu_that_is_not_here_is_one_reason(dry, workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gpu", *dry)
+    with pytest.raises(UsageError, match=r"trainer: No supported gpu backend .* see trainer.accel"):
+        distill.main(arguments)
+
+
 def test_rows_stop_with_a_reason_on_a_full_disk(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.csv")
     metrics.log_metrics({"loss": 1.0}, 1)
