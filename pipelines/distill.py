@@ -48,9 +48,10 @@ class DistillCLI(TrainingCLI):
         target = load_config(options["target"])
         trained = drafter_config_of(target, options["drafter"], options["drafter_layers"])
         dtype = getattr(torch, options["target_dtype"])
+        cached = options["teacher_cache"] is not None
         return ModelPlan(
-            trained, target, dtype, cached=options["teacher_cache"] is not None,
-            beside=options["target_placement"] == "beside",
+            trained, target, dtype, cached,
+            beside=options["target_placement"] == "beside" and not cached,
             activation_checkpointing=options["activation_checkpointing"],
         )  # fmt: skip
 

@@ -114,10 +114,8 @@ def describe_training(
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
     )  # fmt: skip
     own_gpu = {}
-    if plan.beside and on_cuda:
-        device_ids = trainer.device_ids
-        device_beside(torch.device("cuda", device_ids[0]), device_ids)
-    if plan.beside and plan.target is not None and not plan.cached and on_cuda:
+    if plan.beside and plan.target is not None and on_cuda:
+        device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
         own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
         memory["target's head"] = (
             plan.target_dtype.itemsize * plan.target.vocab_size * plan.target.d_model
