@@ -5,7 +5,6 @@ python pipelines/bench_report.py docs/results/h200-step   # reads *.jsonl there
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from matplotlib.figure import Figure
 
 from stree.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.files import write_atomically
-from stree_pipelines.bench_training import logged_steps
+from stree.plain_data import parse_json
+from stree_pipelines.benches.intervals import logged_steps
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
 from stree_pipelines.reports.tables import MISSING, Table
@@ -233,10 +233,10 @@ def read_rows(directory: Path) -> list[Row]:
 def _rows_of(path: Path) -> Iterator[Row]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            row = json.loads(line.decode())
+            row = parse_json(line)
             if "git_sha" not in row["environment"] or not {"op", "what"} & row.keys():
                 raise ValueError("no environment, or neither op nor what")
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise BadData(
                 f"{path}, line {number} is no row of a benchmark ({first_line(error)}): write the "
                 "file anew, or take it away"

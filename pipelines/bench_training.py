@@ -25,6 +25,7 @@ from stree.errors import UsageError, exit_with_reason, kind_of_code
 from stree.models.convert import save_model
 from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
+from stree_pipelines.benches.intervals import interval
 from stree_pipelines.benches.models import SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows
@@ -37,7 +38,6 @@ from stree_pipelines.training.sharding import require_supported
 TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**SHAPES, "tiny": TINY}
 TESTS = ["pipelines/test_losses.py", "pipelines/test_scaling.py"]
-NUM_INTERVALS = 10  # of a run; each has a rate, the first warms up
 ALONE = ("auto", 1)
 
 
@@ -60,7 +60,7 @@ def measure(
             "--data.sequence_length", str(sequence_length), "--data.batch_size", str(batch_size),
             "--data.global_batch_size", str(rows_a_step), "--trainer.max_steps", str(steps),
             "--trainer.accelerator", "gpu" if device.type == "cuda" else "cpu",
-            "--trainer.log_every_n_steps", str(_interval(steps)),
+            "--trainer.log_every_n_steps", str(interval(steps)),
             "--trainer.enable_progress_bar", "false", "--checkpoint.every_n_steps", str(steps),
             *more,
         ]  # fmt: skip
@@ -108,16 +108,6 @@ def describe(
         f"runs: {runs}; each {steps} steps of {rows} rows of {sequence_length} tokens",
         "each process, unsharded and in fp32, " + memory_line(memory, on_cuda),
     ])  # fmt: skip
-
-
-def _interval(num_steps: int) -> int:
-    return max(num_steps // NUM_INTERVALS, 1)
-
-
-def logged_steps(num_steps: int) -> list[int]:
-    """The steps of a row's losses: the first, the ends of intervals, and the last."""
-    ends = range(_interval(num_steps), num_steps + 1, _interval(num_steps))
-    return sorted({1, *ends, num_steps})
 
 
 def _make_workspace(

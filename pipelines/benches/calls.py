@@ -28,12 +28,11 @@ def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> 
     rows = []
     weights = _weights_like(target)
     for num_nodes in nodes:
-        tree = balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
         functions = {
             "floor": _products(weights, num_nodes),
             "step_floor": _products(weights, 1),
             "step": _tree_call(target, TokenTree.chain(0), context),
-            "tree": _tree_call(target, tree, context),
+            "tree": _tree_call(target, _star(num_nodes), context),
         }
         times = side_by_side(functions, target.device, repeats)
         medians = {name: each["median"] for name, each in times.items()}
@@ -49,8 +48,7 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
     """Where the time of a target call over N nodes goes, by kernel; CUDA only."""
     rows = []
     for num_nodes in nodes:
-        tree = balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
-        measured = profile_call(_tree_call(target, tree, context), repeats)
+        measured = profile_call(_tree_call(target, _star(num_nodes), context), repeats)
         rows.append(dict(what="profile", num_nodes=num_nodes, context=context, **measured))
     return rows
 
@@ -137,6 +135,10 @@ def _products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
         weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1)) for weight in weights
     }
     return lambda: [F.linear(rows[weight.shape[1]], weight) for weight in weights]
+
+
+def _star(num_nodes: int) -> TokenTree:
+    return balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
 
 
 def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) -> HybridCache:

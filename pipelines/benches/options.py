@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from stree.errors import UsageError
+from stree.tree import MAX_NODES
 from stree_pipelines.dry_run import require_writable
-
-MOST_NODES = 256  # of a tree
 
 
 def device_of(name: str) -> torch.device:
@@ -25,7 +24,7 @@ def require_numbers(**options: int | list[int]) -> None:
     what a tree may have."""
     for name, value in options.items():
         numbers = value if isinstance(value, list) else [value]
-        most = MOST_NODES if name == "nodes" else None
+        most = MAX_NODES if name == "nodes" else None
         if not numbers or min(numbers) < 1 or (most and max(numbers) > most):
             wanted = f"numbers from 1 to {most}" if most else "numbers from 1 on"
             raise UsageError(f"--{name}: wanted {wanted}, got {value}")

@@ -21,7 +21,6 @@ from stree.errors import (
     CheckpointRefused,
     UsageError,
     naming_what_does_not_fit,
-    one_line,
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
@@ -291,7 +290,7 @@ class TrainingCLI(LightningCLI):
             )
         except MisconfigurationException as error:  # fewer GPUs than asked for, most often
             raise UsageError(
-                f"trainer: {one_line(str(error))}; see trainer.accelerator, trainer.devices and "
+                f"trainer: {error}; see trainer.accelerator, trainer.devices and "
                 "trainer.strategy (python pipelines/doctor.py says what is here)"
             ) from error
 

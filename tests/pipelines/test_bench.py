@@ -12,7 +12,7 @@ from process_group import run_together
 from stree.engine import Decoder
 from stree.errors import BadData, CannotWrite, InvariantBroken, UsageError
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
-from stree_pipelines.benches import models, profiles, steps, timing
+from stree_pipelines.benches import intervals, models, profiles, steps, timing
 
 CPU = torch.device("cpu")
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
@@ -165,7 +165,7 @@ def test_processes_are_measured_against_one(tmp_path, monkeypatch):
     assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
     assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
     assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
-    assert all(len(row["losses"]) == len(bench_training.logged_steps(4)) == 4 for row in rows)
+    assert all(len(row["losses"]) == len(intervals.logged_steps(4)) == 4 for row in rows)
 
 
 def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
@@ -173,7 +173,7 @@ def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
     row |= dict(environment=dict(git_sha="abc", device="GPU"))
     four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
-    assert bench_training.logged_steps(40) == [1, *range(4, 41, 4)]
+    assert intervals.logged_steps(40) == [1, *range(4, 41, 4)]
     (tmp_path / "training.jsonl").write_text(
         "".join(json.dumps(each) + "\n" for each in (row, four))
     )
@@ -233,7 +233,7 @@ def test_a_line_that_is_no_row_is_named(line, tmp_path):
 
 
 def test_a_run_logs_its_last_step():
-    assert bench_training.logged_steps(25) == [1, *range(2, 25, 2), 25]
+    assert intervals.logged_steps(25) == [1, *range(2, 25, 2), 25]
 
 
 def test_a_run_is_measured_once():
