@@ -267,13 +267,18 @@ class TrainingCheckpoints(pl.Callback):
     @contextmanager
     def noting_signals(self, trainer: pl.Trainer) -> Iterator[None]:
         """Around the fit: there is to be one handler, and it only notes the signal. Saving inside a
-        handler corrupts what is being computed, and Lightning's own starts a collective there."""
+        handler corrupts what is being computed, and Lightning's own starts a collective there.
+        A process that is leaving because of one ignores more of them: they could only take its
+        exit code away."""
         trainer._signal_connector._sigterm_notifier_fn = self._note_signal  # type: ignore
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
             signal.signal(number, self._note_signal)
         try:
             yield
+        except Preempted:
+            before = dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN)
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -22,6 +22,7 @@ from tiny_run import distill_arguments, make_workspace, metric_rows
 from stree.errors import CheckpointRefused, Preempted, UsageError
 from stree_pipelines import distill
 from stree_pipelines.training.checkpointing import (
+    STOP_SIGNALS,
     SafeCheckpointIO,
     TrainingCheckpoints,
     decode_state,
@@ -272,16 +273,19 @@ def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(
 
     monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", raise_signal)
     arguments = distill_arguments(workspace, tmp_path, steps=STEPS)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.raises(Preempted, match="SIGTERM after step 3") as stopped:
         # Not due at this step: the signal is what saves.
         distill.main([*arguments, "--checkpoint.every_n_steps", "100"])
     assert stopped.value.exit_code == 75
-    assert signal.getsignal(signal.SIGTERM) == before
+    for number, handler in before.items():
+        # Until it has left, no further one takes its exit code away.
+        assert signal.signal(number, handler) == signal.SIG_IGN
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
     monkeypatch.undo()
     distill.main(arguments)
     assert_same_run(tmp_path, uninterrupted)
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
 
 
 def run_until(line: str, arguments: list[str], number: signal.Signals) -> int:
