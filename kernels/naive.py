@@ -407,6 +407,11 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     return rms_norm(y, weight, eps, groups, gate)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (…, D) by a weight (E, D) → (…, E) in x's dtype."""
+    return F.linear(x, weight)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate)·up of gate and up side by side, (…, 2·I) → (…, I)."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -105,6 +105,11 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     return _module("pointwise", y).gated_rms_norm(y, gate, weight, eps, groups)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See `naive.linear`."""
+    return _module("products", x).linear(x, weight)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """See `naive.swiglu`."""
     return _module("pointwise", gate_up).swiglu(gate_up)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stree.draft import ModelDrafter, SamplingRule, StaticDraft
@@ -134,7 +133,7 @@ def _products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
     rows = {
         weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1)) for weight in weights
     }
-    return lambda: [F.linear(rows[weight.shape[1]], weight) for weight in weights]
+    return lambda: [ops.linear(rows[weight.shape[1]], weight) for weight in weights]
 
 
 def _star(num_nodes: int) -> TokenTree:

@@ -111,7 +111,7 @@ class Attention(nn.Module):
             cache.keys, cache.values, cache.rotary,
             call.topology, call.steering, call.first, call.bound,
         )  # fmt: skip
-        return self.o_proj(y)
+        return ops.linear(y, self.o_proj.weight)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         y = F.scaled_dot_product_attention(
@@ -196,14 +196,15 @@ class Mamba2(nn.Module):
     def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
         if cache.derived is not None:
             lay_channels_together(self.conv1d.weight)
-        projected = self.in_proj(x)
+        projected = ops.linear(x, self.in_proj.weight)
         y = ops.mamba_tree(
             projected, cache.rows, cache.derived, cache.state, self.weights, self.shape,
             call.topology, call.steering, call.first,
         )  # fmt: skip
         z = projected[..., : self.shape.d_inner]
         norm = self.norm
-        return self.out_proj(ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups))
+        y = ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups)
+        return ops.linear(y, self.out_proj.weight)
 
 
 class MLP(nn.Module):
@@ -219,7 +220,8 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def tree(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(project_together(x, (self.gate_proj, self.up_proj))))
+        y = ops.swiglu(project_together(x, (self.gate_proj, self.up_proj)))
+        return ops.linear(y, self.down_proj.weight)
 
 
 def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
@@ -240,7 +242,7 @@ def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
         for weight, piece in zip(weights, pieces, strict=True):
             weight.data = piece
         owner.__dict__["joined_weight"] = joined
-    return F.linear(x, joined)
+    return ops.linear(x, joined)
 
 
 def lay_channels_together(weight: Tensor) -> None:

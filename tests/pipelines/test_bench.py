@@ -29,8 +29,8 @@ def test_rows(tmp_path):
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
-        *("mamba_tree", "attend_tree") * 2, *("target call",) * 4, "draft", *("unrolled",) * 5,
-        "memory",
+        *("mamba_tree", "attend_tree", "linear") * 2, *("target call",) * 4, "draft",
+        *("unrolled",) * 5, "memory",
     ]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
