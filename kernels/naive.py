@@ -418,6 +418,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """x (…, D) by gate and up one above the other, (2·I, D), and SwiGLU of both → (…, I)."""
+    return swiglu(linear(x, weight))
+
+
 def advance(steering: Steering) -> None:
     """The end of a tree call: the path that it replayed is committed, its own tree is the last."""
     steering.length.add_(steering.path_length)

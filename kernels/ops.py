@@ -110,9 +110,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return _module("products", x).linear(x, weight)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See `naive.swiglu`."""
-    return _module("pointwise", gate_up).swiglu(gate_up)
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """See `naive.linear_swiglu`."""
+    return _module("products", x).linear_swiglu(x, weight)
 
 
 def advance(steering: Steering, like: Tensor) -> None:

@@ -115,9 +115,15 @@ def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constex
     follow(OVERLAPS)
     gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0.0)
+    tl.store(out + row * width + at, silu_times(gate, up), mask=mask)
+
+
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate)·up, rounded to their dtype after each."""
     wide = gate.to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + at, (silu * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    return (silu * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit

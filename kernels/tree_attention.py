@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
+from stree_kernels.products import precision_of, product
 from stree_kernels.shapes import Steering, Topology
 
 # What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
@@ -74,9 +75,7 @@ def attend_tree(
         BLOCK_L=block_l, BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
-    precision = "as given" if qkv.is_cuda else "tf32"  # the interpreter has no bf16 products
-    if wide:
-        precision = "tf32x3"
+    precision = "tf32x3" if wide else precision_of(qkv)
     corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
     attend_kernel[(num_splits + 1, row_blocks, sequence_heads)](
         *common, head_dim**-0.5, BLOCK_M=block_m, BLOCK_CORNER=corner, PRECISION=precision,
@@ -99,25 +98,18 @@ def _split_length(length, num_splits, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    if PRECISION == "as given":
-        return tl.dot(a, b)
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
-
-
-@triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
     """One block of keys in the running softmax."""
-    scores = _dot(q_low, tl.trans(k_low), PRECISION) + _dot(q_high, tl.trans(k_high), PRECISION)
+    scores = product(q_low, tl.trans(k_low), PRECISION)
+    scores += product(q_high, tl.trans(k_high), PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))
     now = tl.maximum(highest, tl.max(scores, axis=1))
     shift = tl.where(now == -float("inf"), 0.0, now)  # nothing seen yet
     weights = tl.exp(scores - shift[:, None])
     fade = tl.exp(highest - shift)
     total = total * fade + tl.sum(weights, axis=1)
-    out = out * fade[:, None] + _dot(weights.to(v.dtype), v, PRECISION)
+    out = out * fade[:, None] + product(weights.to(v.dtype), v, PRECISION)
     return now, total, out
 
 

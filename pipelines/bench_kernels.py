@@ -27,7 +27,7 @@ MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "tiny": MixerShape(2, 16, 16, 1, 1, 2, 4),
 }
 HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
-WIDTHS = {"8b": (14336, 4096), "chat": (4096, 1024), "tiny": (64, 32)}  # down, the MLP's last
+MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width, and inside
 TESTS = [
     "kernels/test_products.py",
     "kernels/test_tree_scan.py",
@@ -38,15 +38,13 @@ TESTS = [
 def measure(
     shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of µs a layer: replay + conv + scan, attention over `context` tokens, one product.
+    """Rows of µs a layer: replay + conv + scan, attention over `context` tokens, an MLP's halves.
 
     Each call goes through `layers` sets of buffers, back to back.
     """
     rows = []
     for num_nodes in nodes:
-        for op, make in (
-            ("mamba_tree", _scan), ("attend_tree", _attention), ("linear", _product),
-        ):  # fmt: skip
+        for op, make in OPS.items():
             functions = make(shape, num_nodes, context, layers, device)
             times = side_by_side(functions, device, repeats)
             a_layer = {
@@ -160,31 +158,46 @@ def _attention(
     }
 
 
-def _product(
+def _gate_and_up(
     name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    inputs, outputs = WIDTHS[name]
-    x = _normal(1, num_nodes, inputs, device=device)
-    weights = [_normal(outputs, inputs, device=device) for _ in range(layers)]
+    width, inside = MLPS[name]
+    x = _normal(1, num_nodes, width, device=device)
+    weights = [_normal(2 * inside, width, device=device) for _ in range(layers)]
+    return {
+        "fused": lambda: [ops.linear_swiglu(x, weight) for weight in weights],
+        "naive": lambda: [naive.linear_swiglu(x, weight) for weight in weights],
+    }
+
+
+def _down(
+    name: str, num_nodes: int, context: int, layers: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    width, inside = MLPS[name]
+    x = _normal(1, num_nodes, inside, device=device)
+    weights = [_normal(width, inside, device=device) for _ in range(layers)]
     return {
         "fused": lambda: [ops.linear(x, weight) for weight in weights],
         "naive": lambda: [naive.linear(x, weight) for weight in weights],
     }
 
 
+OPS = {
+    "mamba_tree": _scan, "attend_tree": _attention, "linear_swiglu": _gate_and_up, "linear": _down,
+}  # fmt: skip
+
+
 def describe(name: str, nodes: list[int], context: int, layers: int, device: torch.device) -> str:
     """What there is to measure, and the memory of its largest buffers."""
-    shape, (_, kv_heads, dim), (inputs, outputs) = MIXERS[name], HEADS[name], WIDTHS[name]
+    shape, (_, kv_heads, dim), (width, inside) = MIXERS[name], HEADS[name], MLPS[name]
     slots = context + 2 * max(nodes)
     memory = {
         "states": 4 * layers * shape.num_heads * shape.head_dim * shape.d_state,
         "keys and values": 2 * 2 * layers * kv_heads * slots * dim,
-        "weights": 2 * layers * inputs * outputs,
+        "weights": 2 * 2 * layers * width * inside,
     }
     counts = ", ".join(map(str, nodes))
-    what = (
-        f"mamba_tree, attend_tree, linear over {counts} nodes, {layers} layers, {context} committed"
-    )
+    what = f"{', '.join(OPS)} over {counts} nodes, {layers} layers, {context} committed"
     return f"{what}\n{memory_line(memory, device.type == 'cuda')}"
 
 

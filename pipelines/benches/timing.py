@@ -86,6 +86,9 @@ def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return "/".join(f"{each:.1f}" for each in value.values())
+    if isinstance(value, dict):  # times, or the times of several
+        return "/".join(
+            f"{name} {_short(each)}" if isinstance(each, dict) else f"{each:.1f}"
+            for name, each in value.items()
+        )
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -220,19 +220,25 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def tree(self, x: Tensor) -> Tensor:
-        y = ops.swiglu(project_together(x, (self.gate_proj, self.up_proj)))
+        if not ops.fused(x.device, x.dtype):
+            return self(x)
+        y = ops.linear_swiglu(x, joined_weight((self.gate_proj, self.up_proj)))
         return ops.linear(y, self.down_proj.weight)
 
 
 def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
-    """Several projections of x (…, D) side by side; with the fused kernels, one product.
-
-    The one weight is made when first needed, and the projections' own become views of it: no
-    memory is doubled, and whatever writes them in place writes it. It is made anew when a
-    weight has been moved since.
-    """
+    """Several projections of x (…, D) side by side; with the fused kernels, one product."""
     if not ops.fused(x.device, x.dtype):
         return torch.cat([projection(x) for projection in projections], dim=-1)
+    return ops.linear(x, joined_weight(projections))
+
+
+def joined_weight(projections: Sequence[nn.Linear]) -> Tensor:
+    """Their weights one above the other, contiguous.
+
+    Made when first needed, and the projections' own become views of it: no memory is doubled, and
+    whatever writes them in place writes it. It is made anew when a weight has been moved since.
+    """
     owner = projections[0]
     joined = owner.__dict__.get("joined_weight")
     if joined is None or not _lie_in(joined, projections):
@@ -242,7 +248,7 @@ def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
         for weight, piece in zip(weights, pieces, strict=True):
             weight.data = piece
         owner.__dict__["joined_weight"] = joined
-    return ops.linear(x, joined)
+    return joined
 
 
 def lay_channels_together(weight: Tensor) -> None:

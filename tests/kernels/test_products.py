@@ -40,3 +40,26 @@ def test_linear_in_a_graph_sees_no_memory_of_it():
         del got, graph
         torch.full((1 << 20,), float("nan"), device="cuda")
         assert torch.equal(products.linear(x, weight), wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("inputs", "width"), [(64, 512), (200, 100), (96, 3), (64, 700)])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 5), (16,), (1, 17), (48,)], ids=str)
+def test_linear_swiglu(rows, inputs, width, dtype):
+    """Gate, up, silu and their product are rounded; the interpreter cuts off: twice as far."""
+    x = normal(*rows, inputs, dtype=dtype)
+    weight = normal(2 * width, inputs, seed=1, dtype=dtype) / inputs**0.5
+    got = products.linear_swiglu(x, weight)
+    assert got.shape == (*rows, width) and got.dtype == dtype
+    wanted = naive.linear_swiglu(x.double(), weight.double())
+    roundings = 3 if DEVICE == "cuda" else 6
+    assert relative_error(got, wanted) < roundings * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("op", [products.linear, products.linear_swiglu])
+def test_a_row_does_not_depend_on_the_others(op):
+    """Hence a tree and a step of one token round alike, up to attention and the scan."""
+    x, weight = (normal(rows, 160, seed=rows, dtype=torch.bfloat16) for rows in (16, 300))
+    together = op(x, weight)
+    for rows in (1, 2, 13):
+        assert torch.equal(op(x[:rows], weight), together[:rows])

@@ -29,8 +29,8 @@ def test_rows(tmp_path):
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
-        *("mamba_tree", "attend_tree", "linear") * 2, *("target call",) * 4, "draft",
-        *("unrolled",) * 5, "memory",
+        *bench_kernels.OPS, *bench_kernels.OPS, *("target call",) * 4, "draft", *("unrolled",) * 5,
+        "memory",
     ]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
@@ -39,6 +39,13 @@ def test_rows(tmp_path):
         assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
     kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
     assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
+
+
+def test_a_profile_is_saved_and_printed(tmp_path, capsys):
+    row = dict(what="profile", us=2.5, kernels={"norm_kernel": dict(us=2.5, count=1.0)})
+    timing.write_rows(tmp_path / "rows.jsonl", [row], CPU)
+    assert capsys.readouterr().out == "what=profile us=2.500 kernels=norm_kernel 2.5/1.0\n"
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["kernels"] == row["kernels"]
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):

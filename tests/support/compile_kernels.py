@@ -1,7 +1,7 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does; each launch is compiled with the very arguments it has there, and
+of a draft, as the engine does, and SwiGLU of more rows; each launch is compiled with the very arguments it has there, and
 not run. Prints a line a launch: kernel, warps, instructions of its machine code, stores of spilled
 registers among them, bytes of shared memory.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
     triton.runtime.driver.set_active(AbsentGPU(capability))
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    properties = SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024
+    )
+    torch.cuda.get_device_properties = lambda device=None: properties
     ops.fused = lambda *_: True
     return compiled
 
@@ -96,6 +101,8 @@ def main() -> None:
             finite = torch.ones(len(inner), dtype=torch.bool)
             ops.choose_children(model.logits(hidden), places, tokens[0], finite)
             ops.take_root(hidden, block[0], tokens[0], cache.path_length)
+        many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
+        ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"\t(?:@!?U?P\d+ )?([A-Z][A-Z0-9.]+)", kernel.asm["sass"])
         spills = sum(each.startswith("STL") for each in code)
