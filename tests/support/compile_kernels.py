@@ -1,9 +1,9 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does, and SwiGLU of more rows; each launch is compiled with the very arguments it has there, and
-not run. Prints a line a launch: kernel, warps, instructions of its machine code, stores of spilled
-registers among them, bytes of shared memory.
+of a draft, as the engine does, and SwiGLU of more rows; each launch is compiled with the very
+arguments it has there, and not run. Prints a line a launch: kernel, warps, instructions of its
+machine code, stores of spilled registers among them, bytes of shared memory.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
