@@ -23,7 +23,8 @@ from stree_pipelines.estimates import decoding_memory
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
-    "kernels/test_gather.py", "kernels/test_top.py", "kernels/test_accept.py",
+    "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
+    "kernels/test_accept.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
