@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +51,10 @@ class Pair:
             "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
         )  # fmt: skip
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = _free_port()
         ranks = []
         for rank in range(2):
-            meet = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            meet = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             output = run_dir.with_name(f"{run_dir.name}.{rank}")
             output.unlink(missing_ok=True)
             ranks.append(
@@ -68,6 +67,16 @@ class Pair:
 
     def run(self, run_dir: Path, **options) -> list[int]:
         return [rank.wait() for rank in self.start(run_dir, **options)]
+
+
+def _free_port() -> int:
+    """Below those that the system gives to whoever asks, such as another test's connections,
+    before the ranks come to use it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=TWO_GPUS)])
