@@ -24,7 +24,7 @@ from stree_pipelines.dry_run import config_lines, memory_line, model_line, requi
 from stree_pipelines.estimates import forward_memory, free_disk_bytes, size
 from stree_pipelines.evaluation.context import Workers, checkpoint_sha256, pick_device
 from stree_pipelines.training.cli import quieten
-from stree_pipelines.training.module import Distillation
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.run_folder import describe_code
 from stree_pipelines.training.teacher_cache import CacheSpec
 from stree_pipelines.training.teacher_cache_writer import CacheWriter

@@ -21,7 +21,11 @@ from stree.tokenizer import fingerprint
 from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.evaluation.context import checkpoint_sha256
 from stree_pipelines.training.cli import TrainingCLI
-from stree_pipelines.training.module import Distillation, drafter_config_of, require_same_vocabulary
+from stree_pipelines.training.distillation import (
+    Distillation,
+    drafter_config_of,
+    require_same_vocabulary,
+)
 from stree_pipelines.training.teacher_cache import TeacherCache
 
 

@@ -31,7 +31,7 @@ from stree_pipelines.estimates import (
 )
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
-from stree_pipelines.training.module import device_beside
+from stree_pipelines.training.frozen_target import device_beside
 
 
 @dataclass(frozen=True)

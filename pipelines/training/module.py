@@ -1,4 +1,4 @@
-"""What is trained: a drafter against its frozen target, and a target against its data.
+"""What all training shares, and the training of a target on its data.
 
 Legend: B batch, T tokens, D width, V vocabulary.
 
@@ -12,82 +12,25 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
-from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import drafter_config_from, slice_drafter
-from stree_pipelines.training.losses import (
-    LossTerms,
-    chunked_cross_entropy,
-    chunked_distillation_loss,
-    chunked_top_k_loss,
-)
+from stree_pipelines.training.losses import LossTerms, chunked_cross_entropy
+from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.sharding import own_part, shard, whole
-from stree_pipelines.training.teachers import TopK
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TargetInputs:
-    """A batch's inputs on the target's own device. Not tensors in the batch itself: DDP moves those
-    to the drafter's."""
-
-    tokens: Tensor
-    segment_ids: Tensor
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with decay on matrices only, and a learning rate that is a function of the step.
-
-    Args:
-        lr: peak learning rate.
-        min_lr_ratio: where the cosine ends, as a share of `lr`.
-        warmup_steps: linear from lr / warmup_steps to lr.
-        decay_steps: optimiser step at which the cosine ends; null is trainer.max_steps.
-        weight_decay: of the projection matrices; not of embeddings, norms, biases, conv and A, D.
-        betas: AdamW's.
-        eps: AdamW's.
-    """
-
-    lr: float = 1e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
-    decay_steps: int | None = None
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or not 0 <= self.min_lr_ratio <= 1 or self.warmup_steps < 0:
-            raise UsageError(
-                f"optimizer: wanted lr > 0, 0 <= min_lr_ratio <= 1 and warmup_steps >= 0, got "
-                f"{self.lr}, {self.min_lr_ratio} and {self.warmup_steps}"
-            )
-
-
-def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of the update that follows `step` updates, out of `num_steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 class Training(pl.LightningModule):
@@ -325,132 +268,6 @@ class Training(pl.LightningModule):
             self.untimed_s += time.perf_counter() - start
 
 
-class Distillation(Training):
-    """A drafter learns its frozen target's next-token law on the assistant's tokens."""
-
-    has_drafter = True
-
-    def __init__(
-        self,
-        target: str,
-        drafter: HybridConfig | None = None,
-        drafter_layers: list[int] | None = None,
-        ce_weight: float = 0.0,
-        temperature: float = 1.0,
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        target_dtype: Literal["float32", "bfloat16"] = "float32",
-        target_placement: Literal["replicated", "sharded", "beside"] = "replicated",
-        chunk_tokens: int | None = None,
-        compile_layers: bool = False,
-        teacher_cache: str | None = None,
-        activation_checkpointing: bool = False,
-    ) -> None:
-        """
-        Args:
-            target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
-            drafter: architecture of a drafter with random weights; null slices one from the target.
-            drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
-                and the last Mamba-2 layer.
-            ce_weight: weight of the cross-entropy to the data beside the KL divergence.
-            temperature: of both softmaxes in the KL divergence.
-            optimizer: see OptimizerConfig.
-            target_dtype: in which the frozen target's weights are held.
-            target_placement: the whole frozen target on each device; its weights shared among the
-                devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
-                of its own beside each process's, where it can run ahead of the drafter.
-            chunk_tokens: tokens whose logits exist at once; null chooses.
-            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
-            teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
-                there, and it need not run. The divergence is then that of top k and tail.
-            activation_checkpointing: keep the input of each trained layer only and compute the
-                rest again in the backward pass: less memory, another forward pass.
-        """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
-        self.target_path = target
-        self.teacher_cache = teacher_cache
-        self.target_placement = target_placement
-        self.ce_weight = ce_weight
-        self.has_two_terms = ce_weight > 0
-        self.temperature = temperature
-        config = drafter_config_of(load_config(target), drafter, drafter_layers)
-        model = None
-        if teacher_cache is None or drafter is None:  # a cut-out drafter starts from its weights
-            model = load_model(target, dtype=getattr(torch, target_dtype)).eval()
-            model.requires_grad_(False)
-        if drafter is None:
-            assert model is not None
-            self.exported = slice_drafter(model, drafter_layers)
-        else:
-            self.exported = HybridModel(config)
-        # Hidden from nn.Module: never in a checkpoint, an optimiser, DDP's buckets or .train().
-        object.__setattr__(self, "target", model if teacher_cache is None else None)
-        self.target: HybridModel | None
-        self._target_head: Tensor | None = None  # where the losses are, when the target is not
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        if self.target is None:
-            return
-        num_ranks = self.trainer.world_size
-        if self.target_placement == "sharded" and num_ranks > 1:
-            shard(self.target, init_device_mesh(self.device.type, (num_ranks,)))
-        elif self.target_placement == "beside":
-            self.target.to(device_beside(self.device, self.trainer.device_ids))
-            self._target_head = self.target.head_weight.to(self.device)
-        else:
-            self.target.to(self.device)
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        if self._target_head is None or self.target is None:
-            return moved
-        # From the host: a copy from the drafter's device would wait for the step that runs there.
-        inputs = (batch[name] for name in ("tokens", "segment_ids"))
-        there = (each.to(self.target.device, non_blocking=True) for each in inputs)
-        return {**moved, "target_inputs": TargetInputs(*there)}
-
-    def compiled_models(self) -> list[HybridModel]:
-        return [self.exported] if self.target is None else [self.exported, self.target]
-
-    def first_frozen_weight_not_finite(self) -> str | None:
-        weights = self.target.named_parameters() if self.target is not None else ()
-        return next((name for name, each in weights if not own_part(each).isfinite().all()), None)
-
-    def counted_mask(self, batch: Batch) -> Tensor:
-        return batch["loss_mask"]
-
-    def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
-        tokens, segment_ids = batch["tokens"], batch["segment_ids"]
-        mask = shift_left(self.counted_mask(batch))
-        options: dict[str, Any] = dict(
-            ce_labels=shift_left(tokens),
-            ce_weight=self.ce_weight,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            normalizer=normalizer,
-        )
-        if self.target is None:
-            parts = (batch[f"teacher_{name}"] for name in ("ids", "log_probs", "log_tail"))
-            hidden = self.exported.hidden_states(tokens, segment_ids)
-            head = self.exported.head_weight
-            return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
-        inputs = batch.get("target_inputs", TargetInputs(tokens, segment_ids))
-        there = self.target.device
-        with torch.no_grad(), torch.cuda.device(there) if there.type == "cuda" else nullcontext():
-            target_hidden = self.target.hidden_states(inputs.tokens, inputs.segment_ids)
-        head = self.target.head_weight if self._target_head is None else self._target_head
-        return chunked_distillation_loss(
-            self.exported.hidden_states(tokens, segment_ids),
-            self.exported.head_weight,
-            target_hidden.to(tokens.device),
-            head,
-            mask,
-            **options,
-        )
-
-
 class TargetTraining(Training):
     """A target learns the data: next-token cross-entropy."""
 
@@ -508,49 +325,3 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
     last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
     return segment_ids <= last_segment
-
-
-def device_beside(device: torch.device, device_ids: Sequence[int]) -> torch.device:
-    """Where the target of the process on `device` goes: to one of the GPUs that none of the host's
-    processes (on `device_ids`) is on. A CPU is its own. Raises UsageError with too few GPUs."""
-    if device.type != "cuda":
-        return device
-    there = torch.cuda.device_count()
-    free = [each for each in range(there) if each not in device_ids]
-    if len(free) < len(device_ids):
-        raise UsageError(
-            f"model.target_placement beside needs a second GPU for each of {len(device_ids)} "
-            f"processes, and each process to see all of its host's: {there} are seen; lower "
-            "trainer.devices, or use sharded"
-        )
-    return torch.device("cuda", free[list(device_ids).index(device.index or 0)])
-
-
-def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
-    if drafter.vocab_size != target.vocab_size:
-        raise UsageError(
-            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
-            f"{target.vocab_size}: set model.drafter.vocab_size to the target's"
-        )
-
-
-def drafter_config_of(
-    target: HybridConfig, drafter: HybridConfig | None, layers: list[int] | None
-) -> HybridConfig:
-    """The architecture of the drafter that model.drafter or model.drafter_layers asks for.
-
-    Raises UsageError when both are given, or the target does not go with them.
-    """
-    if drafter is None:
-        return drafter_config_from(target, layers)
-    if layers is not None:
-        raise UsageError(
-            "model.drafter describes a drafter with random weights and model.drafter_layers one "
-            "that is sliced from the target: give one of them"
-        )
-    require_same_vocabulary(drafter, target)
-    return drafter.replace(
-        eos_token_ids=target.eos_token_ids,
-        bos_token_id=target.bos_token_id,
-        pad_token_id=target.pad_token_id,
-    )

@@ -30,7 +30,7 @@ from stree_pipelines.evaluation.plan import resolve
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, read_rows
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
-from stree_pipelines.training.module import Distillation
+from stree_pipelines.training.distillation import Distillation
 
 NUM_LINES = 20_000
 # How many of each of the other kinds: 10,000 together.

@@ -15,9 +15,9 @@ HOST = (
 @pytest.mark.parametrize(
     ("fault", "call"),
     [
-        (GPU, "stree_pipelines.training.module:Distillation.loss_terms"),
+        (GPU, "stree_pipelines.training.distillation:Distillation.loss_terms"),
         (GPU, "torch:Tensor.backward"),
-        (HOST, "stree_pipelines.training.module:Distillation.loss_terms"),
+        (HOST, "stree_pipelines.training.distillation:Distillation.loss_terms"),
     ],
     ids=["gpu-forward", "gpu-backward", "host-forward"],
 )

@@ -179,4 +179,4 @@ def test_a_rank_that_fails_takes_the_other_along_with_its_code(pair, tmp_path, v
     assert f"error: rank {victim} failed: CUDA out of memory" in ranks[1 - victim].text()
 
 
-LOSS = "stree_pipelines.training.module:Distillation.loss_terms"
+LOSS = "stree_pipelines.training.distillation:Distillation.loss_terms"

@@ -13,8 +13,10 @@ from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.train_target import TargetCLI
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.export import Exports
-from stree_pipelines.training.module import Distillation, OptimizerConfig, TargetTraining
+from stree_pipelines.training.module import TargetTraining
+from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.sharding import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -34,7 +34,7 @@ from stree_pipelines import (
     eval_spec,
     train_target,
 )
-from stree_pipelines.training import module as training
+from stree_pipelines.training import distillation
 
 CONFIG = HybridConfig(**ARCHITECTURE)
 PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]
@@ -87,7 +87,7 @@ def architecture_options(**changes) -> list[str]:
 
 def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "load_model", None)
+    monkeypatch.setattr(distillation, "load_model", None)
     before = everything_under(workspace, tmp_path)
     distill.main(options_of(workspace, tmp_path / "not/yet/there", "--dry-run"))
     printed = capsys.readouterr().out

@@ -22,7 +22,9 @@ from stree.errors import UsageError
 from stree.models.convert import load_model
 from stree.models.hybrid import Layer
 from stree_pipelines import distill
-from stree_pipelines.training import module, sharding
+from stree_pipelines.training import sharding
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.frozen_target import device_beside
 
 STEPS = 6
 TOLERANCE = 1e-5
@@ -139,8 +141,8 @@ def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
 
 def test_ddp_leaves_what_the_target_reads_where_it_is(workspace):
     """On a GPU it moves every tensor that it finds in a batch to the drafter's."""
-    learner = module.Distillation(str(workspace / "target"), target_placement="beside")
-    learner._target_head = learner.target.head_weight
+    learner = Distillation(str(workspace / "target"), target_placement="beside")
+    learner.frozen._head = learner.target.head_weight
     batch = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("tokens", "segment_ids")}
     moved = learner.transfer_batch_to_device(batch, torch.device("meta"), 0)
     ((there, _),), _ = _to_kwargs((moved, 0), {}, torch.device("meta"), False)
@@ -151,13 +153,13 @@ def test_ddp_leaves_what_the_target_reads_where_it_is(workspace):
 
 def test_a_target_beside_goes_to_a_gpu_without_a_process(monkeypatch):
     def beside(index, device_ids):
-        return module.device_beside(torch.device("cuda", index), device_ids).index
+        return device_beside(torch.device("cuda", index), device_ids).index
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [beside(index, [0, 1]) for index in (0, 1)] == [2, 3]
     assert [beside(index, [0, 2]) for index in (0, 2)] == [1, 3]
     assert beside(1, [1]) == 0
-    assert module.device_beside(torch.device("cpu"), []) == torch.device("cpu")
+    assert device_beside(torch.device("cpu"), []) == torch.device("cpu")
     with pytest.raises(UsageError, match=r"second GPU for each of 3 .* 4 are seen; low"):
         beside(0, [0, 1, 2])
 

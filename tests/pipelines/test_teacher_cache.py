@@ -37,8 +37,8 @@ from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.packing import TokenTable
-from stree_pipelines.training import module as training
-from stree_pipelines.training import teacher_cache_writer
+from stree_pipelines.training import distillation, teacher_cache_writer
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.module import shift_left
 from stree_pipelines.training.teacher_cache import (
     CacheSpec,
@@ -377,7 +377,7 @@ def test_the_whole_vocabulary_gives_the_live_curve(
     workspace, whole, live_rows, tmp_path, monkeypatch
 ):
     """And the target's weights are not loaded: a drafter of its own kind needs its config only."""
-    monkeypatch.setattr(training, "load_model", None)
+    monkeypatch.setattr(distillation, "load_model", None)
     more = (*random_drafter(), "--model.teacher_cache", str(whole))
     distill.main(distill_arguments(workspace, tmp_path, *more))
     rows = metric_rows(tmp_path)
@@ -396,7 +396,7 @@ def test_eight_tokens_give_less_at_first_and_a_falling_loss(workspace, small, li
 
 def test_a_cut_out_drafter_starts_from_the_target(workspace, small, tmp_path):
     """Its target is gone by the time that training starts."""
-    module = training.Distillation(str(workspace / "target"), teacher_cache=str(small))
+    module = Distillation(str(workspace / "target"), teacher_cache=str(small))
     assert module.target is None
     assert module.exported.config.vocab_size == VOCAB_SIZE
     distill.main(distill_arguments(

@@ -17,15 +17,10 @@ from stree.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models.convert import load_config, load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import distill, train_target
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.losses import chunked_distillation_loss
-from stree_pipelines.training.module import (
-    Distillation,
-    OptimizerConfig,
-    TargetTraining,
-    learning_rate,
-    real_tokens,
-    shift_left,
-)
+from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
+from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.run_folder import MetricsFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stree.models.hybrid import HybridModel
 from stree_pipelines import distill
-from stree_pipelines.training.module import Distillation
+from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.sharding import own_part
 
 
