@@ -87,6 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
         if evaluation.workers.is_main:
             print(text)
         return
+    if Workers.unconnected().is_main:
+        summary.forget(out)  # what an earlier checkpoint got must not stand for this one
     result = compare(settings, checkpoint, baseline, thresholds)
     try:
         if result.workers.is_main:

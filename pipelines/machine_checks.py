@@ -135,6 +135,8 @@ def check_slurm() -> str:
 def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not folder.is_dir():
+        raise Absent(f"{folder} is no folder", "choose another --run_dir")
     if not os.access(folder, os.W_OK):
         raise Absent(f"{folder} is not writable", "choose a --run_dir that is")
     free = shutil.disk_usage(folder).free

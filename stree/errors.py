@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -94,14 +97,26 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     launcher would end the others for it.
     """
     code: object = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # τ in a terminal of ASCII
     try:
         main()
         sys.stdout.flush()
     except StreeError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         code = error.exit_code
-    except BrokenPipeError:  # `… | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `… | head` has seen enough; what would have come is not known
+        _drop_output()
+        code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"error: {error}: free some space, then run again", file=sys.stderr)
+        code = CannotWrite.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except SystemExit as leaving:
         code = 0 if leaving.code is None else leaving.code
     if isinstance(code, int) and _one_of_many():
@@ -109,6 +124,11 @@ def exit_with_reason(main: Callable[[], object]) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _drop_output() -> None:
+    """What is still to be flushed goes nowhere, or the interpreter would fail of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import UsageError
+from stree.files import MANIFEST_NAME, verify_manifest
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
@@ -44,13 +45,15 @@ class EvaluationSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
                 raise UsageError(f"{name} is empty, wanted at least one")
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise UsageError(f"{name} are {list(getattr(self, name))}, wanted each once")
         if set(self.methods) - set(METHODS):
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         if any(temperature < 0 for temperature in self.temperatures):
             raise UsageError(f"temperatures are {list(self.temperatures)}, wanted 0 or more")
-        for name in ("max_new_tokens", "num_chain_drafts"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}, wanted at least 1")
+        for name, least in (("max_new_tokens", 1), ("num_chain_drafts", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
 
     def method_tree(self, method: str) -> TokenTree | None:
         """The tree that a method verifies; None when it drafts nothing."""
@@ -71,10 +74,16 @@ class Drafter:
 
     @classmethod
     def at(cls, path: str | Path) -> Drafter:
-        """By a link, such as `latest`: what it names now. A training may move it meanwhile."""
+        """By a link, such as `latest`: what it names now. A training may move it meanwhile.
+
+        Raises CheckpointRefused when its files are not what its manifest says: rows that exist
+        are of what it was.
+        """
         path = Path(path)
         if path.is_symlink():
             path = path.parent / path.readlink()
+        if (path / MANIFEST_NAME).exists():
+            verify_manifest(path)
         return cls(str(path), checkpoint_sha256(path), checkpoint_step(path))
 
 

@@ -66,11 +66,14 @@ def stored_rows(
 ) -> list[ResultRow]:
     """The baseline's rows as far as they are measured; nothing is computed.
 
-    Raises UsageError when thresholds, settings and baseline do not go together.
+    Raises UsageError when thresholds, settings and baseline do not go together, and
+    CheckpointRefused when a checkpoint to be measured is none.
     """
     jobs = _plan(evaluation, checkpoint)
     gate.require_measurable(thresholds, jobs)
     theirs = baseline.rows(jobs) if baseline.results else []
+    if not theirs:
+        Drafter.at(baseline.folder)
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
         _require_same_device(theirs, device_name(evaluation.answerer.device))
     return theirs

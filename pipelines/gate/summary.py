@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree.files import write_atomically
+from stree.files import reporting_refusals, write_atomically
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
@@ -39,6 +39,13 @@ def write(
     write_atomically(out / "summary.md", summary)
     write_atomically(out / "trend.json", trend_json(mine))
     return summary
+
+
+def forget(out: Path) -> None:
+    """Delete what `write` wrote there, if it did. Raises CannotWrite."""
+    with reporting_refusals(out, codes=None):
+        for name in ("summary.md", "trend.json"):
+            (out / name).unlink(missing_ok=True)
 
 
 def markdown(

@@ -37,7 +37,7 @@ from stree_pipelines.training.checkpointing import (
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.peers import PeerWatch
-from stree_pipelines.training.restarts import RestartLimit, note_start
+from stree_pipelines.training.restarts import RestartLimit, note_start, refusals_uncounted
 from stree_pipelines.training.run_folder import (
     Curves,
     MetricsFile,
@@ -157,6 +157,12 @@ class TrainingCLI(LightningCLI):
     def run_dir(self) -> Path:
         return Path(self.options["run_dir"])
 
+    def _set_seed(self) -> None:
+        seed = self.options["seed_everything"]
+        if not 0 <= seed < 2**32:
+            raise UsageError(f"seed_everything is {seed}, wanted 0 to 2³² − 1")
+        super()._set_seed()
+
     def before_instantiate_classes(self) -> None:
         quieten()
         if torch.cuda.is_available():
@@ -169,6 +175,10 @@ class TrainingCLI(LightningCLI):
                 f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
                 "learning rate depend on it"
             )
+        for name in ("accumulate_grad_batches", "log_every_n_steps", "val_check_interval"):
+            value = self.options["trainer"][name]
+            if value is not None and value <= 0:
+                raise UsageError(f"trainer.{name} is {value}, wanted more than 0")
         require_supported(self.options["trainer"]["strategy"])
         if self.options["show_mask"]:
             return
@@ -199,6 +209,7 @@ class TrainingCLI(LightningCLI):
             {"target": target, "seed": int(self.options["seed_everything"])},
         )
         self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
+        self._until_the_end.enter_context(refusals_uncounted(self.run_dir))
 
     def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
         """What stands in the model's place in a dry run."""

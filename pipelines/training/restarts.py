@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as pl
 
-from stree.errors import InvariantBroken
+from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
 from stree.files import write_atomically
 from stree.plain_data import read_json
 
@@ -36,6 +38,17 @@ def note_start(run_dir: Path, step: int, config: str) -> int:
         restarts = 0
     write_atomically(path, json.dumps({**start, "restarts": restarts}) + "\n")
     return restarts
+
+
+@contextmanager
+def refusals_uncounted(run_dir: Path) -> Iterator[None]:
+    """What is refused in here (exit codes 2, 65, 66) ended no work: whoever starts the run again
+    has changed what was refused, and is not to be stopped for it."""
+    try:
+        yield
+    except (UsageError, BadData, CheckpointRefused):
+        (run_dir / FILE_NAME).unlink(missing_ok=True)
+        raise
 
 
 class RestartLimit(pl.Callback):

@@ -12,8 +12,10 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("kernels", "stree", "pipelines")
 # Modules whose readers run what the file says.
 FORBIDDEN_MODULES = {
-    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",
+    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy",
 }  # fmt: skip
+# Of these, readers are only called by the names that the lint knows.
+WHOLE_MODULES = {"torch": "torch", "yaml": "yaml", "numpy": "np"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
 FORBIDDEN_YAML = {"full_load", "unsafe_load", "full_load_all", "unsafe_load_all", "load_all"}
 
@@ -27,6 +29,12 @@ def unsafe_loads(source: str) -> Iterator[str]:
             for module in modules:
                 if module.split(".")[0] in FORBIDDEN_MODULES:
                     yield f"{node.lineno}: import of {module}"
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.asname not in (None, WHOLE_MODULES.get(alias.name, alias.asname)):
+                        yield f"{node.lineno}: {alias.name} by another name"
+            elif node.module in WHOLE_MODULES and any("load" in name for name in names):
+                yield f"{node.lineno}: {node.module}'s reader without its module"
         elif isinstance(node, ast.Call) and (reason := unsafe_call(node)):
             yield f"{node.lineno}: {reason}"
 
@@ -38,6 +46,10 @@ def unsafe_call(call: ast.Call) -> str | None:
         return name
     if name == "load" and owner == ["torch"] and options.get("weights_only") != "True":
         return "torch.load without weights_only=True"
+    if name == "load" and owner[:2] == ["torch", "jit"]:
+        return "torch.jit.load"
+    if name == "load" and owner in (["np"], ["numpy"]) and len(call.args) > 2:
+        return "np.load's allow_pickle by position"
     if options.get("allow_pickle", "False") != "False":
         return "allow_pickle"
     if options.get("trust_remote_code", "False") != "False":
@@ -70,6 +82,8 @@ def test_no_unsafe_loads():
         "np.load(p, allow_pickle=True)", "np.load(p, allow_pickle=flag)", "eval(text)",
         "exec(text)", "yaml.load(text)", "yaml.load(text, Loader=yaml.Loader)",
         "yaml.load(text, yaml.FullLoader)",
+        "from torch import load", "import torch as t", "torch.jit.load(p)", "import runpy",
+        "from yaml import unsafe_load", "np.load(p, None, True)", "import numpy as n",
         "yaml.unsafe_load(text)", "AutoModel.from_pretrained(p, trust_remote_code=True)",
     ],
 )  # fmt: skip
@@ -82,6 +96,7 @@ def test_each_unsafe_load_is_found(source):
     [
         "torch.load(p, weights_only=True)", "np.load(p, allow_pickle=False)", "np.load(p)",
         "yaml.safe_load(text)", "yaml.load(text, Loader=yaml.CSafeLoader)", "model.eval()",
+        "import numpy as np", "from torch import Tensor", "import torch.nn.functional as F",
         "f(p, trust_remote_code=False)", "import pickletools", "json.load(file)",
     ],
 )  # fmt: skip

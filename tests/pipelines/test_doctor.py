@@ -32,6 +32,14 @@ def test_a_machine_on_which_the_tests_run_is_well(target, tmp_path, capsys):
     assert not any(line.startswith("FAILS") for line in lines)
 
 
+def test_a_file_is_no_place_for_a_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/run"):
+        with pytest.raises(UsageError, match="disk"):
+            doctor.main(["--run_dir", str(tmp_path / place)])
+        assert "is no folder" in capsys.readouterr().out
+
+
 def test_what_is_absent_counts_only_when_it_is_needed(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     doctor.main([])

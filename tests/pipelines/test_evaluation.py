@@ -226,6 +226,23 @@ def test_overwrite_measures_again_but_the_baseline_once_a_process(world, tmp_pat
     assert second[0] == first[0]  # the autoregressive row
 
 
+def test_a_damaged_drafter_has_no_rows_and_loses_none(world, tmp_path):
+    """Also where nothing of it would have to be loaded, because its rows are there."""
+    drafter = tmp_path / "step-00000001"
+    shutil.copytree(export(world, 1), drafter)
+    quiet(settings_for(world, tmp_path / "out")).evaluate(drafter)
+    before = (tmp_path / "out/results.jsonl").read_bytes()
+    weights = drafter / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    for overwrite in (False, True):
+        evaluation = quiet(settings_for(world, tmp_path / "out", overwrite=overwrite))
+        with pytest.raises(CheckpointRefused, match="its bytes changed"):
+            evaluation.evaluate(drafter)
+        assert (tmp_path / "out/results.jsonl").read_bytes() == before
+
+
 class Killed(Exception):
     pass
 
@@ -524,6 +541,9 @@ def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
         ({"temperatures": (-1.0,)}, "0 or more"),
         ({"benchmarks": ()}, "at least one"),
         ({"max_new_tokens": 0}, "at least 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"methods": ("stree", "stree")}, "each once"),
+        ({"temperatures": (0.0, 0.0)}, "each once"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, message):

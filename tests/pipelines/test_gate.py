@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import yaml
 from tiny_run import make_workspace
 
 from stree import metrics
-from stree.errors import BadData, UsageError
+from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
@@ -110,6 +111,24 @@ def test_a_better_checkpoint_becomes_the_baseline_only_when_told(world, tmp_path
     with pytest.raises(gate.Regression):
         benchmark_checkpoint(arguments(world, "fair", *more, baseline=pointer))
     assert leads_to(pointer) == world / "drafter/better"
+
+
+def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
+    """Neither it nor the baseline, though the rows of both are there; nor stays what was said."""
+    wanted = ["--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *wanted))
+    for damaged, whole in (("better", "fair"), ("fair", "better")):
+        copy = tmp_path / damaged
+        shutil.copytree(world / "drafter" / damaged, copy)
+        content = bytearray((copy / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (copy / "model.safetensors").write_bytes(content)
+        given = arguments(world, whole, *wanted, baseline=copy)
+        if damaged == "better":
+            given = [str(copy), *arguments(world, damaged, *wanted)[1:]]
+        with pytest.raises(CheckpointRefused, match="its bytes changed"):
+            benchmark_checkpoint(given)
+        assert not (world / "out/summary.md").exists()
 
 
 def leads_to(pointer: Path) -> Path:

@@ -258,6 +258,20 @@ def test_without_show_mask_a_run_folder_is_needed(workspace):
         distill.main(arguments)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "trainer.accumulate_grad_batches", "trainer.log_every_n_steps",
+        "trainer.val_check_interval", "seed_everything",
+    ],
+)  # fmt: skip
+def test_numbers_without_meaning_are_refused_by_name(option, workspace, tmp_path):
+    value = "-1" if option == "seed_everything" else "0"
+    with pytest.raises(UsageError, match=rf"{option} is {value}"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", f"--{option}", value))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("max_steps", [0, -1])
 def test_a_run_without_an_end_is_refused_before_data_is_read(max_steps, workspace, tmp_path):
     more = ("--data.train", str(tmp_path / "absent.jsonl"))

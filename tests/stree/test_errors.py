@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -54,10 +55,30 @@ def test_an_exception_that_is_no_reason_keeps_its_traceback():
     assert "Traceback" in done.stderr and "a mistake" in done.stderr
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def test_a_reader_that_has_seen_enough_is_no_success():
+    """What the rest would have said is not known: with `pipefail` a gate must not pass by it."""
     script = SCRIPT.format(ending="[print('line') for _ in range(100_000)]")
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'{sys.executable} -c "$0" | head -n 1', script],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "environment", "output", "code", "reason"),
+    [
+        ("raise KeyboardInterrupt", {}, os.devnull, 130, "error: interrupted\n"),
+        ("print('x')", {}, "/dev/full", 73, "error: [Errno 28] No space left on device: free"),
+        ("print('τ')", {"PYTHONIOENCODING": "ascii"}, os.devnull, 0, ""),
+    ],
+)
+def test_no_traceback_for_what_is_no_mistake(ending, environment, output, code, reason):
+    with open(output, "w") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(ending=ending)],
+            env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE,
+            text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == code
+    assert done.stderr.startswith(reason) and done.stderr.count("\n") == (code != 0)
