@@ -139,7 +139,8 @@ def suggest(
     def predicted(tree: TokenTree) -> float:
         return own / num_calls + float(rates.expected_drafts(tree))
 
-    tree = best_tree(rates, num_nodes or max(tree.num_nodes for tree in trees))
+    measured = max(tree.num_nodes for tree in trees)
+    tree = best_tree(rates, measured if num_nodes is None else num_nodes)
     prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
                for sample in samples_of(row)]  # fmt: skip
     complete = len(prompts) == sum(row.num_prompts for row in told)
