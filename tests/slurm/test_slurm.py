@@ -16,6 +16,7 @@ import yaml
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
+from stree_pipelines import corpus
 from stree_pipelines.evaluation.records import ResultStore
 
 STEPS = 120
@@ -66,23 +67,30 @@ def kill_rank(rank: int, run_dir: Path) -> None:
 
 
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_path):
-    """Stopped by the signal that comes before the time is up, by Slurm, and by a task's death."""
-    workspace = make_workspace(tmp_path)
-    write_prompts(tmp_path / "prompts.jsonl", count=4)
-    preempted, whole = tmp_path / "run-1", tmp_path / "run-2"
+    """Stopped by the signal that comes before the time is up, by Slurm, and by a task's death. The
+    embedded default, with shorter rows."""
+    docs, preempted, whole = tmp_path / "docs", tmp_path / "run-1", tmp_path / "run-2"
+    corpus.main([str(docs)])
+    for name in ("train", "valid"):
+        lines = (docs / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (docs / f"{name}.jsonl").write_text("".join(lines[:1000]), encoding="utf-8")
 
     def submit(run_dir: Path) -> str:
-        # Saves nothing of its own accord: what is there to go on from, the signal has saved.
-        never = ("--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0")
-        fit, *arguments = distill_arguments(workspace, run_dir, *never, steps=STEPS)
-        assert fit == "fit"
-        return cluster.sbatch("--nodes=2", "slurm/distill.sh", *arguments)
+        return cluster.sbatch(
+            "--nodes=2", "slurm/distill.sh", "--config", "configs/distill/quickstart.yaml",
+            "--run_dir", str(run_dir), "--data.train", str(docs / "train.jsonl"),
+            "--data.valid", str(docs / "valid.jsonl"), "--data.sequence_length", "64",
+            "--data.batch_size", "1", "--trainer.max_steps", str(STEPS),
+            "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
+            # Saves nothing of its own accord: what is there to go on from, the signal has saved.
+            "--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0",
+        )  # fmt: skip
 
     job, reference = submit(preempted), submit(whole)
     evaluation = cluster.sbatch(
         "--nodes=2", "--array=1", f"--dependency=afterok:{job}", "slurm/eval_spec.sh",
-        "--run", f"{tmp_path}/run-%a", "--benchmarks", str(tmp_path / "prompts.jsonl"),
-        "--temperatures", "0", "--max-new-tokens", "8", "--device", "cpu",
+        "--run", f"{tmp_path}/run-%a", "--benchmarks", str(docs / "prompts.jsonl"),
+        "--limit", "4", "--temperatures", "0", "--max-new-tokens", "8", "--device", "cpu",
     )  # fmt: skip
 
     def wait_for_step(step: int) -> None:
