@@ -22,7 +22,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
-BLOCK_CHANNELS = 32  # twice as many for more nodes than a program convolves
+BLOCK_CHANNELS = 64
 BLOCK_NODES = 16
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
 
@@ -47,8 +47,7 @@ def replay_and_convolve(
     x_channels, b_channels = x_conv * shape.head_dim, b_conv * shape.d_state
     c_channels = c_conv * shape.d_state
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
-    block_c = BLOCK_CHANNELS if num_new <= BLOCK_NODES else 2 * BLOCK_CHANNELS
-    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, block_c)
+    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     assert kept.stride(2) == rows.stride(3) == xb.stride(3) == state.stride(3) == 1
     assert steps.stride(4) == 1 and min(xb.shape[2], steps.shape[3]) >= first + num_new
@@ -68,8 +67,9 @@ def replay_and_convolve(
         weights.conv, weights.conv.stride(0), weights.conv.stride(1), weights.conv_bias,
         weights.dt_bias, weights.A_log,
         topology.ancestors.view(torch.uint8), topology.windows, topology.depths.shape[1],
-        steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, steering.parity, first, num_new, num_replays, num_blocks,
+        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
+        steering.variant, steering.parity,
+        first, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
         HEADS=heads, HEAD_DIM=shape.head_dim, D_STATE=shape.d_state, WIDTH=shape.width,
         X_REPEATS=x_conv // shape.x_groups, B_REPEATS=b_conv // shape.b_groups,
         B_COLUMN=shape.xbc_dims[0], C_COLUMN=shape.xbc_dims[0] + shape.xbc_dims[1],
@@ -82,7 +82,7 @@ def replay_and_convolve(
         BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if kept.dtype == torch.float32 else "tf32",
-        BLOCK_C=block_c, BLOCK_Q=BLOCK_NODES,
+        BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
         num_warps=4, **overlapping(kept),
     )  # fmt: skip
@@ -99,7 +99,8 @@ def replay_conv_kernel(
     state, state_batch_stride, state_head_stride, state_row_stride,
     weight_pointer, channel_stride, tap_stride, conv_bias, dt_bias, A_log,
     ancestors, windows, tree_size,
-    path, path_stride, path_lengths, variants, parities, first, num_new, num_replays, num_blocks,
+    path, path_stride, path_size, path_lengths, variants, parities,
+    first, num_new, num_slots, num_replays, num_blocks,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr,
     X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
     B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr, DT_COLUMN: tl.constexpr,
@@ -132,7 +133,8 @@ def replay_conv_kernel(
             state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
             xb + parity * xb_parity_stride, xb_stride,
             steps + parity * steps_parity_stride + head, steps_stride,
-            A_log + head, path, path_length,
+            A_log + head,
+            path, path_size, path_length, num_slots,
             (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
             B_CHANNEL + (head // HEADS_A_B) * D_STATE,
             HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION,
@@ -164,7 +166,8 @@ def replay_conv_kernel(
 
 @triton.jit
 def _replay(
-    state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log, path, path_length,
+    state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log,
+    path, path_size, path_length, num_slots,
     start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,22 +178,49 @@ def _replay(
     in_state = in_p[:, None] & in_s[None, :]
     h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
     A = -tl.exp(load_kept(A_log).to(tl.float32))
-    for start in range(0, path_length, 16):
-        k = start + tl.arange(0, 16)
-        accepted = k < path_length
-        node = load_kept(path + k, accepted).to(tl.int32)
-        dt = load_kept(dt_pointer + node * dt_stride, accepted)
-        at = xb + node[:, None] * xb_stride
-        x_at, b_at = at + (x_start + p)[None, :], at + (b_start + s)[None, :]
-        x = load_kept(x_at, accepted[:, None] & in_p[None, :])
-        B = load_kept(b_at, accepted[:, None] & in_s[None, :])
-        total = tl.sum(dt * A, axis=0)
-        after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
-        x = x.to(tl.float32) * after[:, None]
-        added = tl.dot(tl.trans(x), B.to(tl.float32), input_precision=PRECISION)
-        h = tl.exp(total) * h + added
+    # Of the first nodes all is there by the time it is known how many of them count
+    k = tl.arange(0, 16)
+    dt, x, B = _path_inputs(
+        path, k, k < path_size, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+        x_start + p, in_p, b_start + s, in_s,
+    )  # fmt: skip
+    h = _advanced(h, A, dt, x, B, k < path_length, PRECISION)
+    for start in range(16, path_length, 16):
+        accepted = start + k < path_length
+        dt, x, B = _path_inputs(
+            path, start + k, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+            x_start + p, in_p, b_start + s, in_s,
+        )  # fmt: skip
+        h = _advanced(h, A, dt, x, B, accepted, PRECISION)
     if path_length > 0:
         tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
+
+
+@triton.jit
+def _path_inputs(
+    path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+    x_channel, in_p, b_channel, in_s,
+):  # fmt: skip
+    """dt, x and B of some nodes of a path buffer, of which not all need count."""
+    node = load_kept(path + k, listed).to(tl.int32)
+    there = listed & (node >= 0) & (node < num_slots)
+    dt = load_kept(dt_pointer + node * dt_stride, there)
+    at = xb + node[:, None] * xb_stride
+    x = load_kept(at + x_channel[None, :], there[:, None] & in_p[None, :])
+    B = load_kept(at + b_channel[None, :], there[:, None] & in_s[None, :])
+    return dt, x, B
+
+
+@triton.jit
+def _advanced(h, A, dt, x, B, accepted, PRECISION: tl.constexpr):
+    """The state after those of 16 nodes of the path that are accepted."""
+    dt = tl.where(accepted, dt, 0.0)
+    x = tl.where(accepted[:, None], x.to(tl.float32), 0.0)
+    B = tl.where(accepted[:, None], B.to(tl.float32), 0.0)
+    total = tl.sum(dt * A, axis=0)
+    after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
+    added = tl.dot(tl.trans(x * after[:, None]), B, input_precision=PRECISION)
+    return tl.exp(total) * h + added
 
 
 @triton.jit
