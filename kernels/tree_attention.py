@@ -1,7 +1,7 @@
 """Attention of tree nodes over a static cache, in two launches (Triton).
 
-The first splits the committed keys among programs (flash-decoding); one more program a head
-attends to what is not in order yet: the accepted nodes of the last tree, where they still lie,
+The first splits the committed keys among programs (flash-decoding); one or two more a head
+attend to what is not in order yet: the accepted nodes of the last tree, where they still lie,
 and the new tree under its ancestor mask. The second combines the parts, makes the accepted keys
 contiguous and writes the new ones: by then nobody reads them. The naive twin is
 `naive.attend_tree`.
@@ -23,6 +23,7 @@ PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocess
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32
 CORNER_KEYS = 16  # accepted and new ones at a time, at most
+FEW_NODES = 16  # of more, the corner has two parts
 ATTEND_WARPS = 4
 ATTEND_REGISTERS = 255
 COMBINE_PROGRAMS = 132
@@ -52,39 +53,43 @@ def attend_tree(
     wide = qkv.dtype == torch.float32
     block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     row_blocks = triton.cdiv(num_rows, block_m)
-    num_splits = max(1, min(31, PROGRAMS // (sequence_heads * row_blocks) - 1))
+    num_corners = 1 if first + num_new <= FEW_NODES else 2
+    num_splits = min(32, PROGRAMS // (sequence_heads * row_blocks)) - num_corners
     block_l = BLOCK_KEYS // 2 if wide else BLOCK_KEYS
-    num_splits = min(num_splits, triton.cdiv(keys.shape[2], block_l))
-    num_parts = triton.next_power_of_2(num_splits + 1)
+    num_splits = max(1, min(num_splits, triton.cdiv(keys.shape[2], block_l)))
+    num_parts = num_corners + num_splits
+    block_parts = triton.next_power_of_2(num_parts)
     rows_each = triton.next_power_of_2(triton.cdiv(num_rows * sequence_heads, COMBINE_PROGRAMS))
-    rows_each = max(1, min(rows_each, PARTS_A_PROGRAM // num_parts))
-    per_row = (num_splits + 1, sequence_heads, num_rows)
+    rows_each = max(1, min(rows_each, PARTS_A_PROGRAM // block_parts))
+    per_row = (num_parts, sequence_heads, num_rows)
     outs = qkv.new_empty(*per_row, head_dim, dtype=torch.float32)
     sums = qkv.new_empty(2, *per_row, dtype=torch.float32)
     y = torch.empty(batch, num_new, num_heads * head_dim, device=qkv.device, dtype=qkv.dtype)
+    corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
     common = (
         qkv, qkv.stride(0), qkv.stride(1),
         keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         rotary, rotary.stride(0), rotary.stride(1),
         topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
         steering.length, steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, first, num_new, outs, sums, sums.stride(0), num_splits, num_rows,
+        steering.variant, first, num_new, outs, sums, sums.stride(0), num_rows,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
-        BLOCK_L=block_l, BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        NUM_CORNERS=num_corners, NUM_SPLITS=num_splits,
+        BLOCK_L=block_l, BLOCK_M=block_m, BLOCK_CORNER=corner,
+        BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
     precision = "tf32x3" if wide else precision_of(qkv)
-    corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
-    attend_kernel[(num_splits + 1, row_blocks, sequence_heads)](
-        *common, head_dim**-0.5, BLOCK_M=block_m, BLOCK_CORNER=corner, PRECISION=precision,
+    attend_kernel[(num_parts, row_blocks, sequence_heads)](
+        *common, head_dim**-0.5, PRECISION=precision,
         num_warps=ATTEND_WARPS, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
-        *common, y, writers, BLOCK_PARTS=num_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
+        *common, y, writers, BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
         BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
         num_warps=COMBINE_WARPS, **constants,
     )  # fmt: skip
@@ -92,9 +97,21 @@ def attend_tree(
 
 
 @triton.jit
-def _split_length(length, num_splits, BLOCK_L: tl.constexpr):
+def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
     """Committed slots a split: whole blocks, so that most loads are full."""
     return tl.cdiv(tl.cdiv(length, num_splits), BLOCK_L) * BLOCK_L
+
+
+@triton.jit
+def _corner(
+    row, num_new, num_cached, num_corners: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys of the corner that a block of rows sees (none behind its last node), and of a part."""
+    num_keys = num_cached + tl.minimum(
+        (row // BLOCK_M * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new
+    )
+    return num_keys, _split_length(num_keys, num_corners, BLOCK)
 
 
 @triton.jit
@@ -154,20 +171,18 @@ def _rotated(low, high, position, known, half, rotary, rotary_stride, position_s
 def _attend_corner(
     q_low, q_high, known, seen_by, key_at, qkv_stride,
     keys, values, slot_stride, rotary, rotary_stride, position_stride,
-    depths, path, path_length, old_length, first, last, highest, total, out, scale,
+    depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REPLAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What lies in the cache (accepted and not yet in order, or the tree so far), then new nodes.
-
-    New ones only before `last`: a row of queries sees none behind itself.
-    """
+    """What lies in the cache (accepted and not yet in order, or the tree so far), then new nodes:
+    of these together those from begin to end."""
     half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
     num_cached = path_length if REPLAY else first
-    for start in range(0, num_cached + last, BLOCK):
+    for start in range(begin, end, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        there, cached = k < num_cached + last, k < num_cached
-        fresh = there & (k >= num_cached)
+        there, cached = k < end, k < num_cached
+        fresh, cached = there & ~cached, there & cached
         if REPLAY:
             slot = old_length + load_kept(path + k, cached).to(tl.int32)
         else:
@@ -204,11 +219,12 @@ def attend_kernel(
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
-    first, num_new, outs, sums, sums_stride, num_splits, num_rows, scale,
+    first, num_new, outs, sums, sums_stride, num_rows, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
-    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
+    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
@@ -238,12 +254,20 @@ def attend_kernel(
         known, half, HEAD_DIM,
     )  # fmt: skip
 
-    # Part 0 is the corner, the others are splits: their first keys come while the queries rotate
-    share = _split_length(old_length, num_splits, BLOCK_L)
-    begin = (part - 1) * share
+    # First come parts of the corner, then splits: their first keys come while the queries rotate
+    share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
+    begin = (part - NUM_CORNERS) * share
     end = tl.minimum(begin + share, old_length)
-    end = tl.where(part == 0, begin, end)
-    if (part > 0) & (begin >= end):
+    num_keys, corner_share = _corner(
+        block * BLOCK_M, num_new, path_length if REPLAY else first, NUM_CORNERS,
+        SHARED, BLOCK_M, BLOCK_CORNER,
+    )  # fmt: skip
+    corner_end = tl.minimum((part + 1) * corner_share, num_keys)
+    if part < NUM_CORNERS:
+        end = begin
+        if part * corner_share >= num_keys:
+            return
+    elif begin >= end:
         return
     slot = begin + tl.arange(0, BLOCK_L)
     k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
@@ -265,13 +289,13 @@ def attend_kernel(
             highest, total, out, scale, PRECISION,
         )  # fmt: skip
         k_low, k_high, v = next_low, next_high, next_v
-    if part == 0:
-        last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // SHARED + 1, num_new)
+    if part < NUM_CORNERS:
         highest, total, out = _attend_corner(
             q_low, q_high, known, ancestors + (first + query)[:, None] * tree_size,
             qkv + (NUM_KV_HEADS * SHARED + kv_head) * HEAD_DIM, qkv_stride,
             keys, values, slot_stride, rotary, rotary_stride, position_stride,
-            depths, path + batch * path_stride, path_length, old_length, first, last,
+            depths, path + batch * path_stride, path_length, old_length, first,
+            part * corner_share, corner_end,
             highest, total, out, scale,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, BLOCK_CORNER, PRECISION,
         )  # fmt: skip
@@ -291,9 +315,11 @@ def combine_kernel(
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
-    first, num_new, outs, sums, sums_stride, num_splits, num_rows, y_pointer, writers,
+    first, num_new, outs, sums, sums_stride, num_rows, y_pointer, writers,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
     ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -308,10 +334,19 @@ def combine_kernel(
         row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
         known = row < num_rows
         part = tl.arange(0, BLOCK_PARTS)
-        share = _split_length(old_length, num_splits, BLOCK_L)
-        # A split without keys left nothing; the corner is part 0
-        used = (part == 0) | ((part <= num_splits) & ((part - 1) * share < old_length))
-        used = used[:, None] & known[None, :]
+        share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
+        num_cached = first
+        if REPLAY:
+            num_cached = load_kept(path_lengths + batch).to(tl.int32)
+        num_keys, corner_share = _corner(
+            row, num_new, num_cached, NUM_CORNERS, SHARED, BLOCK_M, BLOCK_CORNER
+        )  # fmt: skip
+        # A part without keys left nothing
+        split = part - NUM_CORNERS
+        used = (split >= 0) & (split < NUM_SPLITS) & (split * share < old_length)
+        in_corner = part[:, None] * corner_share[None, :] < num_keys[None, :]
+        used = used[:, None] | ((split < 0)[:, None] & in_corner)
+        used = used & known[None, :]
         first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * num_rows
         at = first_row[:, None] + row[None, :]
         out = tl.load(
