@@ -63,8 +63,8 @@ def embed_kernel(
     value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
     line = (row * tl.num_programs(0) + place) * width
     store_kept(x + line + at, value, mask)
-    y = normed(value.to(tl.float32), factor, width, eps, value.dtype)
-    tl.store(out + line + at, y, mask=mask)
+    y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
+    tl.store(out + line + at[None, :], y, mask=mask[None, :])
 
 
 @triton.jit

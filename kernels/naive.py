@@ -384,9 +384,12 @@ def tree_attention(
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype."""
+    """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype.
+
+    added (S, …, D), the parts of a sum, as `linear_parts` gives it.
+    """
     if added is not None:
-        x = x + added
+        x = x + added.sum(0).to(x.dtype)
     return x, rms_norm(x, weight, eps)
 
 
@@ -410,6 +413,11 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (…, D) by a weight (E, D) → (…, E) in x's dtype."""
     return F.linear(x, weight)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear`, as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
+    return linear(x, weight)[None]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -110,6 +110,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return _module("products", x).linear(x, weight)
 
 
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """See `naive.linear_parts`."""
+    return _module("products", x).linear_parts(x, weight)
+
+
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_swiglu`."""
     return _module("products", x).linear_swiglu(x, weight)

@@ -17,19 +17,21 @@ from stree_kernels.shapes import Steering
 # What was fastest on an H200, or as fast as the rest
 SWIGLU_BLOCK = 1024
 SWIGLU_WARPS = 4
+GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm takes, at least one
 
 
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`naive.add_rms_norm` in one launch; x and added (…, D) contiguous."""
+    """`naive.add_rms_norm` in one launch; x (…, D) and added (S, …, D) contiguous."""
     assert x.is_contiguous() and (added is None or added.is_contiguous())
     width = x.shape[-1]
     total = x if added is None else torch.empty_like(x)
     out = torch.empty_like(x)
     norm_kernel[(x.numel() // width, 1)](
-        x, width, added, width, None, 0, weight, total, out,
-        width, eps, BLOCK=triton.next_power_of_2(width),
+        x, width, added, x.numel(), None, 0, weight, total, out,
+        width, 1, eps, PARTS=1 if added is None else len(added),
+        GROUPS=1, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
     )  # fmt: skip
     return total, out
@@ -41,10 +43,12 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     assert y.is_contiguous() and gate.stride(-1) == 1
     gate = gate.flatten(0, -2)
     out = torch.empty_like(y)
-    norm_kernel[(y.numel() // y.shape[-1], groups)](
+    block = triton.next_power_of_2(width)
+    together = max(1, min(triton.next_power_of_2(groups), GATED_BLOCK // block))
+    norm_kernel[(y.numel() // y.shape[-1], triton.cdiv(groups, together))](
         y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
-        width, eps, BLOCK=triton.next_power_of_2(width),
-        num_warps=warps(width), **overlapping(y),
+        width, groups, eps, PARTS=1, GROUPS=together, BLOCK=block,
+        num_warps=warps(block * together), **overlapping(y),
     )  # fmt: skip
     return out
 
@@ -78,21 +82,26 @@ def warps(width: int) -> int:
 
 @triton.jit
 def norm_kernel(
-    x, x_stride, added, added_stride, gate, gate_stride, weight, total, out,
-    width, eps, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, x_stride, added, part_stride, gate, gate_stride, weight, total, out,
+    width, groups, eps, PARTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = tl.arange(0, BLOCK)
-    mask = at < width
-    at += group * width
+    mask = (group < groups)[:, None] & (at < width)[None, :]
+    at = group[:, None] * width + at[None, :]
     scale = load_kept(weight + at, mask)
     follow(OVERLAPS)
     value = load_kept(x + row * x_stride + at, mask)
     if gate is not None:
         z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
-        more = tl.load(added + row * added_stride + at, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        more = tl.load(added + row * x_stride + at, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            more += tl.load(added + part * part_stride + row * x_stride + at, mask=mask, other=0.0)
+        more = more.to(value.dtype).to(tl.float32)
+        value = (value.to(tl.float32) + more).to(value.dtype)
         store_kept(total + row * x_stride + at, value, mask)
     wide = value.to(tl.float32)
     if gate is not None:
@@ -102,8 +111,8 @@ def norm_kernel(
 
 @triton.jit
 def normed(wide, scale, width, eps, dtype: tl.constexpr):
-    """A row divided by its root mean square, and scaled; rounded to the dtype after each."""
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    """Rows divided by their root mean squares, and scaled; rounded to the dtype after each."""
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)[:, None]
     return (scale.to(dtype).to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
 
 

@@ -6,14 +6,19 @@ of the weight from end to end. cuBLAS cuts the outputs into tiles, of which a mu
 side by side in a share, and only what SwiGLU makes of them is written. Up to 16 rows a row's
 result does not depend on how many others there are.
 
-More rows, more outputs than a share each can hold, and 32-bit numbers are left to NVIDIA's
-libraries. PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among
-other kernels: faster ones for some dozens of rows where cuBLAS would split the sum.
+Every multiprocessor reads all rows of the inputs. Where that would be more than its share of the
+weight, and a norm follows, the shares are of more outputs and of a part of the inputs; the norm
+adds up what the parts gave (`linear_parts`).
+
+More rows, more outputs than a share can hold, and 32-bit numbers are left to NVIDIA's libraries.
+PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among other
+kernels: faster ones for some dozens of rows where cuBLAS would split the sum.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +29,32 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times, swiglu
 
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a share's weights arrive: numbers at a time, of gate as of up; how many times ahead, if
+    they fit; warps; and whether the inputs come by themselves, through registers, one tile ahead,
+    which leaves shared memory to the weights."""
+
+    weights: int
+    stages: int
+    warps: int
+    inputs_apart: bool = False
+
+
 # What was fastest on an H200 (docs/results/h200-step)
 FEW = 16  # rows of a product by shares
-MANY = 64  # the same with SwiGLU; from FEW on with other tiles, stages and warps
+MANY = 64  # the same with SwiGLU, or where a share has as many outputs as there are rows
+TILINGS = {  # for few rows or not, with SwiGLU or not
+    (True, False): Tiling(8192, 8, 4),
+    (True, True): Tiling(16384, 3, 4),
+    (False, False): Tiling(16384, 4, 8),
+    (False, True): Tiling(16384, 3, 8, inputs_apart=True),
+}
 MOST_OUTPUTS = 128  # of a share
-TILE = 8192  # weights that arrive at once; of few rows' gate twice as many, and of their up
-STAGES, STAGES_OF_MANY = 8, 4
-STAGE_BYTES = 210_000  # of all stages, at most
-WARPS, WARPS_OF_MANY = 4, 8
+PARTS = (4, 2)  # of a sum, in order of preference
+LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
+STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 
@@ -40,20 +63,34 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear`, by shares where rows are few."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    if rows <= FEW and _fits(x, weight, outputs):
-        return _by_shares(x, weight, outputs, False)
-    by_lt = x.element_size() == 2 and outputs <= inputs and LT_ROWS[0] <= rows <= LT_ROWS[1]
-    if not by_lt:
-        return F.linear(x, weight)
-    result = torch.addmm(_zeros(outputs, x.dtype, x.device), x.flatten(0, -2), weight.t())
-    return result.unflatten(0, x.shape[:-1])
+    multiprocessors, _ = _device_of(x)
+    enough = rows <= FEW or (rows <= MANY and outputs >= rows * multiprocessors)
+    if enough and _fits(x, weight, outputs):
+        return _by_shares(x, weight, outputs)
+    by_lt = outputs <= inputs or outputs > MOST_OUTPUTS * multiprocessors
+    if x.element_size() == 2 and LT_ROWS[0] <= rows <= LT_ROWS[1] and by_lt:
+        result = torch.addmm(_zeros(outputs, x.dtype, x.device), x.flatten(0, -2), weight.t())
+        return result.unflatten(0, x.shape[:-1])
+    return F.linear(x, weight)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`naive.linear_parts`, in several parts for more than `FEW` rows."""
+    outputs, inputs = weight.shape
+    multiprocessors, _ = _device_of(x)
+    if FEW < x.numel() // inputs <= MANY:
+        for parts in PARTS:
+            wide_enough = outputs <= multiprocessors // parts * MOST_OUTPUTS
+            if wide_enough and inputs >= parts * LEAST_SPAN and _fits(x, weight, outputs):
+                return _by_shares(x, weight, outputs, parts=parts)
+    return linear(x, weight)[None]
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_swiglu`, by shares where rows are few."""
     outputs = weight.shape[0] // 2
     if x.numel() // x.shape[-1] <= MANY and _fits(x, weight, outputs):
-        return _by_shares(x, weight, outputs, True)
+        return _by_shares(x, weight, outputs, gated=True)
     return swiglu(linear(x, weight))
 
 
@@ -70,21 +107,31 @@ def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
     )  # fmt: skip
 
 
-def _by_shares(x: Tensor, weight: Tensor, outputs: int, gated: bool) -> Tensor:
+def _by_shares(
+    x: Tensor, weight: Tensor, outputs: int, *, gated: bool = False, parts: int = 1
+) -> Tensor:
     inputs = x.shape[-1]
     rows = x.numel() // inputs
-    out = x.new_empty(*x.shape[:-1], outputs)
-    share = triton.cdiv(outputs, _device_of(x)[0])
+    if parts == 1:
+        out = x.new_empty(*x.shape[:-1], outputs)
+    else:
+        out = x.new_empty(parts, *x.shape[:-1], outputs, dtype=torch.float32)
+    share = triton.cdiv(outputs, _device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
-    few = rows <= FEW
-    block_inputs = min(256, TILE * (1 + (gated and few)) // block_outputs)
-    stage_bytes = 2 * block_inputs * (block_outputs * (1 + gated) + block_rows)
-    share_kernel[(triton.cdiv(outputs, share),)](
-        x, weight, out, rows, outputs, inputs, share, GATED=gated,
-        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
-        STAGES=min(STAGES if few else STAGES_OF_MANY, STAGE_BYTES // stage_bytes),
-        PRECISION=precision_of(x), num_warps=WARPS if few else WARPS_OF_MANY, **overlapping(x),
+    tiling = TILINGS[rows <= FEW, gated]
+    block_inputs = min(256, tiling.weights // block_outputs)
+    stage, inputs_stage = (2 * block_inputs * n for n in (block_outputs * (1 + gated), block_rows))
+    if tiling.inputs_apart:
+        most_stages = (STAGE_BYTES - inputs_stage) // stage
+    else:
+        most_stages = STAGE_BYTES // (stage + inputs_stage)
+    span = triton.cdiv(triton.cdiv(inputs, parts), block_inputs) * block_inputs
+    share_kernel[(triton.cdiv(outputs, share), parts)](
+        x, weight, out, rows, outputs, inputs, share, span,
+        GATED=gated, INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
+        BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs, PRECISION=precision_of(x),
+        num_stages=min(tiling.stages, most_stages), num_warps=tiling.warps, **overlapping(x),
     )  # fmt: skip
     return out
 
@@ -106,41 +153,56 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
-    x, weight, out, rows, outputs, inputs, share,
-    GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, out, rows, outputs, inputs, share, span,
+    GATED: tl.constexpr, INPUTS_APART: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    part = tl.program_id(1)
     at = tl.arange(0, BLOCK_OUTPUTS)
     output = tl.program_id(0) * share + at
-    mine = ((at < share) & (output < outputs))[:, None]
+    mine = (at < share) & (output < outputs)
     row = tl.arange(0, BLOCK_ROWS)
     known = row < rows
     k = tl.arange(0, BLOCK_INPUTS)
+    begin = part * span
+    end = tl.minimum(begin + span, inputs)
     weight += output.to(tl.int64)[:, None] * inputs
     to_up = outputs.to(tl.int64) * inputs
     to_x = x + row[None, :] * inputs
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     ups = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     follow(OVERLAPS)
-    for start in tl.range(0, inputs, BLOCK_INPUTS, num_stages=STAGES):
-        there = (start + k < inputs)[None, :]
-        values = tl.load(to_x + start + k[:, None], mask=there.T & known[None, :], other=0.0)
-        tile = _tile(weight + start, k, mine & there)
+    if INPUTS_APART:  # the compiler stages only what is loaded where it is used
+        values = _values(to_x, begin + k, end, known)
+    for start in range(begin, end, BLOCK_INPUTS):
+        if not INPUTS_APART:
+            values = _values(to_x, start + k, end, known)
+        tile = _tile(weight, start + k, end, mine)
+        if INPUTS_APART:
+            later = _values(to_x, start + BLOCK_INPUTS + k, end, known)
         sums += product(tile, values, PRECISION)
         if GATED:
-            tile = _tile(weight + to_up + start, k, mine & there)
+            tile = _tile(weight + to_up, start + k, end, mine)
             ups += product(tile, values, PRECISION)
+        if INPUTS_APART:
+            values = later
     y = sums.to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, ups.to(y.dtype))
-    at = out + row[None, :] * outputs + output[:, None]
-    tl.store(at, y, mask=mine & known[None, :])
+    at = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
+    tl.store(at, y, mask=mine[:, None] & known[None, :])
 
 
 @triton.jit
-def _tile(weight, k, mask):
+def _values(to_x, k, end, known):
+    return tl.load(to_x + k[:, None], mask=(k < end)[:, None] & known[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(weight, k, end, mine):
     """Read once a call: what others keep in the L2 cache is to stay there."""
+    mask = mine[:, None] & (k < end)[None, :]
     return tl.load(weight + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
 
 

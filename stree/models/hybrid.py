@@ -111,7 +111,7 @@ class Attention(nn.Module):
             cache.keys, cache.values, cache.rotary,
             call.topology, call.steering, call.first, call.bound,
         )  # fmt: skip
-        return ops.linear(y, self.o_proj.weight)
+        return ops.linear_parts(y, self.o_proj.weight)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         y = F.scaled_dot_product_attention(
@@ -204,7 +204,7 @@ class Mamba2(nn.Module):
         z = projected[..., : self.shape.d_inner]
         norm = self.norm
         y = ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups)
-        return ops.linear(y, self.out_proj.weight)
+        return ops.linear_parts(y, self.out_proj.weight)
 
 
 class MLP(nn.Module):
@@ -221,9 +221,9 @@ class MLP(nn.Module):
 
     def tree(self, x: Tensor) -> Tensor:
         if not ops.fused(x.device, x.dtype):
-            return self(x)
+            return self(x)[None]
         y = ops.linear_swiglu(x, joined_weight((self.gate_proj, self.up_proj)))
-        return ops.linear(y, self.down_proj.weight)
+        return ops.linear_parts(y, self.down_proj.weight)
 
 
 def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
@@ -397,7 +397,8 @@ class HybridModel(nn.Module):
 
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
         """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best."""
-        logits = F.linear(hidden, self.head_weight.to(hidden.dtype))
+        product = F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
+        logits = product(hidden, self.head_weight.to(hidden.dtype))
         return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
 
     # Decoding

@@ -18,9 +18,10 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @each_dtype
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (1, 5, 1000)], ids=str)
 def test_add_rms_norm(shape, dtype):
-    x, added = normal(*shape, dtype=dtype), normal(*shape, seed=1, dtype=dtype)
+    x, added = normal(*shape, dtype=dtype), normal(1, *shape, seed=1, dtype=dtype)
+    parts = normal(4, *shape, seed=3, dtype=torch.float32)
     weight = normal(shape[-1], seed=2, dtype=dtype)
-    for more in (None, added):
+    for more in (None, added, parts):
         got = pointwise.add_rms_norm(x, more, weight, 1e-5)
         wanted = naive.add_rms_norm(x, more, weight, 1e-5)
         if dtype == torch.float32 or DEVICE == "cuda":

@@ -19,6 +19,21 @@ def test_linear(rows, outputs, dtype):
     assert relative_error(got, naive.linear(x.double(), weight.double())) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("inputs", [40, 4100, 8200])
+@pytest.mark.parametrize("rows", [(1, 1), (17,), (2, 24), (64,), (65,)], ids=str)
+def test_linear_parts(rows, inputs, dtype):
+    """The parts of a sum, which the norm that follows adds up, rounded once."""
+    x, weight = normal(*rows, inputs, dtype=dtype), normal(200, inputs, seed=1, dtype=dtype)
+    parts = products.linear_parts(x, weight)
+    assert parts.shape[1:] == (*rows, 200) and parts.is_contiguous()
+    several = inputs > 40 and 16 < x.numel() // inputs <= 64 and dtype != torch.float32
+    assert (len(parts) > 1) == several
+    assert parts.dtype == (dtype if len(parts) == 1 else torch.float32)
+    wanted = naive.linear(x.double(), weight.double())
+    assert relative_error(parts.sum(0), wanted) < TOLERANCE[dtype]
+
+
 def test_linear_of_rows_that_lie_apart():
     x = normal(2, 40, 300, dtype=torch.bfloat16)[:, 4:, :128]
     weight = normal(64, 128, seed=1, dtype=torch.bfloat16)
