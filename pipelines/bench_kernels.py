@@ -5,6 +5,7 @@ python pipelines/bench_kernels.py runs/bench/kernels.jsonl
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -158,32 +159,25 @@ def _attention(
     }
 
 
-def _gate_and_up(
-    name: str, num_nodes: int, context: int, layers: int, device: torch.device
+def _product(
+    op: str, name: str, num_nodes: int, context: int, layers: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
+    """Gate and up with SwiGLU, or down, which the norm that follows adds up."""
     width, inside = MLPS[name]
-    x = _normal(1, num_nodes, width, device=device)
-    weights = [_normal(2 * inside, width, device=device) for _ in range(layers)]
+    outputs, inputs = (2 * inside, width) if op == "linear_swiglu" else (width, inside)
+    x = _normal(1, num_nodes, inputs, device=device)
+    weights = [_normal(outputs, inputs, device=device) for _ in range(layers)]
+    fused, plain = (getattr(module, op) for module in (ops, naive))
     return {
-        "fused": lambda: [ops.linear_swiglu(x, weight) for weight in weights],
-        "naive": lambda: [naive.linear_swiglu(x, weight) for weight in weights],
+        "fused": lambda: [fused(x, weight) for weight in weights],
+        "naive": lambda: [plain(x, weight) for weight in weights],
     }
 
 
-def _down(
-    name: str, num_nodes: int, context: int, layers: int, device: torch.device
-) -> dict[str, Callable[[], object]]:
-    width, inside = MLPS[name]
-    x = _normal(1, num_nodes, inside, device=device)
-    weights = [_normal(width, inside, device=device) for _ in range(layers)]
-    return {
-        "fused": lambda: [ops.linear(x, weight) for weight in weights],
-        "naive": lambda: [naive.linear(x, weight) for weight in weights],
-    }
-
-
-OPS = {
-    "mamba_tree": _scan, "attend_tree": _attention, "linear_swiglu": _gate_and_up, "linear": _down,
+PRODUCTS = ("linear_swiglu", "linear", "linear_parts")
+OPS: dict[str, Callable[..., dict[str, Callable[[], object]]]] = {
+    "mamba_tree": _scan, "attend_tree": _attention,
+    **{op: functools.partial(_product, op) for op in PRODUCTS},
 }  # fmt: skip
 
 

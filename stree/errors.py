@@ -127,7 +127,9 @@ def exit_with_reason(main: Callable[[], object]) -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be flushed goes nowhere, or the interpreter would fail of it at its end."""
+    """What is still to be flushed, and can't be, goes nowhere: the interpreter would fail of it."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -40,7 +40,7 @@ def exposed(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def kind_of(kernel: str) -> str:
-    """A kernel's name without its template's arguments; all matrix products are one kind."""
+    """A kernel's name without its template's arguments; NVIDIA's matrix products are one kind."""
     if PRODUCTS.search(kernel):
         return "matrix products"
     return kernel.removeprefix("void ").split("<")[0].split("(")[0].split("::")[-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip_bit
 from tiny_run import make_workspace
 
 from stree.errors import CheckpointRefused
@@ -58,23 +59,17 @@ def flips_over(folder: Path, seed: int) -> list[tuple[str, int]]:
     ]
 
 
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
 def num_refused(folder: Path, load: Callable[[Path], object], copy: Path, seed: int) -> int:
     """Flips that `load` refuses with the file's name, each undone before the next."""
     shutil.copytree(folder, copy)
     load(copy)  # nothing is wrong with it
     refused = 0
     for name, bit in flips_over(folder, seed):
-        flip(copy / name, bit)
+        flip_bit(copy / name, bit)
         with pytest.raises(CheckpointRefused, match=rf"{name} has sha256") as refusal:
             load(copy)
         assert refusal.value.exit_code == 66
-        flip(copy / name, bit)
+        flip_bit(copy / name, bit)
         refused += 1
     return refused
 
@@ -97,7 +92,7 @@ def test_a_resume_passes_over_a_flipped_checkpoint(saved, tmp_path):
         state = SafeCheckpointIO().load_checkpoint(saved)
         SafeCheckpointIO().save_checkpoint({**state, "global_step": step},
                                            folder / f"step-{step:08d}")  # fmt: skip
-    flip(folder / "step-00000004" / "state.safetensors", 70_000)
+    flip_bit(folder / "step-00000004" / "state.safetensors", 70_000)
     lines: list[str] = []
     assert latest_valid(tmp_path, lines.append) == folder / "step-00000003"
     assert "step-00000004" in lines[0] and "state.safetensors has sha256" in lines[0]
@@ -112,8 +107,8 @@ def test_a_flip_in_what_the_manifest_says_of_files_is_refused(exported, tmp_path
     bits = [8 * place + bit for place, char in enumerate(about_files) if char.isalnum()
             for bit in range(8)]  # fmt: skip
     for bit in random.Random(2).sample(bits, FLIPS):
-        flip(path, bit)
+        flip_bit(path, bit)
         with pytest.raises(CheckpointRefused):
             load_model(copy)
-        flip(path, bit)
+        flip_bit(path, bit)
     figures("bit flips in manifests refused", FLIPS)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import time
 from collections import Counter
 from pathlib import Path
 
 import forked
 import pytest
+from ports import free_port
 from run_checks import table_without_timings
 
 from stree.errors import Preempted
@@ -42,9 +42,7 @@ def arguments(training, tmp_path_factory) -> list[str]:
 
 
 def start(forks, arguments: list[str], out: Path, count: int) -> list[forked.Command]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     together = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     places = [{**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [

@@ -8,16 +8,15 @@ from __future__ import annotations
 import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import forked
 import pytest
 import torch
+from ports import free_port
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
@@ -51,7 +50,7 @@ class Pair:
             "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
         )  # fmt: skip
-        port = _free_port()
+        port = free_port()
         ranks = []
         for rank in range(2):
             meet = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -67,16 +66,6 @@ class Pair:
 
     def run(self, run_dir: Path, **options) -> list[int]:
         return [rank.wait() for rank in self.start(run_dir, **options)]
-
-
-def _free_port() -> int:
-    """Below those that the system gives to whoever asks, such as another test's connections,
-    before the ranks come to use it."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=TWO_GPUS)])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip_last_byte
 
 from stree.engine import Decoder
 from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
@@ -232,10 +233,7 @@ def test_a_damaged_drafter_has_no_rows_and_loses_none(world, tmp_path):
     shutil.copytree(export(world, 1), drafter)
     quiet(settings_for(world, tmp_path / "out")).evaluate(drafter)
     before = (tmp_path / "out/results.jsonl").read_bytes()
-    weights = drafter / "model.safetensors"
-    damaged = bytearray(weights.read_bytes())
-    damaged[-1] ^= 1
-    weights.write_bytes(damaged)
+    flip_last_byte(drafter / "model.safetensors")
     for overwrite in (False, True):
         evaluation = quiet(settings_for(world, tmp_path / "out", overwrite=overwrite))
         with pytest.raises(CheckpointRefused, match="its bytes changed"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from damage import flip_last_byte
 from tiny_run import make_workspace
 
 from stree import metrics
@@ -120,9 +121,7 @@ def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
     for damaged, whole in (("better", "fair"), ("fair", "better")):
         copy = tmp_path / damaged
         shutil.copytree(world / "drafter" / damaged, copy)
-        content = bytearray((copy / "model.safetensors").read_bytes())
-        content[-1] ^= 1
-        (copy / "model.safetensors").write_bytes(content)
+        flip_last_byte(copy / "model.safetensors")
         given = arguments(world, whole, *wanted, baseline=copy)
         if damaged == "better":
             given = [str(copy), *arguments(world, damaged, *wanted)[1:]]

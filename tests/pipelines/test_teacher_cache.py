@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip_last_byte
 from tiny_run import (
     ARCHITECTURE,
     VOCAB_SIZE,
@@ -261,9 +262,7 @@ def test_what_makes_no_sense_is_refused(options, message, workspace, tmp_path):
 def test_a_flipped_bit_is_found_at_the_start(workspace, small, tmp_path):
     shutil.copytree(small, tmp_path / "cache")
     path = next((tmp_path / "cache/train").glob("shard-*/log_probs.npy"))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_last_byte(path)
     arguments = distill_arguments(
         workspace, tmp_path / "run", "--model.teacher_cache", str(tmp_path / "cache")
     )

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from damage import flip_last_byte
 
 from stree import files
 from stree.errors import CannotWrite, CheckpointRefused
@@ -249,7 +250,7 @@ def test_adding_to_a_damaged_folder_is_refused_and_a_failure_leaves_the_old_one(
             add_files(tmp_path / "step", {"note": "added"})
     assert "note" not in verify_manifest(tmp_path / "step")["files"]
     assert os.listdir(tmp_path) == ["step"]
-    flip_last_bit(tmp_path / "step/weights")
+    flip_last_byte(tmp_path / "step/weights")
     with pytest.raises(CheckpointRefused, match="sha256"):
         add_files(tmp_path / "step", {"note": "added"})
 
@@ -261,19 +262,13 @@ def refuse_space():
 # Verification
 
 
-def flip_last_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (lambda d: (d / "weights").unlink(), "weights is missing"),
         (lambda d: (d / "weights").write_bytes(b"cont"), "weights has 4 bytes"),
-        (lambda d: flip_last_bit(d / "weights"), "weights has sha256"),
-        (lambda d: flip_last_bit(d / "sub" / "note"), "note has sha256"),
+        (lambda d: flip_last_byte(d / "weights"), "weights has sha256"),
+        (lambda d: flip_last_byte(d / "sub" / "note"), "note has sha256"),
         (lambda d: (d / "more").write_bytes(b""), "more is not listed"),
         (lambda d: (d / MANIFEST_NAME).unlink(), "MANIFEST.json is missing"),
         (lambda d: (d / MANIFEST_NAME).write_text('{"version": 1, "fil'), "cannot be read"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from ports import free_port
 
 from stree.errors import exit_with_reason
 
@@ -24,9 +25,7 @@ def run_together(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stree_pipelines.distill"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_run, args=(rank, port, main, arguments, f"{log}.{rank}"))
         for rank in range(count)

@@ -9,7 +9,6 @@ import getpass
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("sbatch", "scontrol", "slurmctld", "slurmd", "munged")
@@ -112,9 +113,7 @@ def running_cluster() -> Iterator[SlurmCluster]:
         for name in ("node1", "node2"):
             (folder / name).mkdir()
         config = folder / "slurm.conf"
-        config.write_text(
-            CONFIG.format(folder=folder, ports=_free_ports(3), user=getpass.getuser())
-        )
+        config.write_text(CONFIG.format(folder=folder, ports=free_ports(3), user=getpass.getuser()))
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -175,14 +174,6 @@ def _cancel_all(cluster: SlurmCluster) -> None:
     cluster.run("scancel", f"--user={getpass.getuser()}")
     cluster.run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
     wait_until(lambda: not cluster.run("squeue", "--noheader"), lambda: "no jobs", 30)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _logs(folder: Path) -> str:

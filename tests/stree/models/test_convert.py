@@ -6,6 +6,7 @@ import math
 import oracle
 import pytest
 import torch
+from damage import flip_last_byte
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -436,10 +437,7 @@ def test_damaged_shards_are_refused(tmp_path, damage, reason):
 
 def test_a_flipped_bit_is_refused_by_the_manifest(tmp_path):
     save_model(HybridModel(ROUND_TRIPS["hybrid"]), tmp_path / "step")
-    path = tmp_path / "step" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 16
-    path.write_bytes(content)
+    flip_last_byte(tmp_path / "step" / "model.safetensors")
     with pytest.raises(CheckpointRefused, match=r"model\.safetensors has sha256"):
         load_model(tmp_path / "step")
 
