@@ -73,8 +73,9 @@ def chain_scan_kernel(
     c_channel = (head // HEADS_A_C) * D_STATE + s
     A = -tl.exp(load_kept(A_log + head).to(tl.float32))
     D = load_kept(D_pointer + head).to(tl.float32)
-    follow(OVERLAPS)
+    # The first launch began with waiting for all before it: what steers both is there already
     half = 1 - load_kept(parities)
+    follow(OVERLAPS)
     xb += batch * xb_batch_stride + half * xb_parity_stride
     steps += batch * steps_batch_stride + half * steps_parity_stride + head
     state = tl.load(

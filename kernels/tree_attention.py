@@ -328,18 +328,19 @@ def combine_kernel(
     kv_head = sequence_head % NUM_KV_HEADS
     d = tl.arange(0, 2 * BLOCK_HALF)
     in_d = d < HEAD_DIM
-    follow(OVERLAPS)
+    # The first launch waited for all before it: what steers both is there already
     old_length = load_kept(lengths + batch).to(tl.int32)
+    path_length = 0
+    if REPLAY:
+        path_length = load_kept(path_lengths + batch).to(tl.int32)
     if block >= writers:
         row = (block - writers) * BLOCK_R + tl.arange(0, BLOCK_R)
         known = row < num_rows
         part = tl.arange(0, BLOCK_PARTS)
         share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
-        num_cached = first
-        if REPLAY:
-            num_cached = load_kept(path_lengths + batch).to(tl.int32)
         num_keys, corner_share = _corner(
-            row, num_new, num_cached, NUM_CORNERS, SHARED, BLOCK_M, BLOCK_CORNER
+            row, num_new, path_length if REPLAY else first, NUM_CORNERS,
+            SHARED, BLOCK_M, BLOCK_CORNER,
         )  # fmt: skip
         # A part without keys left nothing
         split = part - NUM_CORNERS
@@ -349,6 +350,7 @@ def combine_kernel(
         used = used & known[None, :]
         first_row = (part * tl.num_programs(1) + sequence_head).to(tl.int64) * num_rows
         at = first_row[:, None] + row[None, :]
+        follow(OVERLAPS)
         out = tl.load(
             outs + at[:, :, None] * HEAD_DIM + d[None, None, :],
             mask=used[:, :, None] & in_d[None, None, :], other=0.0,
@@ -370,10 +372,9 @@ def combine_kernel(
         half = block * BLOCK_W + tl.arange(0, BLOCK_W)
         keys += batch * cache_batch_stride + kv_head * cache_head_stride
         values += batch * cache_batch_stride + kv_head * cache_head_stride
-        length = old_length
+        length = old_length + path_length
+        follow(OVERLAPS)
         if REPLAY:
-            path_length = load_kept(path_lengths + batch).to(tl.int32)
-            length += path_length
             # path[k] >= k: going up, no block overwrites what a later one reads
             for start in range(0, path_length, 16):
                 k = start + tl.arange(0, 16)
