@@ -126,10 +126,11 @@ def _by_shares(
         most_stages = (STAGE_BYTES - inputs_stage) // stage
     else:
         most_stages = STAGE_BYTES // (stage + inputs_stage)
-    span = triton.cdiv(triton.cdiv(inputs, parts), block_inputs) * block_inputs
+    span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, weight, out, rows, outputs, inputs, share, span,
-        GATED=gated, INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
+        PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
+        INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
         BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs, PRECISION=precision_of(x),
         num_stages=min(tiling.stages, most_stages), num_warps=tiling.warps, **overlapping(x),
     )  # fmt: skip
@@ -154,9 +155,9 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
     x, weight, out, rows, outputs, inputs, share, span,
-    GATED: tl.constexpr, INPUTS_APART: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     at = tl.arange(0, BLOCK_OUTPUTS)
@@ -165,8 +166,13 @@ def share_kernel(
     row = tl.arange(0, BLOCK_ROWS)
     known = row < rows
     k = tl.arange(0, BLOCK_INPUTS)
-    begin = part * span
-    end = tl.minimum(begin + span, inputs)
+    begin = 0
+    end = inputs  # as it is: knowing its divisors, the compiler makes small products a tenth faster
+    if PARTED:
+        begin = part * span
+        end = tl.minimum(begin + span, inputs)
+        if EVEN:
+            end = tl.multiple_of(end, 16)
     weight += output.to(tl.int64)[:, None] * inputs
     to_up = outputs.to(tl.int64) * inputs
     to_x = x + row[None, :] * inputs
