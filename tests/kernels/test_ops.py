@@ -1,0 +1,68 @@
+"""Which kernels serve a call: the fused ones where they can, else plain PyTorch and one warning."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+
+from stree_kernels import naive, ops
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """A GPU that need not be there; says its compute capability."""
+    state = {"capability": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("STREE_KERNELS", raising=False)
+    ops._warn_once.cache_clear()
+    return state
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_fused_where_it_can(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.fused(CUDA, dtype, ops.MAX_DIM)
+        assert not ops.fused(torch.device("cpu"), dtype)
+
+
+def test_plain_when_asked_for(monkeypatch):
+    monkeypatch.setenv("STREE_KERNELS", "naive")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not ops.fused(CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("reason", "dtype", "dim", "capability"),
+    [
+        ("they have no torch.float64", torch.float64, 64, (9, 0)),
+        ("Old GPU is older than compute capability 8.0", torch.float16, 64, (7, 5)),
+        ("a dimension of 512 is above their 256", torch.bfloat16, 512, (9, 0)),
+    ],
+)
+def test_a_gpu_that_cannot_is_warned_about_once(gpu, reason, dtype, dim, capability):
+    gpu["capability"] = capability
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not any(ops.fused(CUDA, dtype, dim) for _ in range(3))
+    assert [str(each.message) for each in caught] == [
+        f"decoding runs on plain PyTorch, not on the fused kernels: {reason}"
+    ]
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        assert not ops.fused(CUDA, torch.bfloat16)
+
+
+def test_on_a_cpu_an_op_is_its_twin():
+    x, weight = torch.randn(2, 3, 8), torch.randn(5, 8)
+    assert torch.equal(ops.linear(x, weight), naive.linear(x, weight))
+    assert torch.equal(ops.linear_parts(x, weight)[0], naive.linear(x, weight))
