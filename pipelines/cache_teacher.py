@@ -21,8 +21,9 @@ from stree.tokenizer import fingerprint
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.dry_run import config_lines, memory_line, model_line, require_writable
-from stree_pipelines.estimates import forward_memory, free_disk_bytes, size
+from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, checkpoint_sha256, pick_device
+from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.training.cli import quieten
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.run_folder import describe_code

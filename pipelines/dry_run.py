@@ -21,14 +21,13 @@ from stree.errors import CannotWrite
 from stree.models.config import HybridConfig
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.estimates import (
-    free_disk_bytes,
-    free_memory_bytes,
     itemised,
     num_parameters,
     size,
     training_disk,
     training_memory,
 )
+from stree_pipelines.free_resources import free_disk_bytes, free_memory_bytes
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.frozen_target import device_beside

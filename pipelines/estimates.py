@@ -9,7 +9,6 @@ kernel keeps others).
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields
@@ -174,20 +173,6 @@ def files_beside_weights_bytes(directory: str | os.PathLike[str]) -> int:
     """Tokenizer, configs and the like of a checkpoint folder."""
     files = (path for path in Path(directory).iterdir() if path.is_file())
     return sum(p.stat().st_size for p in files if p.suffix not in (".safetensors", ".bin"))
-
-
-def free_memory_bytes(on_cuda: bool) -> int:
-    if on_cuda:
-        return torch.cuda.mem_get_info()[0]
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def free_disk_bytes(path: str | os.PathLike[str]) -> int:
-    """Free where `path` is, or is to be."""
-    absolute = Path(path).absolute()
-    folder = next(each for each in (absolute, *absolute.parents) if each.is_dir())
-    return shutil.disk_usage(folder).free
 
 
 def size(num_bytes: int) -> str:

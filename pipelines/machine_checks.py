@@ -15,12 +15,8 @@ import torch.distributed as dist
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.chunk_scan import mamba_ssm_kernel
-from stree_pipelines.estimates import (
-    free_memory_bytes,
-    num_parameters,
-    size,
-    training_memory,
-)
+from stree_pipelines.estimates import num_parameters, size, training_memory
+from stree_pipelines.free_resources import free_memory_bytes
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()

@@ -21,8 +21,9 @@ from stree.errors import CannotWrite, InvariantBroken, UsageError, naming_what_d
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.models.hybrid import HybridModel
 from stree_pipelines.data.packing import TokenTable, make_batch, pack
-from stree_pipelines.estimates import AUTOCAST, free_disk_bytes, size
+from stree_pipelines.estimates import AUTOCAST, size
 from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.training.callbacks import clock
 from stree_pipelines.training.losses import chunk_rows, product_dtype
