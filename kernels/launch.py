@@ -7,8 +7,9 @@ A launch with `overlapping` may begin as soon as every program of the one ahead 
 launch writes, such as weights and trees. A kernel that is past it knows that the launch ahead is
 complete; that one, to complete, had passed its own: so everything ahead is complete.
 
-The second launch of an op may go further where the first one begins with `follow`: what was written
-before both is there from the start, and it has only to wait for what the first one writes.
+The second launch of an op may go further where every program of the first one calls `follow`: what
+was written before both is there from the start, and it has only to wait for what the first one
+writes.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
     multiprocessors, shared_bytes = _device_of(x)
     return (
         x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
-        and outputs <= MOST_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
+        and 1 < outputs <= MOST_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
     )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def _by_shares(
     x: Tensor, weight: Tensor, outputs: int, *, gated: bool = False, parts: int = 1
 ) -> Tensor:
     inputs = x.shape[-1]
+    assert inputs == weight.shape[1]
     rows = x.numel() // inputs
     if parts == 1:
         out = x.new_empty(*x.shape[:-1], outputs)

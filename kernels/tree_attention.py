@@ -22,13 +22,13 @@ from stree_kernels.shapes import Steering, Topology
 PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32
-CORNER_KEYS = 16  # accepted and new ones at a time, at most
+CORNER_KEYS = 16  # accepted and new ones at a time
 FEW_NODES = 16  # of more, the corner has two parts
 ATTEND_WARPS = 4
 ATTEND_REGISTERS = 255
 COMBINE_PROGRAMS = 132
 COMBINE_WARPS = 1
-PARTS_A_PROGRAM = 16  # rows × parts that a program of the second launch combines, at most
+PARTS_A_PROGRAM = 16  # rows × parts that a program of the second launch combines, or one row's
 WRITE_DIMS = 32  # of each half of a head, written by one program of the second launch
 
 
@@ -65,7 +65,6 @@ def attend_tree(
     outs = qkv.new_empty(*per_row, head_dim, dtype=torch.float32)
     sums = qkv.new_empty(2, *per_row, dtype=torch.float32)
     y = torch.empty(batch, num_new, num_heads * head_dim, device=qkv.device, dtype=qkv.dtype)
-    corner = min(CORNER_KEYS, max(16, triton.next_power_of_2(first + num_new + 8)))
     common = (
         qkv, qkv.stride(0), qkv.stride(1),
         keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
@@ -77,7 +76,7 @@ def attend_tree(
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
         NUM_CORNERS=num_corners, NUM_SPLITS=num_splits,
-        BLOCK_L=block_l, BLOCK_M=block_m, BLOCK_CORNER=corner,
+        BLOCK_L=block_l, BLOCK_M=block_m, BLOCK_CORNER=CORNER_KEYS,
         BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
@@ -246,8 +245,8 @@ def attend_kernel(
     if REPLAY:
         path_length = load_kept(path_lengths + batch).to(tl.int32)
     length = old_length + path_length
-    keys += batch * cache_batch_stride + kv_head * cache_head_stride
-    values += batch * cache_batch_stride + kv_head * cache_head_stride
+    keys += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
+    values += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
     qkv += batch * qkv_batch_stride
     low, high = _halves(
         qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
@@ -370,8 +369,8 @@ def combine_kernel(
         )  # fmt: skip
     else:
         half = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        keys += batch * cache_batch_stride + kv_head * cache_head_stride
-        values += batch * cache_batch_stride + kv_head * cache_head_stride
+        keys += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
+        values += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
         length = old_length + path_length
         follow(OVERLAPS)
         if REPLAY:

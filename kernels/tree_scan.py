@@ -61,6 +61,8 @@ def mamba_tree(
         # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
         PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
         AS_GIVEN=kept.is_cuda and kept.dtype != torch.float32,  # the interpreter cannot
+        # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
+        num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),
     )  # fmt: skip
     return y

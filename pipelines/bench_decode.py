@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stree.errors import UsageError, exit_with_reason
+from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
@@ -19,12 +19,12 @@ from stree_pipelines.benches.steps import decode_at
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import memory_line, model_line
-from stree_pipelines.estimates import decoding_memory
+from stree_pipelines.estimates import cache_bytes, decoding_memory, num_parameters
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
-    "kernels/test_accept.py",
+    "kernels/test_accept.py", "kernels/test_chunk_scan.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
@@ -59,7 +59,13 @@ def main(arguments: list[str] | None = None) -> None:
     require_results_file(options.out)
     captured = [each for each in ("profiles", "steps") if each in options.what]
     if device.type != "cuda" and captured:
-        raise UsageError(f"{captured[0]} need CUDA graphs: leave {captured[0]} out of --what")
+        names = " and ".join(captured)
+        raise UsageError(f"{names} need CUDA graphs: leave {names} out of --what")
+    if "profiles" in options.what and not set(options.nodes) & set(PROFILED_NODES):
+        profiled = ", ".join(map(str, PROFILED_NODES))
+        raise UsageError(f"profiles are of {profiled} nodes, and --nodes has none of them")
+    if "steps" in options.what and not (options.taus and all(t >= 1 for t in options.taus)):
+        raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
     if options.dry_run:
         print(
             describe(
@@ -70,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     require_green(TESTS)
-    rows = measure(options, device)
+    with naming_what_does_not_fit("fewer --what or --nodes, or a smaller --context, need less"):
+        rows = measure(options, device)
     write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
 
 
@@ -96,11 +103,19 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def describe(shape: str, what: list[str], nodes: list[int], context: int, on_cuda: bool) -> str:
-    """What there is to measure, and the memory that it takes; one target call's cache at a time."""
+    """What there is to measure, and the memory that it takes at most: one target call's cache at a
+    time, or those of unrolled trees."""
     target, drafter = SHAPES[shape], drafter_config(shape)
     memory = decoding_memory(
         target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
     )
+    if "calls" in what:
+        memory["floor's weights"] = torch.bfloat16.itemsize * num_parameters(target)
+    if "unrolled" in what:
+        nodes_each = calls.UNROLLED_DEPTH + 1
+        one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
+        calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
+        memory["caches of unrolled paths"] = calls_and_prefills * one
     counts = ", ".join(map(str, nodes))
     plan = f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
     models = [model_line("target", target), model_line("drafter", drafter)]

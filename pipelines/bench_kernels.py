@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from stree.errors import UsageError, exit_with_reason
+from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.models.hybrid import topology_of
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
@@ -99,7 +99,7 @@ def _scan(
     functions: dict[str, Callable[[], object]] = {
         "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
     }
-    if device.type == "cuda":
+    if _fused(device):
         from stree_kernels import chain_scan, tree_scan
 
         functions["fused"] = lambda: [
@@ -153,10 +153,7 @@ def _attention(
         )
         for _ in range(layers)
     ]  # fmt: skip
-    return {
-        "fused": lambda: [ops.attend_tree(*each) for each in sets],
-        "naive": lambda: [naive.attend_tree(*each) for each in sets],
-    }
+    return _both_ways("attend_tree", sets)
 
 
 def _product(
@@ -167,11 +164,24 @@ def _product(
     outputs, inputs = (2 * inside, width) if op == "linear_swiglu" else (width, inside)
     x = _normal(1, num_nodes, inputs, device=device)
     weights = [_normal(outputs, inputs, device=device) for _ in range(layers)]
-    fused, plain = (getattr(module, op) for module in (ops, naive))
+    return _both_ways(op, [(x, weight) for weight in weights])
+
+
+def _both_ways(op: str, sets: Sequence[tuple[Any, ...]]) -> dict[str, Callable[[], object]]:
+    """By the fused kernels, where they are, and by the plain twin."""
+    ways = {"fused": ops, "naive": naive} if _fused(sets[0][0].device) else {"naive": naive}
     return {
-        "fused": lambda: [fused(x, weight) for weight in weights],
-        "naive": lambda: [plain(x, weight) for weight in weights],
+        name: functools.partial(_each, getattr(module, op), sets) for name, module in ways.items()
     }
+
+
+def _each(function: Callable[..., object], sets: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in sets:
+        function(*arguments)
+
+
+def _fused(device: torch.device) -> bool:
+    return ops.fused(device, torch.bfloat16)
 
 
 PRODUCTS = ("linear_swiglu", "linear", "linear_parts")
@@ -220,9 +230,10 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu times the plain twins")
     require_green(TESTS)
-    rows = measure(
-        options.shape, options.nodes, options.context, options.layers, options.repeats, device
-    )
+    with naming_what_does_not_fit("fewer --nodes or --layers, or a smaller --context, need less"):
+        rows = measure(
+            options.shape, options.nodes, options.context, options.layers, options.repeats, device
+        )
     write_rows(options.out, rows, device)
 
 

@@ -20,6 +20,7 @@ from stree_pipelines.benches.profiles import profile_call
 from stree_pipelines.benches.timing import side_by_side
 
 Row = dict[str, Any]
+UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 
 
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
@@ -69,7 +70,7 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
     (as the paper's Figure 3): by the tree scan, by the multi-step update (where the kernels are),
     and by chunk scan as in prefill."""
     rows = []
-    for depth in range(1, 6):
+    for depth in range(1, UNROLLED_DEPTH + 1):
         tree = balanced([2] * depth, f"binary-{depth}")
         leaves = 2**depth
         functions = {

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from stree.errors import UsageError
+from stree.errors import CannotWrite, UsageError
 from stree.tree import MAX_NODES
 from stree_pipelines.dry_run import require_writable
 
 
 def device_of(name: str) -> torch.device:
-    """Raises UsageError for what is no device; whether it is here is not asked."""
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device is {name!r}, wanted cpu, cuda or cuda:N") from error
+    """Raises UsageError for what can't be timed; whether it is here is not asked."""
+    with suppress(RuntimeError):
+        device = torch.device(name)
+        if device.type in ("cpu", "cuda"):
+            return device
+    raise UsageError(f"--device is {name!r}, wanted cpu, cuda or cuda:N")
 
 
 def require_numbers(**options: int | list[int]) -> None:
@@ -32,4 +34,6 @@ def require_numbers(**options: int | list[int]) -> None:
 
 def require_results_file(path: str) -> None:
     """Raise CannotWrite when results could not be written there."""
+    if Path(path).is_dir():
+        raise CannotWrite(f"{path} is a folder: name a file in it")
     require_writable(Path(path).parent)

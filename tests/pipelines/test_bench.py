@@ -10,7 +10,7 @@ import torch
 from process_group import run_together
 
 from stree.engine import Decoder
-from stree.errors import BadData, CannotWrite, InvariantBroken, UsageError
+from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
 from stree_pipelines.benches import intervals, models, profiles, steps, timing
 
@@ -205,6 +205,8 @@ def test_a_training_that_fails_is_named():
         ("--context", "-5"), ("--repeats", "0"), ("--processes", "[]"), ("--processes", "[0]"),
         ("--batch_size", "0"), ("--sequence_length", "-5"), ("--strategies", "[nope]"),
         ("--more", "[--trainer.max_steps=2]"), ("--what", "[]"), ("--what", "[steps]"),
+        ("--device", "meta"), ("--what", "[steps]", "--device", "cuda", "--taus", "[0.5]"),
+        ("--what", "[profiles]", "--device", "cuda", "--nodes", "[5]"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_anything_runs(
@@ -226,6 +228,22 @@ def test_results_that_could_not_be_written_are_refused_first(benchmark, tmp_path
     out = str(tmp_path / "file" / "out.jsonl")
     what = ["--what", "[calls]"] if benchmark is bench_decode else []
     with pytest.raises(CannotWrite, match="cannot write in"):
+        benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
+    if benchmark is not bench_training:
+        with pytest.raises(CannotWrite, match="is a folder: name a file in it"):
+            benchmark.main([str(tmp_path), "--shape", "tiny", "--device", "cpu", *what])
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels])
+def test_memory_that_does_not_suffice_says_what_to_do(benchmark, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: None)
+    monkeypatch.setattr(benchmark, "measure", no_memory)
+    what = ["--what", "[calls]"] if benchmark is bench_decode else []
+    out = str(tmp_path / "out.jsonl")
+    with pytest.raises(OutOfMemory, match=r"CUDA out of memory.; fewer .* need less"):
         benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
 
 
