@@ -517,6 +517,35 @@ def accept_greedy(
         report[row, 0] = finite[row].all() & highest[row].isfinite().all()
 
 
+def settle_sampled(
+    accepted: Tensor,
+    count: Tensor,
+    after: Tensor,
+    tokens: Tensor,
+    target_finite: Tensor,
+    draft_finite: Tensor,
+    path: Tensor,
+    path_length: Tensor,
+    block: Tensor,
+    report: Tensor,
+) -> None:
+    """Write down what sampled acceptance has decided, as `accept_greedy` does, for one sequence.
+
+    Args: accepted (M,) nodes, of which the first count (1,) are the accepted path; after (1,), the
+    token that follows; tokens (N,) of the tree; target_finite (N,) and draft_finite (…), which
+    logits were. Written: path (1, K), path_length (1,), block (1, 1 + M) and report (1, 2 + 2·M).
+    """
+    longest = len(accepted)
+    place = torch.arange(longest, device=accepted.device)
+    drafted = torch.cat([tokens[accepted[1:]], after])
+    new = torch.where(place < count - 1, drafted, after)
+    finite = target_finite.all() & draft_finite.all()
+    path[:, :longest] = accepted
+    path_length.copy_(count)
+    report.copy_(torch.cat([finite.long()[None], count, new, accepted])[None])
+    block.copy_(report[:, 1 : 2 + longest])
+
+
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
     """(B, Q, L): committed slots are seen by all nodes, the tree's by their descendants."""
     batch, num_nodes = length.shape[0], ancestors.shape[-1]

@@ -165,15 +165,34 @@ def accept_greedy(
 
 
 def samples_fused(laws: Tensor) -> bool:
-    """Whether `sample_siblings` and `accept_sampled` are to be used for such laws."""
+    """Whether laws are made and drawn from by the functions below."""
     return fused(laws.device, torch.float32)
+
+
+def _sampled() -> Any:
+    return importlib.import_module("stree_kernels.sampled")
+
+
+def temperature_law(logits: Tensor, temperature: float, finite: Tensor | None) -> Tensor:
+    """See `sampled.temperature_law`; the twin is `stree.sampling.sampling_law`."""
+    return _sampled().temperature_law(logits, temperature, finite)
 
 
 def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:
     """See `sampled.sample_siblings`; the twin is `stree.sampling.sample_siblings`."""
-    return importlib.import_module("stree_kernels.sampled").sample_siblings(laws, count, uniforms)
+    return _sampled().sample_siblings(laws, count, uniforms)
 
 
-def accept_sampled(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample_children(laws: Tensor, places: Tensor, uniforms: Tensor, tokens: Tensor) -> None:
+    """See `sampled.sample_children`; the twin is `stree.sampling.sample_siblings`."""
+    _sampled().sample_children(laws, places, uniforms, tokens)
+
+
+def accept_sampled(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See `sampled.accept_sampled`; the twin is `stree.verify.verify_multi_step`."""
-    return importlib.import_module("stree_kernels.sampled").accept_sampled(*arguments)
+    return _sampled().accept_sampled(*arguments)
+
+
+def settle_sampled(*arguments: Tensor) -> None:
+    """See `naive.settle_sampled`."""
+    (_sampled() if samples_fused(arguments[0]) else naive).settle_sampled(*arguments)

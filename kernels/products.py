@@ -99,6 +99,13 @@ def precision_of(tensor: Tensor) -> str:
     return "as given" if tensor.is_cuda else "tf32"
 
 
+def mixed_precision_of(dtype: torch.dtype) -> str:
+    """For `mixed_product`: fp16 has too small a range to hold any fp32 number in two."""
+    if dtype == torch.float32:
+        return "tf32x3"  # stays exact to about 1e-6
+    return "in two" if dtype == torch.bfloat16 else "tf32"
+
+
 def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
     multiprocessors, shared_bytes = _device_of(x)
     return (
@@ -219,3 +226,24 @@ def product(a, b, PRECISION: tl.constexpr):
         return tl.dot(a, b)
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def mixed_product(a, b, PRECISION: tl.constexpr, MIXED: tl.constexpr):
+    """Of an fp32 operand and one as given. `in two`: the fp32 one is the sum of two of the other's
+    type, which keeps 16 of its 24 digits where one tf32 product, as fast, keeps 11."""
+    if MIXED == "in two":
+        if a.dtype == tl.float32:
+            high, low = _in_two(a, b.dtype)
+            return product(high, b, PRECISION) + product(low, b, PRECISION)
+        else:
+            high, low = _in_two(b, a.dtype)
+            return product(a, high, PRECISION) + product(a, low, PRECISION)
+    else:
+        return product(a, b, MIXED)
+
+
+@triton.jit
+def _in_two(wide, dtype: tl.constexpr):
+    high = wide.to(dtype)
+    return high, (wide - high.to(tl.float32)).to(dtype)

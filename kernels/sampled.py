@@ -1,18 +1,48 @@
-"""Sampling siblings and multi-step speculative sampling on the device (Triton).
+"""Laws, sampling siblings and multi-step speculative sampling on the device (Triton).
 
-The twins are `stree.sampling.sample_siblings` and `stree.verify.verify_multi_step`, whose choices
-are made by inverting the cumulative law with the same uniforms. Laws are fp64, so that what is
-drawn has the law to its last digits; a vocabulary is gone through in blocks.
+The twins are `stree.sampling.sampling_law` and `sample_siblings`, `stree.verify.verify_multi_step`
+and `naive.settle_sampled`. Choices are made by inverting the cumulative law with the same
+uniforms. Laws are fp64, so that what is drawn has the law to its last digits; a vocabulary is gone
+through in blocks.
 """
 
 from __future__ import annotations
+
+import struct
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # tokens whose sum is kept, in `sample_siblings`
+from stree_kernels.launch import follow, overlapping
+
+BLOCK = 1024  # tokens of a program, and of a sum that is kept
+# What a launch of acceptance leaves to the next: node, where its level began, walking, accepted,
+# untouched, which residual, rejected, and how many nodes the path has
+FLAGS = tl.constexpr(8)
+
+
+def temperature_law(logits: Tensor, temperature: float, finite: Tensor | None) -> Tensor:
+    """softmax(logits / temperature) in fp64, in two launches.
+
+    Args: logits (n, V), temperature above 0; finite (n,) bool, if given, is told whether each row
+    has a law. Returns (n, V).
+    """
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and (finite is None or finite.is_contiguous())
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    partial = torch.empty(2, num_rows, num_blocks, dtype=torch.float64, device=logits.device)
+    laws = torch.empty(num_rows, vocab, dtype=torch.float64, device=logits.device)
+    bits = struct.unpack("q", struct.pack("d", temperature))[0]  # a number would arrive as fp32
+    common = (logits, logits.stride(0), bits, partial)
+    options = dict(BLOCK=BLOCK, num_warps=4, **overlapping(logits))
+    peaks_kernel[(num_blocks, num_rows)](*common, vocab, **options)
+    law_kernel[(num_blocks, num_rows)](
+        *common, laws, None if finite is None else finite.view(torch.uint8), vocab,
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options,
+    )  # fmt: skip
+    return laws
 
 
 def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:
@@ -20,20 +50,33 @@ def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:
 
     Args: laws (n, V) fp64, uniforms (count, n) in [0, 1). Returns (n, count).
     """
+    drawn = torch.empty(len(laws), count, dtype=torch.long, device=laws.device)
+    _sample(laws, count, uniforms, None, drawn)
+    return drawn
+
+
+def sample_children(laws: Tensor, places: Tensor, uniforms: Tensor, tokens: Tensor) -> None:
+    """The same into places (n, count) of tokens (N,), none where a place is negative."""
+    assert places.is_contiguous() and tokens.stride(0) == 1
+    _sample(laws, places.shape[1], uniforms, places, tokens)
+
+
+def _sample(
+    laws: Tensor, count: int, uniforms: Tensor, places: Tensor | None, drawn: Tensor
+) -> None:
     num_rows, vocab = laws.shape
     assert laws.stride(1) == 1 and uniforms.is_contiguous()
     num_blocks = triton.cdiv(vocab, BLOCK)
     sums = laws.new_empty(num_rows, num_blocks)
-    drawn = torch.empty(num_rows, count, dtype=torch.long, device=laws.device)
     sums_kernel[(num_blocks, num_rows)](
-        laws, laws.stride(0), sums, num_blocks, vocab, BLOCK=BLOCK, num_warps=4
-    )
-    siblings_kernel[(num_rows,)](
-        laws, laws.stride(0), sums, num_blocks, uniforms, drawn, vocab, num_rows,
-        COUNT=count, TAKEN=triton.next_power_of_2(count), BLOCK=BLOCK,
-        NUM_BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
+        laws, laws.stride(0), sums, num_blocks, vocab, BLOCK=BLOCK, num_warps=4,
+        **overlapping(laws),
     )  # fmt: skip
-    return drawn
+    siblings_kernel[(num_rows,)](
+        laws, laws.stride(0), sums, num_blocks, uniforms, places, drawn, vocab, num_rows,
+        COUNT=count, TAKEN=triton.next_power_of_2(count), BLOCK=BLOCK,
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4, **overlapping(laws),
+    )  # fmt: skip
 
 
 def accept_sampled(
@@ -43,33 +86,129 @@ def accept_sampled(
     children: Tensor,
     exists: Tensor,
     rows: Tensor,
-    widths: Tensor,
+    widths: list[int],
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`stree.verify.verify_multi_step` in one launch.
+    """`stree.verify.verify_multi_step`, in one launch for each place a child could be in, and two.
+
+    A rejection changes the law of all tokens, and the next child is judged by their sum: each
+    launch judges one child, alike in all its programs, which share out the tokens. What one
+    decides is left to the next in a row of `flags` and `numbers`, and sums in `partial`.
 
     Args: target_laws (N, V), draft_laws (I, V) fp64; tokens (N,); children and exists (N, W) and
-    rows (N,), where a node's children and its draft law are; widths (depth,), how many places
-    each level has; uniforms, one a place of each level and one for the token after.
+    rows (N,), where a node's children and its draft law are; widths, how many places each level
+    has; uniforms, one a place of each level and one for the token after.
     """
     vocab = target_laws.shape[1]
     assert target_laws.stride(1) == draft_laws.stride(1) == 1
-    depth = widths.shape[0]
-    path = torch.empty(depth + 1, dtype=torch.long, device=tokens.device)
-    length, after = (torch.empty(1, dtype=torch.long, device=tokens.device) for _ in range(2))
-    residual = target_laws.new_empty(vocab)
-    block = min(4096, triton.next_power_of_2(vocab))
-    accept_sampled_kernel[(1,)](
-        target_laws, target_laws.stride(0), draft_laws, draft_laws.stride(0), tokens,
-        children, exists.view(torch.uint8), rows, children.shape[1], widths, depth, uniforms,
-        residual, path, length, after, vocab,
-        TAKEN=triton.next_power_of_2(children.shape[1]), BLOCK=block, num_warps=8,
+    num_places, num_blocks, device = sum(widths), triton.cdiv(vocab, BLOCK), tokens.device
+    path = torch.empty(len(widths) + 1, dtype=torch.long, device=device)
+    length, after = (torch.empty(1, dtype=torch.long, device=device) for _ in range(2))
+    flags = torch.empty(num_places + 1, FLAGS.value, dtype=torch.long, device=device)
+    numbers = target_laws.new_empty(num_places + 1, 2)
+    partial = target_laws.new_empty(num_places + 1, 2, num_blocks)
+    residuals = target_laws.new_empty(2, vocab)
+    common = (target_laws, target_laws.stride(0), flags, numbers, partial, residuals)
+    options = dict(
+        BLOCK=BLOCK, NUM_BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
+        **overlapping(target_laws),
     )  # fmt: skip
+    step = 0
+    for level, width in enumerate(widths):
+        for place in range(width):
+            place_kernel[(num_blocks,)](
+                *common, draft_laws, draft_laws.stride(0), tokens,
+                children, exists.view(torch.uint8), rows, children.shape[1],
+                uniforms, path, step, level, place, vocab,
+                FIRST=step == 0, TAKEN=4, **options,
+            )  # fmt: skip
+            step += 1
+    rest_kernel[(num_blocks,)](*common, step, vocab, **options)
+    after_kernel[(1,)](
+        *common, uniforms, path, length, after, step, len(widths), num_blocks, vocab, **options
+    )
     return path, length, after
 
 
+def settle_sampled(
+    accepted: Tensor,
+    count: Tensor,
+    after: Tensor,
+    tokens: Tensor,
+    target_finite: Tensor,
+    draft_finite: Tensor,
+    path: Tensor,
+    path_length: Tensor,
+    block: Tensor,
+    report: Tensor,
+) -> None:
+    """`naive.settle_sampled` in one launch; all contiguous, but for path's first stride."""
+    longest = len(accepted)
+    settle_kernel[(1,)](
+        accepted, count, after, tokens,
+        target_finite.view(torch.uint8), len(target_finite),
+        draft_finite.view(torch.uint8), draft_finite.numel(),
+        path, path_length, block, report, longest,
+        BLOCK=triton.next_power_of_2(longest),
+        BLOCK_ROWS=triton.next_power_of_2(max(len(target_finite), draft_finite.numel())),
+        num_warps=1, **overlapping(tokens),
+    )  # fmt: skip
+
+
 @triton.jit
-def sums_kernel(laws, law_stride, sums, num_blocks, vocab, BLOCK: tl.constexpr):
+def _scores(logits, stride, row, token, vocab, temperature_bits):
+    score = tl.load(logits + row * stride + token, mask=token < vocab, other=-float("inf"))
+    return score.to(tl.float64) / temperature_bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _shift(highest):
+    """A row or block of tokens that are all impossible has nothing to shift by."""
+    return tl.where(highest == -float("inf"), 0.0, highest)
+
+
+@triton.jit
+def peaks_kernel(
+    logits, stride, temperature_bits, partial, vocab, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    """The highest score of each block, and the sum of its exponentials."""
+    follow(OVERLAPS)
+    block, row, num_blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    score = _scores(logits, stride, row, token, vocab, temperature_bits)
+    peak = tl.max(score, axis=0)
+    at = partial + row * num_blocks + block
+    tl.store(at, peak)
+    total = tl.sum(tl.exp(score - _shift(peak)), axis=0)
+    tl.store(at + tl.num_programs(1) * num_blocks, total)
+
+
+@triton.jit
+def law_kernel(
+    logits, stride, temperature_bits, partial, laws, finite, vocab,
+    NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    block, row, num_blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    other = tl.arange(0, NUM_BLOCKS)
+    at = partial + row * num_blocks + other
+    follow(OVERLAPS)
+    score = _scores(logits, stride, row, token, vocab, temperature_bits)
+    peaks = tl.load(at, mask=other < num_blocks, other=-float("inf"))
+    totals = tl.load(at + tl.num_programs(1) * num_blocks, mask=other < num_blocks, other=0.0)
+    highest = _shift(tl.max(peaks, axis=0))
+    total = tl.sum(totals * tl.exp(peaks - highest), axis=0)
+    law = tl.exp(score - highest) / total
+    tl.store(laws + row * vocab + token, law, mask=token < vocab)
+    if finite is not None and block == 0:
+        tl.store(finite + row, (total > 0.0) & (total < float("inf")))
+
+
+@triton.jit
+def sums_kernel(
+    laws, law_stride, sums, num_blocks, vocab, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    follow(OVERLAPS)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
     law = tl.load(laws + row * law_stride + token, mask=token < vocab, other=0.0)
@@ -94,9 +233,11 @@ def _place(values, threshold):
 
 @triton.jit
 def siblings_kernel(
-    laws, law_stride, sums, num_blocks, uniforms, drawn, vocab, num_rows,
+    laws, law_stride, sums, num_blocks, uniforms, places, drawn, vocab, num_rows,
     COUNT: tl.constexpr, TAKEN: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     laws += row * law_stride
     block, slot, place = tl.arange(0, NUM_BLOCKS), tl.arange(0, TAKEN), tl.arange(0, BLOCK)
@@ -112,117 +253,201 @@ def siblings_kernel(
             law = tl.load(laws + token, mask=token < vocab, other=0.0)
             law = _untaken(law, token, taken)
             picked = chosen * BLOCK + _place(law, uniform * total - before)
+            # The block's sum without it, exactly: nothing is left of a law that is used up
+            left = tl.sum(tl.where(token == picked, 0.0, law), axis=0)
+            totals = tl.where(block == chosen, left, totals)
         else:  # uniform over what is left: that place among them, counting past the taken
-            chosen = 0
             among = (uniform * (vocab - sibling)).to(tl.int32)
             picked = among
             for _ in tl.static_range(COUNT):
                 past = (taken >= 0) & (taken <= picked)
                 picked = among + tl.sum(past.to(tl.int32), axis=0)
         taken = tl.where(slot == sibling, picked, taken)
-        tl.store(drawn + row * COUNT + sibling, picked.to(tl.int64))
-        # The sum of the block without it, exactly: nothing is left of a law that is used up
-        own = picked // BLOCK
-        token = own * BLOCK + place
-        law = tl.load(laws + token, mask=token < vocab, other=0.0)
-        totals = tl.where(block == own, tl.sum(_untaken(law, token, taken), axis=0), totals)
+        if places is None:
+            tl.store(drawn + row * COUNT + sibling, picked.to(tl.int64))
+        else:
+            at = tl.load(places + row * COUNT + sibling)
+            tl.store(drawn + at, picked.to(tl.int64), mask=at >= 0)
 
 
 @triton.jit
-def accept_sampled_kernel(
-    target_laws, target_stride, draft_laws, draft_stride, tokens, children, exists, rows, max_width,
-    widths, depth, uniforms, residual, path, path_length, after, vocab,
-    TAKEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    slot, place = tl.arange(0, TAKEN), tl.arange(0, BLOCK)
-    node = tl.load(rows) * 0  # the root, as an int64
-    length = node + 1
-    walking = node == 0
-    untouched = node == 0  # nothing was rejected since the node was reached
-    scale = tl.load(target_laws) * 0.0 + 1.0  # of what `residual` holds
-    number = 0
-    tl.store(path, node)
-    for level in range(depth):
-        accepted = node < 0
-        open_sum = scale * 0.0 + 1.0  # of the draft law without the taken tokens
-        num_taken = 0
-        taken = tl.full([TAKEN], -1, dtype=tl.int64)
-        start, law = node, draft_laws + tl.load(rows + node) * draft_stride
-        target = target_laws + node * target_stride
-        for child_place in range(tl.load(widths + level)):
-            uniform = tl.load(uniforms + number)
-            number += 1
-            there = tl.load(exists + start * max_width + child_place) != 0
-            if walking & there & (accepted == 0):
-                child = tl.load(children + start * max_width + child_place)
-                token = tl.load(tokens + child)
-                even = 1.0 / (vocab - num_taken).to(tl.float64)  # when the law is used up
-                proposed = even
-                if open_sum > 0.0:
-                    proposed = tl.load(law + token) / open_sum
-                wanted = tl.load(residual + token) * scale
-                if untouched:
-                    wanted = tl.load(target + token)
-                if uniform >= 1.0 - tl.minimum(wanted / proposed, 1.0):
-                    accepted = child >= 0
-                    node = child
-                else:
-                    left, still_open = scale * 0.0, scale * 0.0
-                    now = tl.where(slot == num_taken, token, taken)
-                    for first in range(0, vocab, BLOCK):
-                        each = first + place
-                        known = each < vocab
-                        if untouched:
-                            value = tl.load(target + each, mask=known, other=0.0)
-                        else:
-                            value = tl.load(residual + each, mask=known, other=0.0) * scale
-                        draft = tl.load(law + each, mask=known, other=0.0)
-                        free = _untaken(tl.where(known, 1.0, 0.0).to(tl.float64), each, taken)
-                        offered = draft * free
-                        if open_sum > 0.0:
-                            value -= offered / open_sum
-                        else:
-                            value -= free * even
-                        value = tl.maximum(value, 0.0)
-                        tl.store(residual + each, value, mask=known)
-                        left += tl.sum(value, axis=0)
-                        still_open += tl.sum(_untaken(offered, each, now), axis=0)
-                    tl.debug_barrier()  # any thread may read any token's residual next
-                    untouched = left <= 0.0  # rounding alone: then the law is as it was
-                    scale = 1.0 / tl.where(left > 0.0, left, 1.0)
-                    open_sum = still_open
-                    taken = now
-                    num_taken += 1
-        walking = walking & accepted
-        if accepted:
-            untouched = node >= 0
-            length += 1
-        tl.store(path + level + 1, node)
-    tl.store(path_length, length)
+def _decided(flags, numbers, partial, step, num_blocks, NUM_BLOCKS: tl.constexpr):
+    """What the launches before have decided: flags, then the scale of the residual and what is left
+    of the draft law."""
+    flags += step * FLAGS
+    node, start, walking = tl.load(flags), tl.load(flags + 1), tl.load(flags + 2)
+    accepted, untouched, which = tl.load(flags + 3), tl.load(flags + 4), tl.load(flags + 5)
+    rejected, length = tl.load(flags + 6), tl.load(flags + 7)
+    scale, still_open = tl.load(numbers + 2 * step), tl.load(numbers + 2 * step + 1)
+    if rejected != 0:
+        block = tl.arange(0, NUM_BLOCKS)
+        at = partial + 2 * step * num_blocks + block
+        left = tl.sum(tl.load(at, mask=block < num_blocks, other=0.0), axis=0)
+        still_open = tl.sum(tl.load(at + num_blocks, mask=block < num_blocks, other=0.0), axis=0)
+        untouched = (left <= 0.0).to(tl.int64)  # rounding alone: then the law is as it was
+        scale = 1.0 / tl.where(left > 0.0, left, 1.0)
+    return node, start, walking, accepted, untouched, which, length, scale, still_open
 
-    # The token after: the first whose cumulative residual exceeds its share
-    target = target_laws + node * target_stride
-    total = scale * 0.0
-    for first in range(0, vocab, BLOCK):
-        each = first + place
-        if untouched:
-            value = tl.load(target + each, mask=each < vocab, other=0.0)
+
+@triton.jit(do_not_specialize=["step", "level", "place"])
+def place_kernel(
+    target_laws, target_stride, flags, numbers, partial, residuals,
+    draft_laws, draft_stride, tokens, children, exists, rows, max_width,
+    uniforms, path, step, level, place, vocab,
+    FIRST: tl.constexpr, TAKEN: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Judge the child at one place of the node reached; if it is rejected, leave the residual."""
+    follow(OVERLAPS)
+    program, num_blocks = tl.program_id(0), tl.num_programs(0)
+    if FIRST:
+        node = tl.full([], 0, dtype=tl.int64)
+        start, accepted, which, walking = node, node, node, node + 1
+        untouched, length = walking, walking
+        scale = tl.full([], 1.0, dtype=tl.float64)
+        still_open = scale
+    else:
+        node, start, walking, accepted, untouched, which, length, scale, still_open = _decided(
+            flags, numbers, partial, step, num_blocks, NUM_BLOCKS
+        )
+    if place == 0:
+        start = node
+        if level > 0:
+            walking = walking * accepted
+        accepted = accepted * 0
+        still_open = still_open * 0.0 + 1.0
+        if program == 0:
+            tl.store(path + level, node)
+
+    rejected = accepted * 0
+    there = tl.load(exists + start * max_width + place) != 0
+    if (walking != 0) & (accepted == 0) & there:
+        child = tl.load(children + start * max_width + place)
+        token = tl.load(tokens + child)
+        target = target_laws + start * target_stride
+        law = draft_laws + tl.load(rows + start) * draft_stride
+        even = 1.0 / (vocab - place).to(tl.float64)  # when the draft law is used up
+        proposed = even
+        if still_open > 0.0:
+            proposed = tl.load(law + token) / still_open
+        if untouched != 0:
+            wanted = tl.load(target + token)
         else:
-            value = tl.load(residual + each, mask=each < vocab, other=0.0)
-        total += tl.sum(value, axis=0)
-    threshold = tl.load(uniforms + number) * total
-    chosen, before = node * 0 - 1, scale * 0.0
-    last = node * 0
-    for first in range(0, vocab, BLOCK):
-        each = first + place
-        if untouched:
-            value = tl.load(target + each, mask=each < vocab, other=0.0)
+            wanted = tl.load(residuals + which * vocab + token) * scale
+        if tl.load(uniforms + step) >= 1.0 - tl.minimum(wanted / proposed, 1.0):
+            accepted, untouched, node, length = walking, walking, child, length + 1
         else:
-            value = tl.load(residual + each, mask=each < vocab, other=0.0)
-        here = tl.sum(value, axis=0)
-        if (chosen < 0) & (before + here > threshold):
-            chosen = (first + _place(value, threshold - before)).to(tl.int64)
-        if here > 0.0:
-            last = (first + tl.max(tl.where(value > 0.0, place, 0), axis=0)).to(tl.int64)
-        before += here
-    tl.store(after, tl.where(chosen < 0, last, chosen))
+            each = program * BLOCK + tl.arange(0, BLOCK)
+            known = each < vocab
+            if untouched != 0:
+                value = tl.load(target + each, mask=known, other=0.0)
+            else:
+                value = tl.load(residuals + which * vocab + each, mask=known, other=0.0) * scale
+            free = tl.where(known, 1.0, 0.0).to(tl.float64)
+            for first in range(0, place, TAKEN):  # whoever stands at an earlier place was rejected
+                slot = first + tl.arange(0, TAKEN)
+                earlier = tl.load(children + start * max_width + slot, mask=slot < place, other=0)
+                taken = tl.load(tokens + earlier, mask=slot < place, other=-1)
+                free = _untaken(free, each, taken)
+            offered = tl.load(law + each, mask=known, other=0.0) * free
+            if still_open > 0.0:
+                value -= offered / still_open
+            else:
+                value -= free * even
+            value = tl.maximum(value, 0.0)
+            which = 1 - which  # others may still be reading the last one
+            tl.store(residuals + which * vocab + each, value, mask=known)
+            at = partial + 2 * (step + 1) * num_blocks + program
+            tl.store(at, tl.sum(value, axis=0))
+            tl.store(at + num_blocks, tl.sum(tl.where(each == token, 0.0, offered), axis=0))
+            rejected += 1
+    if program == 0:
+        flags += (step + 1) * FLAGS
+        tl.store(flags, node)
+        tl.store(flags + 1, start)
+        tl.store(flags + 2, walking)
+        tl.store(flags + 3, accepted)
+        tl.store(flags + 4, untouched)
+        tl.store(flags + 5, which)
+        tl.store(flags + 6, rejected)
+        tl.store(flags + 7, length)
+        tl.store(numbers + 2 * (step + 1), scale)
+        tl.store(numbers + 2 * (step + 1) + 1, still_open)
+
+
+@triton.jit
+def _law_left(target_laws, target_stride, residuals, node, untouched, which, block, vocab,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """A block of what the token after the path is drawn from, up to a factor."""
+    each = block * BLOCK + tl.arange(0, BLOCK)
+    at = residuals + which * vocab + each
+    if untouched != 0:
+        at = target_laws + node * target_stride + each
+    return tl.load(at, mask=each < vocab, other=0.0)
+
+
+@triton.jit(do_not_specialize=["step"])
+def rest_kernel(
+    target_laws, target_stride, flags, numbers, partial, residuals, step, vocab,
+    BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The sums of its blocks, where the first launch's would be."""
+    follow(OVERLAPS)
+    program, num_blocks = tl.program_id(0), tl.num_programs(0)
+    node, _, _, _, untouched, which, _, _, _ = _decided(
+        flags, numbers, partial, step, num_blocks, NUM_BLOCKS
+    )
+    law = _law_left(
+        target_laws, target_stride, residuals, node, untouched, which, program, vocab, BLOCK
+    )
+    tl.store(partial + program, tl.sum(law, axis=0))
+
+
+@triton.jit(do_not_specialize=["step", "depth"])
+def after_kernel(
+    target_laws, target_stride, flags, numbers, partial, residuals,
+    uniforms, path, path_length, after, step, depth, num_blocks, vocab,
+    BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The token after: the first whose cumulative law exceeds its share."""
+    follow(OVERLAPS)
+    node, _, _, _, untouched, which, length, _, _ = _decided(
+        flags, numbers, partial, step, num_blocks, NUM_BLOCKS
+    )
+    tl.store(path + depth, node)
+    tl.store(path_length, length)
+    block = tl.arange(0, NUM_BLOCKS)
+    sums = tl.load(partial + block, mask=block < num_blocks, other=0.0)
+    threshold = tl.load(uniforms + step) * tl.sum(sums, axis=0)
+    chosen = _place(sums, threshold)
+    before = tl.sum(tl.where(block < chosen, sums, 0.0), axis=0)
+    law = _law_left(
+        target_laws, target_stride, residuals, node, untouched, which, chosen, vocab, BLOCK
+    )
+    tl.store(after, (chosen * BLOCK + _place(law, threshold - before)).to(tl.int64))
+
+
+@triton.jit
+def settle_kernel(
+    accepted, count, after, tokens, target_finite, num_target, draft_finite, num_draft,
+    path, path_length, block, report, longest,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    step, row = tl.arange(0, BLOCK), tl.arange(0, BLOCK_ROWS)
+    known = step < longest
+    length = tl.load(count)
+    node = tl.load(accepted + step, mask=known, other=0)
+    following = tl.load(accepted + step + 1, mask=step + 1 < length, other=0)
+    new = tl.load(tokens + following, mask=step + 1 < length, other=0)
+    new = tl.where(step + 1 < length, new, tl.load(after))
+    finite = tl.load(target_finite + row, mask=row < num_target, other=1).to(tl.int64)
+    finite &= tl.load(draft_finite + row, mask=row < num_draft, other=1).to(tl.int64)
+    tl.store(path + step, node, mask=known)
+    tl.store(path_length, length)
+    tl.store(block, length)
+    tl.store(block + 1 + step, new, mask=known)
+    tl.store(report, tl.min(finite, axis=0))
+    tl.store(report + 1, length)
+    tl.store(report + 2 + step, new, mask=known)
+    tl.store(report + 2 + longest + step, node, mask=known)

@@ -9,6 +9,8 @@ contiguous and writes the new ones: by then nobody reads them. The naive twin is
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -82,7 +84,7 @@ def attend_tree(
     )  # fmt: skip
     precision = "tf32x3" if wide else precision_of(qkv)
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
-        *common, head_dim**-0.5, PRECISION=precision,
+        *common, head_dim**-0.5 * math.log2(math.e), PRECISION=precision,
         num_warps=ATTEND_WARPS, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip
@@ -116,14 +118,15 @@ def _corner(
 @triton.jit
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
-    """One block of keys in the running softmax."""
+    """One block of keys in the running softmax, of powers of two. The highest score is rounded up,
+    so that a weight loses the same to 16 bits however the keys are divided."""
     scores = product(q_low, tl.trans(k_low), PRECISION)
     scores += product(q_high, tl.trans(k_high), PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))
-    now = tl.maximum(highest, tl.max(scores, axis=1))
+    now = tl.maximum(highest, tl.ceil(tl.max(scores, axis=1)))
     shift = tl.where(now == -float("inf"), 0.0, now)  # nothing seen yet
-    weights = tl.exp(scores - shift[:, None])
-    fade = tl.exp(highest - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(highest - shift)
     total = total * fade + tl.sum(weights, axis=1)
     out = out * fade[:, None] + product(weights.to(v.dtype), v, PRECISION)
     return now, total, out
@@ -358,7 +361,7 @@ def combine_kernel(
         total = tl.load(sums + sums_stride + at, mask=used, other=0.0)
         top = tl.max(highest, axis=0)
         top = tl.where(known, top, 0.0)
-        weights = tl.exp(highest - top[None, :])
+        weights = tl.exp2(highest - top[None, :])
         whole = tl.where(known, tl.sum(total * weights, axis=0), 1.0)
         y = tl.sum(out * weights[:, :, None], axis=0) / whole[:, None]
         head = kv_head * SHARED + row % SHARED

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.products import mixed_precision_of, mixed_product, precision_of
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 
 BLOCK_CHANNELS = 64
@@ -80,8 +81,7 @@ def replay_and_convolve(
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
         HEAD_BLOCKS=head_blocks, BLOCK_P=block_p,
         BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
-        # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
-        PRECISION="tf32x3" if kept.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
         num_warps=4, **overlapping(kept),
@@ -107,7 +107,8 @@ def replay_conv_kernel(
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr, MIXED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)  # before all else: the scan counts on it
@@ -137,7 +138,7 @@ def replay_conv_kernel(
             path, path_size, path_length, num_slots,
             (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
             B_CHANNEL + (head // HEADS_A_B) * D_STATE,
-            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION,
+            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
         )  # fmt: skip
     else:
         block = (program - num_replays) % (num_blocks + 1)
@@ -169,7 +170,8 @@ def _replay(
     state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log,
     path, path_size, path_length, num_slots,
     start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Advance the state of a block of a head's channels along the accepted path."""
     p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
@@ -184,14 +186,14 @@ def _replay(
         path, k, k < path_size, num_slots, xb, xb_stride, dt_pointer, dt_stride,
         x_start + p, in_p, b_start + s, in_s,
     )  # fmt: skip
-    h = _advanced(h, A, dt, x, B, k < path_length, PRECISION)
+    h = _advanced(h, A, dt, x, B, k < path_length, PRECISION, MIXED)
     for start in range(16, path_length, 16):
         accepted = start + k < path_length
         dt, x, B = _path_inputs(
             path, start + k, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
             x_start + p, in_p, b_start + s, in_s,
         )  # fmt: skip
-        h = _advanced(h, A, dt, x, B, accepted, PRECISION)
+        h = _advanced(h, A, dt, x, B, accepted, PRECISION, MIXED)
     if path_length > 0:
         tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
 
@@ -212,14 +214,14 @@ def _path_inputs(
 
 
 @triton.jit
-def _advanced(h, A, dt, x, B, accepted, PRECISION: tl.constexpr):
+def _advanced(h, A, dt, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl.constexpr):
     """The state after those of 16 nodes of the path that are accepted."""
     dt = tl.where(accepted, dt, 0.0)
     x = tl.where(accepted[:, None], x.to(tl.float32), 0.0)
-    B = tl.where(accepted[:, None], B.to(tl.float32), 0.0)
+    B = tl.where(accepted[:, None], B, 0.0)
     total = tl.sum(dt * A, axis=0)
     after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
-    added = tl.dot(tl.trans(x * after[:, None]), B, input_precision=PRECISION)
+    added = mixed_product(tl.trans(x * after[:, None]), B, PRECISION, MIXED)
     return tl.exp(total) * h + added
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
+from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
@@ -58,9 +59,8 @@ def mamba_tree(
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
-        # 16-bit inputs have no more digits than tf32; fp32 ones are to stay exact to 1e-5
-        PRECISION="tf32x3" if projected.dtype == torch.float32 else "tf32",
-        AS_GIVEN=kept.is_cuda and kept.dtype != torch.float32,  # the interpreter cannot
+        PRECISION="tf32x3" if projected.dtype == torch.float32 else precision_of(kept),
+        MIXED=mixed_precision_of(projected.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),
@@ -95,19 +95,15 @@ def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.cons
 @triton.jit
 def _among_nodes(
     node, above, start, C, log_decay, x, B, dt, other_decay, D,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, AS_GIVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """What nodes receive from a block of their ancestors."""
     other = start + tl.arange(0, BLOCK_N)
     # Off the ancestors the difference can be positive and overflow: mask it before exp
     difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
-    if AS_GIVEN:
-        scores = tl.dot(C, tl.trans(B))
-    else:
-        scores = tl.dot(C.to(tl.float32), tl.trans(B.to(tl.float32)), input_precision=PRECISION)
-    scores = scores * tl.exp(difference) * dt[None, :]
+    scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
     scores += tl.where(node[:, None] == other[None, :], D, 0.0)
-    return tl.dot(scores, x.to(tl.float32), input_precision=PRECISION)
+    return mixed_product(scores, x, PRECISION, MIXED)
 
 
 @triton.jit
@@ -122,7 +118,7 @@ def tree_scan_kernel(
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, AS_GIVEN: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     block, query_block = tl.program_id(0) // query_blocks, tl.program_id(0) % query_blocks
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -162,11 +158,10 @@ def tree_scan_kernel(
             0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
             steps, steps_part_stride, steps_stride, BLOCK_N,
         )  # fmt: skip
-    y = tl.dot(C.to(tl.float32), tl.trans(state), input_precision=PRECISION)
-    y = y * tl.exp(log_decay)[:, None]
+    y = mixed_product(C, tl.trans(state), PRECISION, MIXED) * tl.exp(log_decay)[:, None]
     if ONE_TILE:
         y += _among_nodes(
-            node, above, 0, C, log_decay, x, B, dt, other_decay, D, BLOCK_N, PRECISION, AS_GIVEN
+            node, above, 0, C, log_decay, x, B, dt, other_decay, D, BLOCK_N, PRECISION, MIXED
         )
     else:
         for start in range(0, num_nodes, BLOCK_N):
@@ -177,7 +172,7 @@ def tree_scan_kernel(
             above = _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
             y += _among_nodes(
                 node, above, start, C, log_decay, x, B, dt, other_decay, D,
-                BLOCK_N, PRECISION, AS_GIVEN,
+                BLOCK_N, PRECISION, MIXED,
             )  # fmt: skip
     at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
     tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])

@@ -15,7 +15,7 @@ from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
-from stree_pipelines.benches.steps import decode_at
+from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import memory_line, model_line
@@ -24,11 +24,11 @@ from stree_pipelines.estimates import cache_bytes, decoding_memory, num_paramete
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
-    "kernels/test_accept.py", "kernels/test_chunk_scan.py",
+    "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_sampled.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
-WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps")
+WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs")
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         num_steps=options.num_steps,
     )  # fmt: skip
     require_results_file(options.out)
-    captured = [each for each in ("profiles", "steps") if each in options.what]
+    captured = [each for each in ("profiles", "steps", "graphs") if each in options.what]
     if device.type != "cuda" and captured:
         names = " and ".join(captured)
         raise UsageError(f"{names} need CUDA graphs: leave {names} out of --what")
@@ -99,6 +99,9 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     if "steps" in options.what:
         drafter = random_drafter(options.shape, device)
         rows += decode_at(target, drafter, options.taus, context, options.num_steps, 3)
+    if "graphs" in options.what:
+        drafter = random_drafter(options.shape, device)
+        rows += graphs(target, drafter, context, repeats)
     return rows
 
 

@@ -18,6 +18,7 @@ from stree.plain_data import parse_json
 from stree_pipelines.benches.intervals import logged_steps
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
+from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
 
 Row = dict[str, Any]
@@ -124,6 +125,18 @@ def steps_table(rows: list[Row]) -> Table:
         for row in rows
     ]  # fmt: skip
     return Table("Decoding at a given τ", (heads, *lines))
+
+
+def graphs_table(rows: list[Row]) -> Table:
+    """What a step's graphs take, greedy and sampled."""
+    lines = []
+    for row in rows:
+        draft, target = _value(row.get("us_draft", 0.0)), _value(row["us_target"])
+        lines.append((
+            f"{row['shape']}, {METHOD_LABELS[row['method']]}, T = {row['temperature']:g}",
+            f"{draft:,.0f}" if draft else MISSING, f"{target:,.0f}", f"{draft + target:,.0f}",
+        ))  # fmt: skip
+    return Table("A step's graphs, µs", (("", "draft", "target", "both"), *lines))
 
 
 def training_table(rows: list[Row]) -> Table:
@@ -283,6 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("target call", calls_table),
         ("profile", profiles_table),
         ("step", steps_table),
+        ("graphs", graphs_table),
         ("distill", training_table),
     ):
         about = [row for row in rows if wanted in row or row.get("what") == wanted]

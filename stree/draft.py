@@ -31,7 +31,13 @@ class SamplingRule:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def law(self, logits: Tensor) -> Tensor:
+    def law(self, logits: Tensor, finite: Tensor | None = None) -> Tensor:
+        """Laws (…, V) of logits (…, V); finite (…), if given, is told whether each row's were."""
+        only_tempered = self.top_k == 0 and self.top_p == 1.0
+        if only_tempered and logits.dim() == 2 and ops.samples_fused(logits):
+            return ops.temperature_law(logits, self.temperature, finite)
+        if finite is not None:
+            finite.copy_(logits.amax(-1).isfinite())
         return sampling_law(logits, self.temperature, self.top_k, self.top_p)
 
 
@@ -133,19 +139,20 @@ class StaticDraft:
         self.cache.num_committed += len(tokens)
 
     def _run(self, cache: HybridCache, choose: Chooser, bound: int | None = None) -> Draft:
-        model, first, wide = self.model, 0, not self.rule.greedy
+        model, first = self.model, 0
 
         def advance(tokens: Tensor, nodes: tuple[int, ...]) -> Tensor:
             nonlocal first
             rows = index_tensor(nodes, tokens.device)
             hidden = model.tree_hidden(tokens[None], self.inner, cache, first, bound, rows)[0]
             first += len(nodes)
-            return model.logits(hidden, wide=wide)
+            return model.logits(hidden, wide=False)
 
         hidden = model.tree_hidden(self.block[:, 1:], self.chain, cache, bound=bound)[0]
         tokens = torch.empty(self.tree.num_nodes, dtype=torch.long, device=model.device)
         hidden = ops.take_root(hidden, self.block[0], tokens, cache.path_length)
-        return grow(advance, model.logits(hidden, wide=wide), tokens, self.tree, self.rule, choose)
+        logits = model.logits(hidden, wide=False)
+        return grow(advance, logits, tokens, self.tree, self.rule, choose)
 
 
 class CapturedDraft(StaticDraft):
@@ -237,13 +244,13 @@ def draw_children(
     if rule.greedy:
         ops.choose_children(logits, places_of(tree, parents, tokens.device), tokens, finite)
         return None
-    counts = [len(tree.children[node]) for node in parents]
-    law = rule.law(logits)
+    law = rule.law(logits, finite)
     if isinstance(choose, RandomChooser) and ops.samples_fused(law):
-        uniforms = choose.uniforms(max(counts), len(counts))
-        drawn = ops.sample_siblings(law, max(counts), uniforms)
-    else:
-        drawn = sample_siblings(law, counts, choose)
+        places = places_of(tree, parents, tokens.device)
+        ops.sample_children(law, places, choose.uniforms(*places.T.shape), tokens)
+        return law
+    counts = [len(tree.children[node]) for node in parents]
+    drawn = sample_siblings(law, counts, choose)
     wanted = tuple(
         row * max(counts) + rank for row, count in enumerate(counts) for rank in range(count)
     )
@@ -252,7 +259,6 @@ def draw_children(
         drawn = drawn.index_select(0, index_tensor(wanted, drawn.device))
     children = tuple(child for node in parents for child in tree.children[node])
     tokens.index_copy_(0, index_tensor(children, tokens.device), drawn)
-    finite.copy_(logits.amax(-1).isfinite())
     return law
 
 

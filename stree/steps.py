@@ -52,6 +52,8 @@ class DeviceSteps:
         self.parents = torch.tensor(tree.parents, device=device)
         self.topology = topology_of(tree, model.config.d_conv, device)  # graphs hold its address
         self.tables = tables(tree, device)  # likewise
+        root = torch.zeros(1, dtype=torch.long, device=device)
+        self.alone = root, root + 1  # the path of a tree that is but a root, and its length
         shape = (1, 2 + 2 * longest)
         self.report = torch.zeros(shape, dtype=torch.long, device=device)
         self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
@@ -69,11 +71,8 @@ class DeviceSteps:
     def _verify(
         self, cache: HybridCache, nodes: Tensor, block: Tensor, choose: RandomChooser
     ) -> Tensor:
-        greedy = self.rule.greedy
-        logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots, wide=not greedy)[
-            0
-        ]
-        if greedy:
+        logits = self.model.tree_forward(nodes, self.tree, cache, cache.num_slots, wide=False)[0]
+        if self.rule.greedy:
             best, highest = self._choices(logits, nodes)
             ops.accept_greedy(
                 best.T, highest[None], nodes, self.parents, self.drafts_are_finite,
@@ -96,21 +95,18 @@ class DeviceSteps:
         choose: RandomChooser,
     ) -> None:
         """As `ops.accept_greedy`, by multi-step speculative sampling."""
-        if self.laws is None:
-            path = torch.zeros(1, dtype=torch.long, device=logits.device)
-            length, bonus = path + 1, choose(self.rule.law(logits))
+        finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+        laws = self.rule.law(logits, finite)
+        if self.laws is not None:
+            decided = verify_sampled(laws, self.laws, tokens, self.tree, choose)
+        elif ops.samples_fused(laws):
+            decided = (*self.alone, ops.sample_siblings(laws, 1, choose.uniforms(1, 1))[0])
         else:
-            path, length, bonus = verify_sampled(
-                self.rule.law(logits), self.laws, tokens, self.tree, choose
-            )
-        drafted = torch.cat([tokens[path[1:]], bonus])
-        place = torch.arange(len(path), device=logits.device)
-        cache.path[:, : len(path)] = path
-        cache.path_length.copy_(length)
-        new = torch.where(place < length - 1, drafted, bonus)
-        finite = self.drafts_are_finite.all() & logits.amax(-1).isfinite().all()
-        self.report.copy_(torch.cat([finite.long()[None], length, new, path])[None])
-        block.copy_(self.report[:, 1 : 2 + len(path)])
+            decided = (*self.alone, choose(laws))
+        ops.settle_sampled(
+            *decided, tokens, finite, self.drafts_are_finite,
+            cache.path, cache.path_length, block, self.report,
+        )  # fmt: skip
 
     def begin(self, root: int) -> None:
         """Start from a root that neither cache holds; the prompt before it is committed."""

@@ -51,7 +51,7 @@ def verify_multi_step(
     Returns nodes (max_depth + 1,) of which the first `length` (1,) are the accepted path, and the
     token (1,) after it.
     """
-    children, exists, rows, _ = tables(tree, target_laws.device)
+    children, exists, rows = tables(tree, target_laws.device)
     node = torch.zeros(1, dtype=torch.long, device=target_laws.device)
     walking = torch.ones_like(node, dtype=torch.bool)
     residual, path, length = target_laws[:1], [node], torch.ones_like(node)
@@ -83,12 +83,13 @@ def verify_multi_step(
 def verify_sampled(
     target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`verify_multi_step`, in one launch where the fused kernels serve."""
+    """`verify_multi_step`, by the fused kernels where they serve."""
     if not (isinstance(choose, RandomChooser) and ops.samples_fused(target_laws)):
         return verify_multi_step(target_laws, draft_laws, tokens, tree, choose)
-    uniforms = choose.uniforms(sum(level_widths(tree)) + 1)
+    widths = level_widths(tree)
+    uniforms = choose.uniforms(sum(widths) + 1)
     where = tables(tree, target_laws.device)
-    return ops.accept_sampled(target_laws, draft_laws, tokens, *where, uniforms)
+    return ops.accept_sampled(target_laws, draft_laws, tokens, *where, widths, uniforms)
 
 
 def level_widths(tree: TokenTree) -> list[int]:
@@ -103,9 +104,9 @@ def _normalised(law: Tensor, otherwise: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Children (N, widest) with 0 where `exists` (N, widest) is false, rows (N,) of draft laws, and
-    how many places for children each level has, (max_depth,)."""
+def tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Children (N, widest) with 0 where `exists` (N, widest) is false, and rows (N,) of draft
+    laws."""
     widest = max(1, *map(len, tree.children))
     padded = [[*nodes, *[0] * (widest - len(nodes))] for nodes in tree.children]
     exists = [[place < len(nodes) for place in range(widest)] for nodes in tree.children]
@@ -114,5 +115,4 @@ def tables(tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor, Tenso
         torch.tensor(padded, device=device),
         torch.tensor(exists, device=device),
         torch.tensor(rows, device=device),
-        torch.tensor(level_widths(tree), device=device),
     )

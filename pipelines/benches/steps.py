@@ -7,6 +7,7 @@ path of the tree, so that a step accepts as many drafts as its turn says; all th
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from stree.engine import Decoder, GenerationConfig
 from stree.models.hybrid import HybridModel
 from stree.steps import DeviceSteps
 from stree.tree import TokenTree
-from stree_pipelines.benches.timing import spread
+from stree_pipelines.benches.timing import in_turns, spread
 
+TREES = {"autoregressive": None, "vanilla_sd": TokenTree.chain(4), "stree": TokenTree.paper()}
 PERIOD = 20  # steps after which the numbers of accepted drafts come round again
 
 
@@ -102,16 +104,47 @@ def decode_at(
     return rows
 
 
+def graphs(
+    target: HybridModel, drafter: HybridModel, context: int, repeats: int
+) -> list[dict[str, Any]]:
+    """µs of a step's two graphs, the draft and the target's call with acceptance, by method and
+    temperature; the last row of a temperature is the tree's."""
+    rows = []
+    for temperature in (0.0, 1.0):
+        for method, tree in TREES.items():
+            rule = SamplingRule(temperature)
+            longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
+            decoder = Decoder(target, drafter if tree else None, tree, max_length=longest)
+            draft = None
+            if isinstance(decoder.drafter, ModelDrafter):
+                draft = decoder.drafter.capture(decoder.tree, rule, decoder._random)
+            steps = DeviceSteps(target, decoder.tree, decoder.cache, draft, rule, decoder._random)
+            _begin(steps, context)
+            functions: dict[str, Callable[[], object]] = {"target": steps.verify.replay}
+            if draft is not None:
+                functions = {"draft": draft.capture.replay, **functions}
+            times = in_turns(functions, target.device, repeats)
+            row = dict(what="graphs", context=context, method=method, temperature=temperature)
+            row["num_nodes"] = decoder.tree.num_nodes
+            rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def _begin(steps: DeviceSteps, context: int) -> None:
+    """As if so many tokens were committed."""
+    for cache in (steps.cache, steps.draft.cache if steps.draft else None):
+        if cache is not None:
+            cache.length.fill_(context)
+            cache.path_length.zero_()
+    steps.begin(1)
+
+
 def _graphs_alone_us(steps: DeviceSteps, context: int, num_steps: int) -> float:
     """A step's time when the host only replays graphs, far ahead of the device."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(3):
-        for cache in (steps.cache, steps.draft.cache if steps.draft else None):
-            if cache is not None:
-                cache.length.fill_(context)
-                cache.path_length.zero_()
-        steps.begin(1)
+        _begin(steps, context)
         before.record()
         for _ in range(num_steps // 2):
             steps.launch(lambda phase: None)

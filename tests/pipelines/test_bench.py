@@ -93,6 +93,21 @@ def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsys):
+    target = models.random_target("tiny", CPU)
+    rows = steps.graphs(target, models.random_drafter("tiny", CPU), 8, 3)
+    assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
+        (temperature, num_nodes, num_nodes > 1)
+        for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
+    ]  # fmt: skip
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
+    assert "| tiny, Autoregressive, T = 0 | –" in said
+    assert f"{tree:,.0f}" in next(line for line in said.splitlines() if "STree, T = 1" in line)
+
+
 def test_accepted_numbers_have_the_mean_asked_for():
     for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
         accepted = steps.accepted_for(tau, 4)

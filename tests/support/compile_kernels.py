@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import TokenTree, balanced
+from stree.verify import level_widths, tables
 from stree_kernels import ops
 
 
@@ -92,14 +93,27 @@ def main() -> None:
                 best.T, highest[None], tokens, torch.tensor(tree.parents),
                 torch.ones(1, dtype=torch.bool), cache.path, cache.path_length, block, report,
             )  # fmt: skip
+            flags = torch.ones(num_nodes, dtype=torch.bool)
+            law = ops.temperature_law(logits[0], 0.7, flags)
+            uniforms = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+            after = ops.sample_siblings(law[:1], 1, uniforms)[0]
+            alone, one = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+            written = cache.path, cache.path_length, block, report
+            ops.settle_sampled(alone, one, after, tokens[0], flags, flags[None], *written)
             if num_nodes == 1:
                 continue
+            where = tables(tree, tokens.device)
+            places, drawn_by = level_widths(tree)[:3], uniforms[0]
+            ops.accept_sampled(law, law[:1], tokens[0], *where, places, drawn_by)
             topology = topology_of(tree, config.d_conv, tokens.device)
             inner = torch.arange(1, num_nodes)
             hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)[0]
             places = torch.full((len(inner), 3), -1)
-            finite = torch.ones(len(inner), dtype=torch.bool)
-            ops.choose_children(model.logits(hidden), places, tokens[0], finite)
+            logits, finite = model.logits(hidden), torch.ones(len(inner), dtype=torch.bool)
+            ops.choose_children(logits, places, tokens[0], finite)
+            ops.sample_children(
+                ops.temperature_law(logits, 1.0, finite), places, uniforms, tokens[0]
+            )
             ops.take_root(hidden, block[0], tokens[0], cache.path_length)
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
