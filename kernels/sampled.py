@@ -18,6 +18,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 
 BLOCK = 1024  # tokens of a program, and of a sum that is kept
+MOST_UNROLLED = tl.constexpr(8)  # siblings
 # What a launch of acceptance leaves to the next: node, where its level began, walking, accepted,
 # untouched, which residual, rejected, and how many nodes the path has
 FLAGS = tl.constexpr(8)
@@ -240,34 +241,57 @@ def siblings_kernel(
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     laws += row * law_stride
-    block, slot, place = tl.arange(0, NUM_BLOCKS), tl.arange(0, TAKEN), tl.arange(0, BLOCK)
+    uniforms += row
+    drawn_at = row * COUNT
+    block = tl.arange(0, NUM_BLOCKS)
     totals = tl.load(sums + row * num_blocks + block, mask=block < num_blocks, other=0.0)
     taken = tl.full([TAKEN], -1, dtype=tl.int32)
-    for sibling in tl.static_range(COUNT):
-        uniform = tl.load(uniforms + sibling * num_rows + row)
-        total = tl.sum(totals, axis=0)
-        if total > 0.0:
-            chosen = _place(totals, uniform * total)
-            before = tl.sum(tl.where(block < chosen, totals, 0.0), axis=0)
-            token = chosen * BLOCK + place
-            law = tl.load(laws + token, mask=token < vocab, other=0.0)
-            law = _untaken(law, token, taken)
-            picked = chosen * BLOCK + _place(law, uniform * total - before)
-            # The block's sum without it, exactly: nothing is left of a law that is used up
-            left = tl.sum(tl.where(token == picked, 0.0, law), axis=0)
-            totals = tl.where(block == chosen, left, totals)
-        else:  # uniform over what is left: that place among them, counting past the taken
-            among = (uniform * (vocab - sibling)).to(tl.int32)
-            picked = among
-            for _ in tl.static_range(COUNT):
-                past = (taken >= 0) & (taken <= picked)
-                picked = among + tl.sum(past.to(tl.int32), axis=0)
-        taken = tl.where(slot == sibling, picked, taken)
-        if places is None:
-            tl.store(drawn + row * COUNT + sibling, picked.to(tl.int64))
-        else:
-            at = tl.load(places + row * COUNT + sibling)
-            tl.store(drawn + at, picked.to(tl.int64), mask=at >= 0)
+    if COUNT <= MOST_UNROLLED:
+        for sibling in tl.static_range(COUNT):
+            totals, taken = _next_sibling(
+                sibling, laws, totals, taken, uniforms, num_rows, places, drawn, drawn_at, vocab,
+                BLOCK, NUM_BLOCKS, TAKEN,
+            )  # fmt: skip
+    else:
+        for sibling in range(COUNT):
+            totals, taken = _next_sibling(
+                sibling, laws, totals, taken, uniforms, num_rows, places, drawn, drawn_at, vocab,
+                BLOCK, NUM_BLOCKS, TAKEN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _next_sibling(
+    sibling, laws, totals, taken, uniforms, num_rows, places, drawn, drawn_at, vocab,
+    BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """Draw one more; the blocks' sums and the tokens taken after it."""
+    block, slot, place = tl.arange(0, NUM_BLOCKS), tl.arange(0, TAKEN), tl.arange(0, BLOCK)
+    uniform = tl.load(uniforms + sibling * num_rows)
+    total = tl.sum(totals, axis=0)
+    if total > 0.0:
+        chosen = _place(totals, uniform * total)
+        before = tl.sum(tl.where(block < chosen, totals, 0.0), axis=0)
+        token = chosen * BLOCK + place
+        law = tl.load(laws + token, mask=token < vocab, other=0.0)
+        law = _untaken(law, token, taken)
+        picked = chosen * BLOCK + _place(law, uniform * total - before)
+        # The block's sum without it, exactly: nothing is left of a law that is used up
+        left = tl.sum(tl.where(token == picked, 0.0, law), axis=0)
+        totals = tl.where(block == chosen, left, totals)
+    else:  # uniform over what is left: that place among them, counting past the taken
+        among = (uniform * (vocab - sibling)).to(tl.int32)
+        picked = among
+        for _ in range(sibling):
+            past = (taken >= 0) & (taken <= picked)
+            picked = among + tl.sum(past.to(tl.int32), axis=0)
+    taken = tl.where(slot == sibling, picked, taken)
+    if places is None:
+        tl.store(drawn + drawn_at + sibling, picked.to(tl.int64))
+    else:
+        at = tl.load(places + drawn_at + sibling)
+        tl.store(drawn + at, picked.to(tl.int64), mask=at >= 0)
+    return totals, taken
 
 
 @triton.jit
