@@ -98,8 +98,9 @@ def accept_sampled(
 
     Args: target_laws (N, V), draft_laws (I, V) fp64; tokens (N,); children and exists (N, W) and
     rows (N,), where a node's children and its draft law are; widths, how many places each level
-    has; uniforms, one a place of each level and one for the token after.
+    has, one level at least; uniforms, one a place of each level and one for the token after.
     """
+    assert widths
     vocab = target_laws.shape[1]
     assert target_laws.stride(1) == draft_laws.stride(1) == 1
     num_places, num_blocks, device = sum(widths), triton.cdiv(vocab, BLOCK), tokens.device
@@ -168,7 +169,7 @@ def _shift(highest):
     return tl.where(highest == -float("inf"), 0.0, highest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_bits"])
 def peaks_kernel(
     logits, stride, temperature_bits, partial, vocab, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):  # fmt: skip
@@ -184,7 +185,7 @@ def peaks_kernel(
     tl.store(at + tl.num_programs(1) * num_blocks, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_bits"])
 def law_kernel(
     logits, stride, temperature_bits, partial, laws, finite, vocab,
     NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -275,7 +276,7 @@ def _next_sibling(
         token = chosen * BLOCK + place
         law = tl.load(laws + token, mask=token < vocab, other=0.0)
         law = _untaken(law, token, taken)
-        picked = chosen * BLOCK + _place(law, uniform * total - before)
+        picked = chosen * BLOCK + _place(law, tl.maximum(uniform * total - before, 0.0))
         # The block's sum without it, exactly: nothing is left of a law that is used up
         left = tl.sum(tl.where(token == picked, 0.0, law), axis=0)
         totals = tl.where(block == chosen, left, totals)
@@ -296,21 +297,23 @@ def _next_sibling(
 
 @triton.jit
 def _decided(flags, numbers, partial, step, num_blocks, NUM_BLOCKS: tl.constexpr):
-    """What the launches before have decided: flags, then the scale of the residual and what is left
-    of the draft law."""
+    """What the launches before have decided: flags, then the residual's sum and what is left of the
+    draft law."""
     flags += step * FLAGS
     node, start, walking = tl.load(flags), tl.load(flags + 1), tl.load(flags + 2)
     accepted, untouched, which = tl.load(flags + 3), tl.load(flags + 4), tl.load(flags + 5)
     rejected, length = tl.load(flags + 6), tl.load(flags + 7)
-    scale, still_open = tl.load(numbers + 2 * step), tl.load(numbers + 2 * step + 1)
+    whole, still_open = tl.load(numbers + 2 * step), tl.load(numbers + 2 * step + 1)
     if rejected != 0:
         block = tl.arange(0, NUM_BLOCKS)
         at = partial + 2 * step * num_blocks + block
         left = tl.sum(tl.load(at, mask=block < num_blocks, other=0.0), axis=0)
         still_open = tl.sum(tl.load(at + num_blocks, mask=block < num_blocks, other=0.0), axis=0)
-        untouched = (left <= 0.0).to(tl.int64)  # rounding alone: then the law is as it was
-        scale = 1.0 / tl.where(left > 0.0, left, 1.0)
-    return node, start, walking, accepted, untouched, which, length, scale, still_open
+        some = left > 0.0  # rounding alone can leave nothing: then the law is as it was
+        untouched = tl.where(some, 0, untouched)
+        which = tl.where(some, which, 1 - which)
+        whole = tl.where(some, left, whole)
+    return node, start, walking, accepted, untouched, which, length, whole, still_open
 
 
 @triton.jit(do_not_specialize=["step", "level", "place"])
@@ -328,10 +331,10 @@ def place_kernel(
         node = tl.full([], 0, dtype=tl.int64)
         start, accepted, which, walking = node, node, node, node + 1
         untouched, length = walking, walking
-        scale = tl.full([], 1.0, dtype=tl.float64)
-        still_open = scale
+        whole = tl.full([], 1.0, dtype=tl.float64)
+        still_open = whole
     else:
-        node, start, walking, accepted, untouched, which, length, scale, still_open = _decided(
+        node, start, walking, accepted, untouched, which, length, whole, still_open = _decided(
             flags, numbers, partial, step, num_blocks, NUM_BLOCKS
         )
     if place == 0:
@@ -357,7 +360,7 @@ def place_kernel(
         if untouched != 0:
             wanted = tl.load(target + token)
         else:
-            wanted = tl.load(residuals + which * vocab + token) * scale
+            wanted = tl.load(residuals + which * vocab + token) / whole
         if tl.load(uniforms + step) >= 1.0 - tl.minimum(wanted / proposed, 1.0):
             accepted, untouched, node, length = walking, walking, child, length + 1
         else:
@@ -366,7 +369,7 @@ def place_kernel(
             if untouched != 0:
                 value = tl.load(target + each, mask=known, other=0.0)
             else:
-                value = tl.load(residuals + which * vocab + each, mask=known, other=0.0) * scale
+                value = tl.load(residuals + which * vocab + each, mask=known, other=0.0) / whole
             free = tl.where(known, 1.0, 0.0).to(tl.float64)
             for first in range(0, place, TAKEN):  # whoever stands at an earlier place was rejected
                 slot = first + tl.arange(0, TAKEN)
@@ -395,7 +398,7 @@ def place_kernel(
         tl.store(flags + 5, which)
         tl.store(flags + 6, rejected)
         tl.store(flags + 7, length)
-        tl.store(numbers + 2 * (step + 1), scale)
+        tl.store(numbers + 2 * (step + 1), whole)
         tl.store(numbers + 2 * (step + 1) + 1, still_open)
 
 
@@ -448,7 +451,8 @@ def after_kernel(
     law = _law_left(
         target_laws, target_stride, residuals, node, untouched, which, chosen, vocab, BLOCK
     )
-    tl.store(after, (chosen * BLOCK + _place(law, threshold - before)).to(tl.int64))
+    place = _place(law, tl.maximum(threshold - before, 0.0))
+    tl.store(after, (chosen * BLOCK + place).to(tl.int64))
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def _corner(
 def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale,
             PRECISION: tl.constexpr):  # fmt: skip
     """One block of keys in the running softmax, of powers of two. The highest score is rounded up,
-    so that a weight loses the same to 16 bits however the keys are divided."""
+    so that a weight loses the same to bf16 however the keys are divided."""
     scores = product(q_low, tl.trans(k_low), PRECISION)
     scores += product(q_high, tl.trans(k_high), PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))

@@ -133,7 +133,8 @@ def graphs_table(rows: list[Row]) -> Table:
     for row in rows:
         draft, target = _value(row.get("us_draft", 0.0)), _value(row["us_target"])
         lines.append((
-            f"{row['shape']}, {METHOD_LABELS[row['method']]}, T = {row['temperature']:g}",
+            f"{row['shape']}, {METHOD_LABELS[row['method']]}, T = {row['temperature']:g}, "
+            f"{row['context']:,} committed",
             f"{draft:,.0f}" if draft else MISSING, f"{target:,.0f}", f"{draft + target:,.0f}",
         ))  # fmt: skip
     return Table("A step's graphs, µs", (("", "draft", "target", "both"), *lines))

@@ -84,8 +84,10 @@ def verify_sampled(
     target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`verify_multi_step`, by the fused kernels where they serve."""
-    if not (isinstance(choose, RandomChooser) and ops.samples_fused(target_laws)):
+    fused = isinstance(choose, RandomChooser) and ops.samples_fused(target_laws)
+    if not fused or tree.num_nodes == 1:
         return verify_multi_step(target_laws, draft_laws, tokens, tree, choose)
+    assert isinstance(choose, RandomChooser)
     widths = level_widths(tree)
     uniforms = choose.uniforms(sum(widths) + 1)
     where = tables(tree, target_laws.device)

@@ -396,7 +396,8 @@ class HybridModel(nn.Module):
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
-        """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best."""
+        """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best and to make
+        laws in fp64."""
         product = F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
         logits = product(hidden, self.head_weight.to(hidden.dtype))
         return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits

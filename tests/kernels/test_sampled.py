@@ -11,7 +11,7 @@ import torch
 from kernel_cases import DEVICE, comb, star
 
 from stree.sampling import sample_siblings, sampling_law
-from stree.tree import TokenTree, parents_of
+from stree.tree import TokenTree, balanced, parents_of
 from stree.verify import level_widths, tables, verify_multi_step
 from stree_kernels import naive, sampled
 
@@ -107,6 +107,31 @@ def test_acceptance(tree, vocab, support):
         assert got[2].tolist() == wanted[2].tolist()
     # Few tokens, seeds or levels may all end alike
     assert len(lengths) > 1 or vocab != 61 or tree.max_depth == 1
+
+
+@pytest.mark.parametrize(("vocab", "support"), [(12, None), (30, 3), (2500, None), (2500, 3)])
+@pytest.mark.parametrize("tree", [star(12), balanced([7, 2], "wide")], ids=str)
+def test_many_rejections(tree, vocab, support):
+    """Drafts of a law of its own, of which the target wants little: with a small support it is used
+    up before the siblings are."""
+    widths, parents = level_widths(tree), parents_of(tree)
+    widest = max(widths)
+    for seed in range(3):
+        target = laws(tree.num_nodes, vocab, seed)
+        draft = laws(len(parents), vocab, seed + 50, support)
+        tokens = torch.zeros(tree.num_nodes, dtype=torch.long, device=DEVICE)
+        drawn = sampled.sample_siblings(draft, widest, uniforms(widest, len(parents), seed=seed))
+        for row, node in enumerate(parents):
+            for place, child in enumerate(tree.children[node]):
+                tokens[child] = drawn[row, place]
+                target[node, drawn[row, place]] *= 0.3
+        target /= target.sum(1, keepdim=True)
+        given = uniforms(sum(widths) + 1, seed=seed + 200)
+        given[:-1] *= 0.02  # a child is accepted only where this is at least 1 − p / q
+        wanted = verify_multi_step(target, draft, tokens, tree, Given(given[:, None]))
+        where = tables(tree, torch.device(DEVICE))
+        got = sampled.accept_sampled(target, draft, tokens, *where, widths, given)
+        assert [each.tolist() for each in got] == [each.tolist() for each in wanted]
 
 
 def test_children_go_to_their_places():

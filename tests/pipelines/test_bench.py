@@ -104,7 +104,7 @@ def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsy
     bench_report.main([str(tmp_path)])
     said = capsys.readouterr().out
     tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
-    assert "| tiny, Autoregressive, T = 0 | –" in said
+    assert "| tiny, Autoregressive, T = 0, 8 committed | –" in said
     assert f"{tree:,.0f}" in next(line for line in said.splitlines() if "STree, T = 1" in line)
 
 

@@ -115,6 +115,8 @@ def main() -> None:
                 ops.temperature_law(logits, 1.0, finite), places, uniforms, tokens[0]
             )
             ops.take_root(hidden, block[0], tokens[0], cache.path_length)
+        drawn_by = torch.zeros(9, 1, dtype=torch.float64)
+        ops.sample_siblings(drawn_by.new_zeros(1, config.vocab_size), 9, drawn_by)
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):
