@@ -109,7 +109,7 @@ def test_acceptance(tree, vocab, support):
     assert len(lengths) > 1 or vocab != 61 or tree.max_depth == 1
 
 
-@pytest.mark.parametrize(("vocab", "support"), [(12, None), (30, 3), (2500, None), (2500, 3)])
+@pytest.mark.parametrize(("vocab", "support"), [(12, None), (30, 3), (30, 6), (2500, 6)])
 @pytest.mark.parametrize("tree", [star(12), balanced([7, 2], "wide")], ids=str)
 def test_many_rejections(tree, vocab, support):
     """Drafts of a law of its own, of which the target wants little: with a small support it is used
