@@ -316,6 +316,15 @@ def _decided(flags, numbers, partial, step, num_blocks, NUM_BLOCKS: tl.constexpr
     return node, start, walking, accepted, untouched, which, length, whole, still_open
 
 
+@triton.jit
+def _law_left(target_laws, target_stride, residuals, node, untouched, which, token, vocab):
+    """Some tokens of the law that a node's next child is judged by, times its sum."""
+    law = residuals + which * vocab
+    if untouched != 0:
+        law = target_laws + node * target_stride
+    return tl.load(law + token, mask=token < vocab, other=0.0)
+
+
 @triton.jit(do_not_specialize=["step", "level", "place"])
 def place_kernel(
     target_laws, target_stride, flags, numbers, partial, residuals,
@@ -351,25 +360,25 @@ def place_kernel(
     if (walking != 0) & (accepted == 0) & there:
         child = tl.load(children + start * max_width + place)
         token = tl.load(tokens + child)
-        target = target_laws + start * target_stride
         law = draft_laws + tl.load(rows + start) * draft_stride
         even = 1.0 / (vocab - place).to(tl.float64)  # when the draft law is used up
         proposed = even
         if still_open > 0.0:
             proposed = tl.load(law + token) / still_open
-        if untouched != 0:
-            wanted = tl.load(target + token)
-        else:
-            wanted = tl.load(residuals + which * vocab + token) / whole
+        wanted = _law_left(
+            target_laws, target_stride, residuals, start, untouched, which, token, vocab
+        )
+        wanted = wanted / whole
         if tl.load(uniforms + step) >= 1.0 - tl.minimum(wanted / proposed, 1.0):
             accepted, untouched, node, length = walking, walking, child, length + 1
+            whole = whole * 0.0 + 1.0
         else:
             each = program * BLOCK + tl.arange(0, BLOCK)
             known = each < vocab
-            if untouched != 0:
-                value = tl.load(target + each, mask=known, other=0.0)
-            else:
-                value = tl.load(residuals + which * vocab + each, mask=known, other=0.0) / whole
+            value = _law_left(
+                target_laws, target_stride, residuals, start, untouched, which, each, vocab
+            )
+            value = value / whole
             free = tl.where(known, 1.0, 0.0).to(tl.float64)
             for first in range(0, place, TAKEN):  # whoever stands at an earlier place was rejected
                 slot = first + tl.arange(0, TAKEN)
@@ -402,17 +411,6 @@ def place_kernel(
         tl.store(numbers + 2 * (step + 1) + 1, still_open)
 
 
-@triton.jit
-def _law_left(target_laws, target_stride, residuals, node, untouched, which, block, vocab,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """A block of what the token after the path is drawn from, up to a factor."""
-    each = block * BLOCK + tl.arange(0, BLOCK)
-    at = residuals + which * vocab + each
-    if untouched != 0:
-        at = target_laws + node * target_stride + each
-    return tl.load(at, mask=each < vocab, other=0.0)
-
-
 @triton.jit(do_not_specialize=["step"])
 def rest_kernel(
     target_laws, target_stride, flags, numbers, partial, residuals, step, vocab,
@@ -424,9 +422,8 @@ def rest_kernel(
     node, _, _, _, untouched, which, _, _, _ = _decided(
         flags, numbers, partial, step, num_blocks, NUM_BLOCKS
     )
-    law = _law_left(
-        target_laws, target_stride, residuals, node, untouched, which, program, vocab, BLOCK
-    )
+    each = program * BLOCK + tl.arange(0, BLOCK)
+    law = _law_left(target_laws, target_stride, residuals, node, untouched, which, each, vocab)
     tl.store(partial + program, tl.sum(law, axis=0))
 
 
@@ -448,9 +445,8 @@ def after_kernel(
     threshold = tl.load(uniforms + step) * tl.sum(sums, axis=0)
     chosen = _place(sums, threshold)
     before = tl.sum(tl.where(block < chosen, sums, 0.0), axis=0)
-    law = _law_left(
-        target_laws, target_stride, residuals, node, untouched, which, chosen, vocab, BLOCK
-    )
+    each = chosen * BLOCK + tl.arange(0, BLOCK)
+    law = _law_left(target_laws, target_stride, residuals, node, untouched, which, each, vocab)
     place = _place(law, tl.maximum(threshold - before, 0.0))
     tl.store(after, (chosen * BLOCK + place).to(tl.int64))
 

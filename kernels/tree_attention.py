@@ -82,9 +82,8 @@ def attend_tree(
         BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
-    precision = "tf32x3" if wide else precision_of(qkv)
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
-        *common, head_dim**-0.5 * math.log2(math.e), PRECISION=precision,
+        *common, head_dim**-0.5 * math.log2(math.e), PRECISION=precision_of(qkv),
         num_warps=ATTEND_WARPS, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip

@@ -59,8 +59,7 @@ def mamba_tree(
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
-        PRECISION="tf32x3" if projected.dtype == torch.float32 else precision_of(kept),
-        MIXED=mixed_precision_of(projected.dtype),
+        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),

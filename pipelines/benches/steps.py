@@ -19,8 +19,9 @@ from stree.models.hybrid import HybridModel
 from stree.steps import DeviceSteps
 from stree.tree import TokenTree
 from stree_pipelines.benches.timing import in_turns, spread
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 
-TREES = {"autoregressive": None, "vanilla_sd": TokenTree.chain(4), "stree": TokenTree.paper()}
+TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
 PERIOD = 20  # steps after which the numbers of accepted drafts come round again
 
 
