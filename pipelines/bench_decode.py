@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit

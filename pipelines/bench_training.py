@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 import numpy as np
 import torch
 

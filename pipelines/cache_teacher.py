@@ -12,6 +12,8 @@ processes (accelerate launch, torchrun, srun) share the work.
 
 from __future__ import annotations
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 

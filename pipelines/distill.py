@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_only
 
