@@ -20,6 +20,7 @@ def granted_cores(root: Path = Path("/")) -> float | None:
     root is where /proc and /sys are looked for.
     """
     shares = []
+    names: tuple[str, ...]
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if not controllers:
