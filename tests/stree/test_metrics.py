@@ -120,6 +120,35 @@ def test_interval_of_identical_prompts_has_no_width_and_of_one_prompt_is_unknown
     assert metrics.acceptance_length_interval([LONG]) is None
 
 
+def test_an_interval_is_what_lies_between_the_quantiles_of_two_and_a_half_percent():
+    evenly = metrics.bootstrap_interval(lambda i_RQ: np.linspace(0, 1, len(i_RQ)), num_prompts=2)
+    assert evenly == pytest.approx((0.025, 0.975))
+
+
+def test_intervals_weigh_prompts_by_their_calls_as_the_figures_do():
+    """20 prompts of 100 calls at τ 3 and 20 of a single call at τ 1: the pooled τ is 2.98, the mean
+    of the prompts' own 2. So for speeds (30 tokens a second, and 10) and each of their ratios."""
+    long = Counts(300, 100, [2] * 100, decode_s=10.0)
+    short = Counts(1, 1, [0], decode_s=0.1)
+    plain = [Counts(300, 300, [], decode_s=30.0), Counts(1, 1, [], decode_s=0.025)]
+    prompts, baseline = [long, short] * 20, plain * 20
+    for figure, interval in (
+        (metrics.acceptance_length(prompts), metrics.acceptance_length_interval(prompts)),
+        (metrics.tokens_per_second(prompts), metrics.tokens_per_second_interval(prompts)),
+        (metrics.speedup(prompts, baseline), metrics.speedup_interval(prompts, baseline)),
+        (
+            metrics.speedup_per_tau(prompts, baseline),
+            metrics.speedup_per_tau_interval(prompts, baseline),
+        ),
+        (
+            metrics.acceptance_length(prompts) - metrics.acceptance_length(baseline),
+            metrics.acceptance_gain_interval(prompts, baseline),
+        ),
+    ):
+        low, high = interval
+        assert 0.98 * figure < low < figure < high < 1.02 * figure
+
+
 def test_interval_covers_the_truth_about_as_often_as_it_says():
     """Prompts whose calls keep 0 or 1 draft with probability ½: τ = 1.5. Of 300 experiments of
     60 prompts the 95 % interval should miss about 15; 5 to 35 is beyond 2.5 standard deviations
