@@ -7,6 +7,7 @@ its tokens are compared with that run's, and each difference gets the target's o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -268,6 +269,7 @@ class Evaluation:
             ignore_eos=self.settings.ignore_eos,
             seed=job.seed,
             decoding_hash=job.decoding_hash,
+            chat_template_sha256=hashlib.sha256(self.chat_template.encode()).hexdigest(),
             lossless=summarise_lossless(samples),
             environment=describe_environment(self.answerer.device, dtypes, self.workers.count),
             samples=job.samples_name,

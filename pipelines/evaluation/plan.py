@@ -112,7 +112,7 @@ class Job:
         step = self.drafter.step if self.drafter else None
         prefix = "" if step is None else f"step-{step:08d}_"
         label = f"{prefix}{self.method}_{self.benchmark.name}_T{self.temperature:g}"
-        return f"samples_{label}_{config_hash({'key': self.result_key})[:8]}.jsonl"
+        return f"samples_{label}_{config_hash({'key': self.result_key})[:8]}.jsonl.gz"
 
     @property
     def _head(self) -> tuple[str | None, str, str | None, str]:

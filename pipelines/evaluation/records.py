@@ -1,4 +1,4 @@
-"""The saved form of an evaluation: `results.jsonl`, `samples_*.jsonl`, and the workers' journals.
+"""The saved form of an evaluation: `results.jsonl`, `samples_*.jsonl.gz`, and workers' journals.
 
 While an evaluation runs, each worker appends every finished prompt to its own journal in one
 write with fsync; nothing else is needed to go on after a kill. When all prompts of a
@@ -11,9 +11,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,8 @@ SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
+# Rows pack to a fifth or a tenth of their size; what packs better than this is no file of rows.
+MOST_EXPANSION, SMALL_BYTES = 100, 1 << 26
 
 Row = TypeVar("Row", bound=BaseModel)
 # (checkpoint sha256, method, tree, benchmark, prompt id, decoding hash, seed)
@@ -98,6 +102,7 @@ class ResultRow(Record):
     ignore_eos: bool
     seed: int
     decoding_hash: str
+    chat_template_sha256: str | None = None  # rows from before it was recorded lack it
     acceptance_length: NonNegative | None
     acceptance_length_prompt_mean: NonNegative | None
     acceptance_histogram: dict[Node, Count]
@@ -112,7 +117,7 @@ class ResultRow(Record):
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
-    samples: Annotated[str, Field(pattern=r"^samples_[^/\x00]*\.jsonl$")]
+    samples: Annotated[str, Field(pattern=r"^samples_[^/\x00]*\.jsonl(\.gz)?$")]
 
     @property
     def key(self) -> ResultKey:
@@ -212,11 +217,12 @@ def append_row(path: Path, row: BaseModel) -> None:
 
 
 def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
-    """All whole rows of a file, none if it does not exist. An incomplete last line is what a kill
-    leaves and is ignored; a bad line elsewhere raises BadData with its number."""
+    """All whole rows of a file, packed (`.gz`) or not, none if it does not exist. An incomplete
+    last line is what a kill leaves and is ignored; a bad line elsewhere raises BadData with its
+    number, and so does a packed file that is damaged."""
     if not path.exists():
         return []
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, _torn = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -234,8 +240,10 @@ def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[BaseModel]) -> None:
-    """Replace a file by these rows, whole or not at all."""
-    write_atomically(path, "".join(row.model_dump_json() + "\n" for row in rows))
+    """Replace a file by these rows, whole or not at all; packed where its name ends in `.gz`, the
+    same rows to the same bytes."""
+    content = "".join(row.model_dump_json() + "\n" for row in rows).encode()
+    write_atomically(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 class ResultStore:
@@ -281,8 +289,8 @@ class ResultStore:
 
     def journal(self, samples_name: str, worker: int, row: SampleRow) -> None:
         """Save one finished prompt; each worker writes to a file of its own."""
-        stem = samples_name.removesuffix(".jsonl")
-        append_row(self.directory / JOURNALS_NAME / f"{stem}.worker-{worker:05d}.jsonl", row)
+        name = f"{_stem(samples_name)}.worker-{worker:05d}.jsonl"
+        append_row(self.directory / JOURNALS_NAME / name, row)
 
     def publish(self, row: ResultRow, samples: Sequence[SampleRow]) -> None:
         """Save a finished row. Its samples come first, so that a row never points at nothing, and
@@ -307,12 +315,31 @@ class ResultStore:
             self._clear_journals(row.samples)
 
     def _journals(self, samples_name: str) -> list[Path]:
-        stem = glob.escape(samples_name.removesuffix(".jsonl"))
+        stem = glob.escape(_stem(samples_name))
         return sorted((self.directory / JOURNALS_NAME).glob(f"{stem}.worker-*.jsonl"))
 
     def _clear_journals(self, samples_name: str) -> None:
         for path in self._journals(samples_name):
             path.unlink()
+
+
+def _stem(samples_name: str) -> str:
+    return samples_name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def _unpacked(path: Path) -> bytes:
+    """A packed file's content, of no more than rows can have."""
+    most = max(MOST_EXPANSION * path.stat().st_size, SMALL_BYTES)
+    try:
+        with gzip.open(path) as file:
+            content = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadData(f"{path} cannot be unpacked: {error}; restore it, or evaluate again") from (
+            error
+        )
+    if len(content) > most:
+        raise BadData(f"{path} unpacks to over {MOST_EXPANSION} times its size: it holds no rows")
+    return content
 
 
 def _cut_torn_line(descriptor: int) -> None:

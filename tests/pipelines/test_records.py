@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 
@@ -18,6 +19,7 @@ from stree_pipelines.evaluation.records import (
     append_row,
     config_hash,
     read_rows,
+    write_rows,
 )
 
 METRICS_NAMES = {
@@ -173,3 +175,38 @@ def test_what_makes_a_row_another_row(change):
 def test_config_hash_ignores_key_order():
     assert config_hash({"a": 1, "b": 2}) == config_hash({"b": 2, "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
+
+
+def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
+    store = ResultStore(tmp_path)
+    packed = result(samples="samples_b.jsonl.gz")
+    store.publish(packed, [sample("a"), sample("b")])
+    first = (tmp_path / "samples_b.jsonl.gz").read_bytes()
+    assert first[:2] == b"\x1f\x8b"
+    assert [row.prompt_id for row in store.samples(packed)] == ["a", "b"]
+    store.journal("samples_b.jsonl.gz", 0, sample("a"))
+    assert list(store.journalled("samples_b.jsonl.gz").values()) == [sample("a")]
+    store.publish(packed, [sample("a"), sample("b")])
+    assert (tmp_path / "samples_b.jsonl.gz").read_bytes() == first
+    assert not store.journalled("samples_b.jsonl.gz")
+
+
+def test_samples_of_earlier_evaluations_are_read_unpacked(tmp_path):
+    write_rows(tmp_path / "samples_b.jsonl", [sample("a")])
+    assert (tmp_path / "samples_b.jsonl").read_bytes().startswith(b'{"version":1')
+    assert ResultStore(tmp_path).samples(result()) == [sample("a")]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(b"{}\n" * 99)[:-9], "cannot be unpacked: Compressed file ended"),
+        (b"no gzip", "cannot be unpacked: Not a gzipped file"),
+        (gzip.compress(b"{}\n"), r"gz:1 is no SampleRow"),
+    ],
+)
+def test_damaged_packed_samples_are_one_clear_line(tmp_path, content, reason):
+    (tmp_path / "samples_b.jsonl.gz").write_bytes(content)
+    with pytest.raises(BadData, match=reason) as got:
+        read_rows(tmp_path / "samples_b.jsonl.gz", SampleRow)
+    assert "samples_b.jsonl.gz" in str(got.value) and "\n" not in str(got.value)

@@ -169,6 +169,14 @@ result_case("with samples above", r"samples", samples="../../../../etc/passwd")
 result_case("of a count with 400 digits", r"num_prompts", num_prompts=10**400)
 
 
+@case("samples that are a gzip bomb", "report", DATA, r"unpacks to over 100 times its size")
+def _(folder: Path) -> Path:
+    run = written(folder, "run/eval/results.jsonl", hostile_row()).parents[1]
+    name = json.loads(hostile_row())["samples"]
+    written(run, f"eval/{name}", gzip.compress(b"\n" * (1 << 20)) * 1000)  # 1 GB
+    return run
+
+
 @case("metrics of 200,000 letters", "report", DATA, r"metrics\.csv is no table")
 def _(folder: Path) -> Path:
     run = written(folder, "run/eval/results.jsonl", hostile_row()).parents[1]
