@@ -7,29 +7,36 @@ Weights and result rows stay as they are; run it again after another evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from stree.errors import StreeError, UsageError, exit_with_reason
 from stree.files import add_files, sweep_leftovers
-from stree.speculation_profile import PROFILE_NAME
+from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.context import CURVE_NAME, checkpoint_sha256
-from stree_pipelines.reports.drafter_profile import profile_of
+from stree_pipelines.reports.drafter_profile import profile_of, run_at_last_place
 from stree_pipelines.reports.model_card import CARD_NAME, may_write_card, model_card
 from stree_pipelines.reports.plots import tau_vs_step, to_svg
-from stree_pipelines.reports.run_data import RunData, load_run, open_results
+from stree_pipelines.reports.run_data import RunData, open_results
+from stree_pipelines.reports.settings import SHOW_HELP
 
 
 def write_profile(
-    data: RunData, drafter: Path, figures: dict[str, str], num_nodes: int | None = None
-) -> None:
+    data: RunData,
+    drafter: Path,
+    figures: dict[str, str],
+    num_nodes: int | None = None,
+    shown: Sequence[str] = (),
+) -> SpeculationProfile:
     """Put the profile that the run's rows give, and the card with its figures, into the folder.
 
     Raises UsageError when no row is about it, CheckpointRefused when the folder is damaged.
     """
     run = data.folder
     sweep_leftovers(drafter.resolve().parent)
-    profile = profile_of(open_results(run), run, checkpoint_sha256(drafter), num_nodes)
+    sha256 = checkpoint_sha256(drafter)
+    profile = profile_of(open_results(run), run, sha256, num_nodes, shown)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
     contents = {PROFILE_NAME: profile.model_dump_json(indent=2) + "\n"}
@@ -38,8 +45,7 @@ def write_profile(
         contents |= {CARD_NAME: card, **figures}
     add_files(drafter, contents)
     print(f"{drafter}: {', '.join(contents)}")
-    for each in profile.recommendations:
-        print(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")
+    return profile
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,25 +55,37 @@ def main(arguments: list[str] | None = None) -> None:
     add("--drafter", type=str, nargs="+", default=[],
         help="drafter folders (default: RUN/drafter/step-*)")  # fmt: skip
     add("--nodes", type=int | None, help="of the suggested tree (default: as many as measured)")
+    add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     options = parser.parse_args(arguments)
     run = Path(options.run)
     drafters = [Path(name) for name in options.drafter] or sorted(run.glob("drafter/step-????????"))
     if not drafters:
         raise UsageError(f"{run}/drafter holds no step-* folder: name folders with --drafter")
-    data = load_run(run)
+    data = run_at_last_place(open_results(run), run, options.show)
     curve = tau_vs_step(data)
     figures = {CURVE_NAME: to_svg(curve, "τ against distillation step")} if curve else {}
+    profiles: list[SpeculationProfile] = []
     failures: list[StreeError] = []
     for drafter in drafters:
         try:
-            write_profile(data, drafter, figures, options.nodes)
+            profiles.append(write_profile(data, drafter, figures, options.nodes, options.show))
         except StreeError as error:
             failures.append(error)
             print(f"{drafter} has no new profile: {error}")
+    if profiles:
+        print(_recommendations(profiles[-1]))
     if failures:
         raise type(failures[0])(
             f"{len(failures)} of {len(drafters)} drafters have no new profile, for these reasons"
         )
+
+
+def _recommendations(profile: SpeculationProfile) -> str:
+    """Of the drafter distilled longest; the others' are in their profiles."""
+    lines = [f"step {profile.step}:" if profile.step is not None else "recommended:"]
+    for each in profile.recommendations:
+        lines.append(f"  {each.device_type}, {each.dtype}, T = {each.temperature:g}: {each.reason}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

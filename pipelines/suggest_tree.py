@@ -7,6 +7,7 @@ python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # wha
 from __future__ import annotations
 
 from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,8 @@ from stree.files import write_atomically
 from stree.speculation_profile import SuggestedTree
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
-from stree_pipelines.reports.run_data import open_results
+from stree_pipelines.reports.run_data import open_results, without_replaced
+from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
 from stree_pipelines.reports.tree_suggestion import suggest
 
 
@@ -25,18 +27,22 @@ class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
     """Keeps the examples on lines of their own."""
 
 
-def rows_of_step(store: ResultStore, step: int | None) -> list[ResultRow]:
+def rows_of_step(
+    store: ResultStore, step: int | None, shown: Sequence[str] = ()
+) -> list[ResultRow]:
     """The rows of one drafter, by default the one distilled longest.
 
-    Raises UsageError when there is none.
+    Raises UsageError when there is none, or they are of several decoding settings.
     """
-    rows = [row for row in store.results() if row.checkpoint is not None]
+    rows = chosen(store.results(), shown, store.directory)
+    rows = [row for row in without_replaced(rows) if row.checkpoint is not None]
     steps = sorted({row.step for row in rows if row.step is not None})
     wanted = step if step is not None else (steps[-1] if steps else None)
     found = [row for row in rows if row.step == wanted]
     if not found:
         there = ", ".join(map(str, steps)) or "none"
         raise UsageError(f"{store.directory} has no rows of step {wanted}, only of: {there}")
+    require_one(found, store.directory)
     return found
 
 
@@ -60,10 +66,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--nodes", type=int | None, help="root included (default: as many as were measured)")
     add("--temperature", type=float, default=0.0, help="whose rows count")
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
+    add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
     store = open_results(Path(options.run))
-    rows = rows_of_step(store, options.step)
+    rows = rows_of_step(store, options.step, options.show)
     suggestion = suggest(rows, options.temperature, options.nodes, store.samples)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:

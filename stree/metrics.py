@@ -24,6 +24,7 @@ Interval = tuple[float, float]
 
 STEP_PARTS = ("draft", "verify", "accept", "commit", "host")
 NUM_RESAMPLES = 2000
+QUANTILES = (2.5, 97.5)  # percent: the ends of a 95 % interval
 # Clocks of the parts and of the whole loop are read apart: parts may exceed the whole by this much.
 CLOCK_TOLERANCE = 0.02
 
@@ -92,6 +93,12 @@ def depth_accept_rates(prompts: Sequence[PromptCounts]) -> dict[int, float]:
                 reached[depth] += 1
                 passed[depth] += accepted >= depth
     return {depth: passed[depth] / reached[depth] for depth in sorted(reached)}
+
+
+def expected_acceptance_length(acceptance: float, num_drafts: int) -> float:
+    """τ of a chain when each draft is accepted with this probability, independently: the geometric
+    sum 1 + α + … + α^n (Leviathan et al. 2023, Eq. 1)."""
+    return sum(acceptance**depth for depth in range(num_drafts + 1))
 
 
 def nodes_per_call(prompts: Sequence[PromptCounts]) -> float | None:
@@ -179,7 +186,7 @@ def bootstrap_interval(
     values_R = values_R[np.isfinite(values_R)]
     if values_R.size == 0:
         return None
-    low, high = np.percentile(values_R, [2.5, 97.5])
+    low, high = np.percentile(values_R, QUANTILES)
     return float(low), float(high)
 
 
@@ -221,6 +228,31 @@ def speedup_interval(
 ) -> Interval | None:
     """Interval of the ratio of two speeds, paired: element q of both is the same prompt."""
     return _ratio_to_speed_interval("num_new_tokens", prompts, baseline, seed)
+
+
+def speedup_ratio_interval(
+    prompts: Sequence[Timing],
+    baseline: Sequence[Timing],
+    others: Sequence[Timing],
+    their_baseline: Sequence[Timing],
+    seed: int = 0,
+) -> Interval | None:
+    """Interval of speedup(prompts) / speedup(others), paired: element q of all is the same prompt.
+    Each method is taken relative to its own baseline, which may be from another hour."""
+    for each in (baseline, others, their_baseline):
+        _require_pairs(prompts, each)
+    columns = [
+        (_column(each, "num_new_tokens"), _column(each, "decode_s"))
+        for each in (prompts, baseline, others, their_baseline)
+    ]
+
+    def ratio(i_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
+        mine, plain, other, their_plain = (
+            tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1) for tokens_Q, seconds_Q in columns
+        )
+        return (mine / plain) / (other / their_plain)
+
+    return bootstrap_interval(ratio, len(prompts), seed)
 
 
 def speedup_per_tau_interval(

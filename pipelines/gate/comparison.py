@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from stree.errors import BadData, UsageError
-from stree_pipelines.evaluation.context import Workers, device_name
+from stree_pipelines.evaluation.context import Workers, device_name, is_cpu_name
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
@@ -75,7 +77,7 @@ def stored_rows(
     if not theirs:
         Drafter.at(baseline.folder)
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
-        _require_same_device(theirs, device_name(evaluation.answerer.device))
+        _require_same_machine(theirs, evaluation)
     return theirs
 
 
@@ -94,15 +96,25 @@ def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
     ]  # fmt: skip
 
 
-def _require_same_device(rows: Sequence[ResultRow], device: str) -> None:
-    """Raise UsageError when speeds of other hardware would be compared with this one's."""
+def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:
+    """Raise UsageError when speeds of other hardware, or of a CPU shared out otherwise, would be
+    compared with this one's."""
+    device = evaluation.answerer.device
+    here = _machine(device_name(device), evaluation.workers.count, torch.get_num_threads())
     for row in rows:
-        if row.environment.device != device:
+        seen = row.environment
+        there = _machine(seen.device, seen.num_processes, seen.num_threads)
+        if there != here:
             raise UsageError(
-                f"the baseline's speed was measured on {row.environment.device}, this is {device}: "
-                "give its checkpoint as --baseline, which is then measured here, or no threshold "
-                "of speed"
+                f"the baseline's speed was measured on {there}, this is {here}: give its "
+                "checkpoint as --baseline, which is then measured here, or no threshold of speed"
             )
+
+
+def _machine(device: str, num_processes: int, num_threads: int) -> str:
+    if not is_cpu_name(device):
+        return device
+    return f"{device} ({num_processes} × {num_threads} threads)"
 
 
 def _pair_samples(

@@ -69,6 +69,7 @@ def markdown(
         f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
         f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
         f"tokens a turn, seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
+        *_apart(checkpoint, baseline),
         *([f"- {note}"] if note else []),
         "",
         _thresholds(findings).to_markdown(),
@@ -161,6 +162,20 @@ def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
         for whose, row in (("baseline", others[own.key[1:]]), ("checkpoint", own))
     ]  # fmt: skip
     return Table("Rows", (heads, *rows))
+
+
+def _apart(checkpoint: ResultRow, baseline: ResultRow) -> list[str]:
+    """Where the two were measured, if not alike."""
+    mine, theirs = map(_circumstances, (checkpoint, baseline))
+    return [] if mine == theirs else [f"- measured apart: the baseline on {theirs}; this on {mine}"]
+
+
+def _circumstances(row: ResultRow) -> str:
+    environment = row.environment
+    return (
+        f"{environment.num_processes} × {environment.device}, {environment.num_threads} threads, "
+        f"code {environment.git_sha or '?'}"
+    )
 
 
 def _identity(row: ResultRow) -> str:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
 from stree_pipelines.reports.run_data import method_label
+from stree_pipelines.reports.settings import differing, setting_of
 from stree_pipelines.reports.tables import MISSING, Table
 
 
 def lossless_markdown(run: Path) -> str:
     """Checks and divergences of all evaluations of a run: RUN/eval, RUN/eval-fp32 and so on, or RUN
-    when it holds results itself. Empty when nothing was compared."""
+    when it holds results itself. A decoding setting in which they differ has a column. Empty when
+    nothing was compared."""
     folders = [
         path for path in (run, *sorted(run.glob("eval*"))) if (path / RESULTS_NAME).is_file()
     ]
@@ -22,40 +24,44 @@ def lossless_markdown(run: Path) -> str:
         sum(getattr(row.lossless, name) for row in rows)
         for name in ("num_prompts", "num_identical")
     )
+    columns = [name for name in differing(rows) if name != "dtype"]
     parts = [
         "# Losslessness",
         f"{identical} of {checked} greedy answers are token for token those of autoregressive "
         "decoding. Where one is not, the gap is the target's own first logit minus its second "
         "after the common prefix: rounding decides ties.",
-        _checks(rows).to_markdown(),
+        _checks(rows, columns).to_markdown(),
     ]
     if identical < checked:
-        parts.append(_divergences(rows).to_markdown())
+        parts.append(_divergences(rows, columns).to_markdown())
     return "\n\n".join(parts)
 
 
-def _checks(rows: list[ResultRow]) -> Table:
-    lines = [("Weights", "Benchmark", "Method", "Step", "Identical", "Largest gap")]
+def _checks(rows: list[ResultRow], columns: list[str]) -> Table:
+    lines = [("Weights", *columns, "Benchmark", "Method", "Step", "Identical", "Largest gap")]
     for row in rows:
         assert row.lossless is not None
         gaps = [each.logit_gap for each in row.lossless.divergences]
         lines.append((
-            *_place(row), f"{row.lossless.num_identical} of {row.lossless.num_prompts}",
+            *_place(row, columns),
+            f"{row.lossless.num_identical} of {row.lossless.num_prompts}",
             f"{max(gaps):.4f}" if gaps else MISSING,
         ))  # fmt: skip
     return Table("Checks", tuple(lines))
 
 
-def _divergences(rows: list[ResultRow]) -> Table:
-    lines = [("Weights", "Benchmark", "Method", "Step", "Prompt", "Turn", "Position", "Gap")]
+def _divergences(rows: list[ResultRow], columns: list[str]) -> Table:
+    heads = ("Benchmark", "Method", "Step", "Prompt", "Turn", "Position", "Gap")
+    lines: list[tuple[str, ...]] = [("Weights", *columns, *heads)]
     for row in rows:
         for each in row.lossless.divergences if row.lossless else ():
             where = (each.prompt_id, str(each.turn), str(each.position), f"{each.logit_gap:.5f}")
-            lines.append((*_place(row), *where))
+            lines.append((*_place(row, columns), *where))
     return Table("Divergences", tuple(lines))
 
 
-def _place(row: ResultRow) -> tuple[str, str, str, str]:
+def _place(row: ResultRow, columns: list[str]) -> tuple[str, ...]:
+    setting = setting_of(row)
     step = MISSING if row.step is None else str(row.step)
-    dtype = row.environment.dtypes.get("weights", MISSING)
-    return dtype, row.benchmark, method_label(row.method), step
+    where = (setting["dtype"], *(setting.get(name, MISSING) for name in columns))
+    return *where, row.benchmark, method_label(row.method), step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import jinja2
 from stree.errors import BadData
 from stree.models.convert import load_config
 from stree.plain_data import parse_yaml, read_text
-from stree.speculation_profile import Interval, Measurement, SpeculationProfile
+from stree.speculation_profile import Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.reports.run_data import RunData, method_label
-from stree_pipelines.reports.tables import MISSING, Table
+from stree_pipelines.reports.tables import MISSING, Table, figure
 
 CARD_NAME = "README.md"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,9 +50,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         target_name=Path(profile.target).name,
         facts=list(_facts(profile, origin, drafter)),
         recommendations=profile.recommendations,
-        measured=_measured(profile.measurements).to_markdown(),
-        conditions=_conditions(profile.measurements),
-        by_depth=_by_depth(profile.measurements),
+        places=list(_places(profile.measurements)),
         curve=curve,
         suggestions=profile.suggested_trees,
         provenance=list(_provenance(origin, profile.step, data)),
@@ -102,24 +100,36 @@ def _provenance(
         yield "versions", ", ".join(f"{k} {v}" for k, v in origin["versions"].items())
 
 
-def _measured(measurements: tuple[Measurement, ...]) -> Table:
+def _places(measurements: tuple[Measurement, ...]) -> Iterator[dict[str, str]]:
+    """What was measured on each device and in each dtype: figures of two stand in no one table."""
+    ordered = _in_order(measurements)
+    for device, dtype in dict.fromkeys((each.device, each.dtype) for each in ordered):
+        here = [each for each in ordered if (each.device, each.dtype) == (device, dtype)]
+        yield {
+            "measured": _measured(here, f"Speed and acceptance length, {dtype} on {device}"),
+            "conditions": _conditions(here),
+            "by_depth": _by_depth(here, f"Acceptance by depth, {dtype} on {device}"),
+        }
+
+
+def _measured(measurements: Sequence[Measurement], title: str) -> str:
     head = ("", "method", "τ", "tokens/s", "speed-up", "a call's time")
     rows = [
         (
             f"{each.benchmark}, T = {each.temperature:g}",
             _method(each),
-            _figure(each.acceptance_length, each.acceptance_length_interval),
-            _figure(each.tokens_per_second, None),
-            _figure(each.speedup, each.speedup_interval, "×"),
+            figure(each.acceptance_length, each.acceptance_length_interval),
+            figure(each.tokens_per_second),
+            figure(each.speedup, each.speedup_interval, unit="×"),
             _times(each),
         )
-        for each in _in_order(measurements)
+        for each in measurements
     ]
-    return Table("Speed and acceptance length", (head, *rows))
+    return Table(title, (head, *rows)).to_markdown()
 
 
-def _by_depth(measurements: tuple[Measurement, ...]) -> str:
-    drafting = [each for each in _in_order(measurements) if each.depth_accept_rates]
+def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
+    drafting = [each for each in measurements if each.depth_accept_rates]
     depths = sorted({depth for each in drafting for depth in each.depth_accept_rates})
     if not depths:
         return ""
@@ -128,11 +138,11 @@ def _by_depth(measurements: tuple[Measurement, ...]) -> str:
         (
             f"{each.benchmark}, T = {each.temperature:g}",
             _method(each),
-            *(_figure(each.depth_accept_rates.get(depth), None) for depth in depths),
+            *(figure(each.depth_accept_rates.get(depth)) for depth in depths),
         )
         for each in drafting
     ]
-    return Table("Acceptance by depth", (head, *rows)).to_markdown()
+    return Table(title, (head, *rows)).to_markdown()
 
 
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
@@ -142,11 +152,11 @@ def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
     )
 
 
-def _conditions(measurements: tuple[Measurement, ...]) -> str:
-    """Where and how, each combination once."""
+def _conditions(measurements: Sequence[Measurement]) -> str:
+    """How, each combination once."""
     said = dict.fromkeys(
         f"{m.num_prompts} prompts of {m.benchmark}, up to {m.max_new_tokens} new tokens a turn"
-        f"{' (EOS ignored)' if m.ignore_eos else ''}, {m.dtype} on {m.device}, commit {m.git_sha}"
+        f"{' (EOS ignored)' if m.ignore_eos else ''}, commit {m.git_sha}"
         for m in measurements
     )
     return "; ".join(said) + "."
@@ -164,13 +174,6 @@ def _times(measurement: Measurement) -> str:
     parts = sorted(measurement.time_ms.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {100 * ms / total:.0f} %" for name, ms in parts[:2])
     return f"{total:.2f} ms: {shares}"
-
-
-def _figure(value: float | None, interval: Interval | None, unit: str = "") -> str:
-    if value is None:
-        return MISSING
-    bracket = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-    return f"{value:.2f}{unit}{bracket}"
 
 
 def _licence(target: Path) -> str | None:

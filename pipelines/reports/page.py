@@ -6,6 +6,7 @@ from typing import Any
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.tables import advise, table6
 
 MAX_SAMPLES_PER_BENCHMARK = 3
@@ -29,6 +30,7 @@ def page_context(data: RunData) -> dict[str, Any]:
         "lossless": _lossless(data),
         "samples": _samples(data),
         "environment": _environment(data),
+        "parting": parting_sentence(data),
         "notes": data.notes,
     }
 

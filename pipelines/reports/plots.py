@@ -14,17 +14,21 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.reports.run_data import RunData, expected_tau, method_label
+from stree_pipelines.reports.run_data import RunData, method_label
+from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
 
 SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there
 INK = "#1f2328"  # text and axes; the page replaces it by its own colour
-COLOURS = {AUTOREGRESSIVE: "#8b949e", CHAIN: "#2f81d6", TREE: "#e0702b"}
+PLAIN_COLOUR = "#8b949e"
+COLOURS = {AUTOREGRESSIVE: PLAIN_COLOUR, CHAIN: "#2f81d6", TREE: "#e0702b"}
 MORE_COLOURS = ("#8250df", "#2da44e", "#bf3989")
 PART_COLOURS = dict(
-    zip(metrics.STEP_PARTS, ("#2f81d6", "#e0702b", "#2da44e", "#8250df", "#8b949e"), strict=True)
-)
+    zip(metrics.STEP_PARTS, ("#159a9c", "#c09a2b", "#e58fb0", "#7a9e3f", "#b9c0c8"), strict=True)
+)  # no method's
 MAX_TICKS = 8
-LINES = ("-", "--", ":", "-.")
+# Of one temperature each, told apart without colour: lines and markers, filled or hollow.
+LINES = ("-", "--", "-.", (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D")
 STYLE: Any = {
     "svg.hashsalt": "stree", "font.family": "sans-serif", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
@@ -38,27 +42,26 @@ STYLE: Any = {
 def tau_vs_step(data: RunData) -> Figure | None:
     """τ over steps with its intervals, and the chain's τ that training's acceptance promises."""
     figure, axes = new_figure()
-    for method in data.methods:
-        for number, temperature in enumerate(data.temperatures):
-            line = LINES[number % len(LINES)]
-            _plot_over_steps(axes, data, method, temperature, "acceptance_length", line)
-    for name in ("val_simulated_acceptance", "simulated_acceptance"):
-        points = data.curves.get(name)
-        if points:
-            steps, acceptances = zip(*points, strict=True)
-            expected = [expected_tau(acceptance) for acceptance in acceptances]
-            axes.plot(steps, expected, ":", color="#8b949e", label="chain of 4, simulated", lw=1.4)
-            break
+    num_drafts = num_drafts_of(data)
+    promised = [
+        (step, metrics.expected_acceptance_length(acceptance, num_drafts))
+        for step, acceptance in simulated_curve(data)
+    ]
+    for temperature in data.temperatures:
+        for method in data.methods:
+            _plot_over_steps(axes, data, method, temperature, "acceptance_length")
+        if promised and temperature == data.temperatures[0]:  # the legend's columns are even so
+            label = f"chain of {num_drafts}, simulated"
+            axes.plot(*zip(*promised, strict=True), ":", color=PLAIN_COLOUR, label=label, lw=1.4)
     return _finish(figure, axes, "τ, new tokens per call", data)
 
 
 def speed_vs_step(data: RunData) -> Figure | None:
     figure, axes = new_figure()
-    for number, temperature in enumerate(data.temperatures):
-        line = LINES[number % len(LINES)]
+    for temperature in data.temperatures:
         for method in data.methods:
-            _plot_over_steps(axes, data, method, temperature, "tokens_per_second", line)
-        _plot_baseline(axes, data, temperature, line)
+            _plot_over_steps(axes, data, method, temperature, "tokens_per_second")
+        _plot_baseline(axes, data, temperature)
     axes.set_ylim(bottom=0)
     return _finish(figure, axes, "tokens per second", data)
 
@@ -66,8 +69,8 @@ def speed_vs_step(data: RunData) -> Figure | None:
 def loss_vs_step(data: RunData) -> Figure | None:
     figure, axes = new_figure()
     for name, label, width, colour in (
-        ("loss", "training", 1.1, "#8b949e"),
-        ("val_loss", "validation", 1.8, COLOURS[CHAIN]),
+        ("loss", "training", 1.1, PLAIN_COLOUR),
+        ("val_loss", "validation", 1.8, "#159a9c"),
     ):
         points = data.curves.get(name)
         if points:
@@ -134,9 +137,7 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
     axes.set_xlabel("ms per call")
     if not cells:
         return None
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5,
-                  columnspacing=1.0, handlelength=1.0, frameon=False, fontsize=8,
-                  labelcolor=INK)  # fmt: skip
+    _add_legend(figure, axes, ncols=5, handlelength=1.0)
     return figure
 
 
@@ -166,8 +167,7 @@ def new_figure() -> tuple[Figure, Axes]:
 
 def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Figure | None:
     """Label and legend; None when nothing was drawn. With `data` the x axis is the step's."""
-    handles, labels = axes.get_legend_handles_labels()
-    if not handles:
+    if not axes.get_legend_handles_labels()[0]:
         return None
     axes.set_ylabel(label)
     if data is not None:
@@ -179,17 +179,21 @@ def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Fig
             axes.minorticks_off()
             if len(steps) <= MAX_TICKS:
                 axes.set_xticks(steps)
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(
-        unique.values(), unique.keys(), loc="outside upper center", ncols=2, frameon=False,
-        fontsize=8, columnspacing=1.2, handlelength=1.8, labelcolor=INK,
-    )  # fmt: skip
+    _add_legend(figure, axes, ncols=2, handlelength=3.2)
     return figure
 
 
-def _plot_over_steps(
-    axes: Axes, data: RunData, method: str, temperature: float, name: str, line: str
-) -> None:
+def _add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> None:
+    """Above the axes, so that it hides nothing; handles long enough to show a line's dashes."""
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(
+        unique.values(), unique.keys(), loc="outside upper center", ncols=ncols, frameon=False,
+        fontsize=8, columnspacing=1.2, handlelength=handlelength, labelcolor=INK,
+    )  # fmt: skip
+
+
+def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float, name: str) -> None:
     points = []
     for checkpoint in data.checkpoints:
         cell, step = data.cell(checkpoint, method, data.scopes[0], temperature), None
@@ -202,11 +206,18 @@ def _plot_over_steps(
     low, high = zip(*intervals, strict=True)
     colour = _colour(data, method)
     label = f"{method_label(method)}, T = {temperature:g}"
-    axes.plot(steps, values, f"o{line}", color=colour, label=label)
+    axes.plot(steps, values, color=colour, label=label, **_look(data, temperature))
     axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
 
 
-def _plot_baseline(axes: Axes, data: RunData, temperature: float, line: str) -> None:
+def _look(data: RunData, temperature: float) -> dict[str, Any]:
+    """Of a temperature's line: the first one solid with filled markers, the others hollow."""
+    number = data.temperatures.index(temperature)
+    look = {"linestyle": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
+    return look if number == 0 else {**look, "markerfacecolor": "none"}
+
+
+def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
     points: list[tuple[int, float]] = []
     for checkpoint in data.checkpoints:
         step = data.steps.get(checkpoint)
@@ -217,7 +228,8 @@ def _plot_baseline(axes: Axes, data: RunData, temperature: float, line: str) -> 
                 break
     if points:
         label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
-        axes.plot(*zip(*points, strict=True), line, color=COLOURS[AUTOREGRESSIVE], label=label)
+        look = _look(data, temperature)
+        axes.plot(*zip(*points, strict=True), color=PLAIN_COLOUR, label=label, **look)
 
 
 def _last_cells(data: RunData, temperature: float) -> Sequence[tuple[str, Any]]:

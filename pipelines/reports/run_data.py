@@ -12,6 +12,7 @@ from typing import Any
 
 from stree import metrics
 from stree.errors import BadData, UsageError
+from stree.metrics import Timing
 from stree.plain_data import read_json
 from stree_pipelines.evaluation.evaluate import summarise_lossless
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -23,10 +24,11 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
 )
+from stree_pipelines.reports import settings
 
 POOLED = "all benchmarks"
+CURVES_NAME, COMMAND_NAME, CONFIG_NAME = "metrics.csv", "command.json", "config.yaml"
 METHOD_LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
-CHAIN_DRAFTS = 4  # of the simulated curve: the paper's chain
 
 # (checkpoint label, method with its tree, benchmark, temperature)
 CellKey = tuple[str, str, str, float]
@@ -34,10 +36,12 @@ CellKey = tuple[str, str, str, float]
 
 @dataclass(frozen=True)
 class Cell:
-    """The figures of one method at one checkpoint, on one benchmark or pooled over all."""
+    """The figures of one method at one checkpoint, on one benchmark or pooled over all, and the
+    files that hold their samples."""
 
     summary: dict[str, Any]
     num_prompts: int
+    files: tuple[str, ...] = ()
     samples: tuple[SampleRow, ...] = ()
     lossless: Lossless | None = None
 
@@ -56,7 +60,7 @@ class Cell:
 
 @dataclass
 class RunData:
-    """A run, as far as its files tell.
+    """A run, as far as its files tell; all rows are of one decoding setting.
 
     Attributes:
         checkpoints: labels in order of distillation.
@@ -84,9 +88,8 @@ class RunData:
 
     def tree(self, method: str) -> Tree | None:
         """The tree behind a method's name here."""
-        name = method.partition(":")[0]
-        trees = [row.tree for row in self.rows if row.method == name and row.tree is not None]
-        return next((t for t in trees if method in (name, f"{name}:{t.name}")), None)
+        names = _method_names(self.rows)
+        return next((tree for (_, tree), name in names.items() if name == method), None)
 
     @property
     def last(self) -> str:
@@ -99,17 +102,29 @@ class RunData:
         return [POOLED, *self.benchmarks] if len(self.benchmarks) > 1 else list(self.benchmarks)
 
 
-def load_run(folder: str | Path) -> RunData:
+def load_run(folder: str | Path, shown: Sequence[str] = ()) -> RunData:
     """Read RUN/eval (or RUN, when it holds results.jsonl itself), metrics.csv and command.json.
 
-    Raises UsageError when there are no results.
+    Args: shown, NAME=VALUE of the decoding setting to take where several were measured.
+    Raises UsageError when there are no results, and when they are of several settings still.
     """
     folder = Path(folder)
     store = open_results(folder)
-    data = RunData(folder, store.results())
-    data.curves = _read_curves(folder / "metrics.csv", data.notes)
-    data.command = _read_command(folder / "command.json", data.notes)
+    rows = store.results()
+    kept = settings.chosen(rows, shown, store.directory)
+    data = read_training(folder, kept)
+    if len(kept) < len(rows):
+        left = ", ".join(shown)
+        data.notes.append(f"Shown are rows with {left}; {len(rows) - len(kept)} others are not.")
     arrange(data, store)
+    return data
+
+
+def read_training(folder: Path, rows: list[ResultRow]) -> RunData:
+    """A run of these rows with what its training left, not yet arranged."""
+    data = RunData(folder, rows)
+    data.curves = _read_curves(folder / CURVES_NAME, data.notes)
+    data.command = _read_command(folder / COMMAND_NAME, data.notes)
     return data
 
 
@@ -123,44 +138,45 @@ def open_results(folder: Path) -> ResultStore:
     raise UsageError(f"no {RESULTS_NAME} in {folder} or {folder}/eval: run eval_spec.py first")
 
 
-def expected_tau(acceptance: float, num_drafts: int = CHAIN_DRAFTS) -> float:
-    """τ of a chain when each draft is accepted with this probability, independently: the geometric
-    sum 1 + α + … + α^n (Leviathan et al. 2023, Eq. 1)."""
-    return sum(acceptance**depth for depth in range(num_drafts + 1))
-
-
 def arrange(data: RunData, store: ResultStore) -> None:
-    """Fill `data` in from its rows and their samples."""
-    # Of rows that differ in settings only, the one that was written last counts.
-    chosen = {_cell_key(row, data.rows): row for row in data.rows}
-    if len(chosen) < len(data.rows):
+    """Fill `data` in from its rows and their samples. Raises UsageError when the rows are of
+    several decoding settings."""
+    settings.require_one(data.rows, store.directory)
+    kept = without_replaced(data.rows)
+    if len(kept) < len(data.rows):
         data.notes.append(
-            f"{len(data.rows) - len(chosen)} rows were measured again with other settings; the "
-            "latest are shown."
+            f"{len(data.rows) - len(kept)} rows are of checkpoints that were replaced since, and "
+            "not shown."
         )
-    settings = {
-        (r.max_new_tokens, r.ignore_eos, r.seed, r.environment.device, r.target_sha256,
-         tuple(sorted(r.environment.dtypes.items())))
-        for r in chosen.values()
-    }  # fmt: skip
-    if len(settings) > 1:
-        data.notes.append(
-            "The rows were measured under different settings or on different devices."
-        )
-    ordered = sorted({(r.step is None, r.step or 0, _checkpoint(r)) for r in chosen.values()})
-    data.checkpoints = [label for _, _, label in ordered if label]
-    data.steps = {_checkpoint(row): row.step for row in chosen.values()}
+    data.rows = kept
+    data.notes += settings.remarks(kept)
+    labels, methods = _labels(kept), _method_names(kept)
+    data.steps = {labels[_drafter(row)]: row.step for row in kept}
+    data.checkpoints = sorted(
+        {label for label in labels.values() if label},
+        key=lambda label: (data.steps[label] is None, data.steps[label] or 0, label),
+    )
     order = list(METHOD_LABELS)
-    methods = {(order.index(r.method) if r.method in order else 99, _cell_key(r, data.rows)[1])
-               for r in chosen.values() if r.checkpoint is not None}  # fmt: skip
-    data.methods = [name for _, name in sorted(methods)]
-    data.benchmarks = list(dict.fromkeys(row.benchmark for row in chosen.values()))
-    data.temperatures = sorted({row.temperature for row in chosen.values()})
+    data.methods = [
+        name
+        for (method, _), name in sorted(
+            methods.items(),
+            key=lambda item: (order.index(item[0][0]) if item[0][0] in order else 99, item[1]),
+        )
+        if any(row.checkpoint is not None and row.method == method for row in kept)
+    ]
+    data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
+    data.temperatures = sorted({row.temperature for row in kept})
     names = set(metrics.summarise([]))
-    for key, row in chosen.items():
-        samples = tuple(store.samples(row))
+    for row in kept:
+        key = (
+            labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
+            row.temperature,
+        )  # fmt: skip
         summary = {name: getattr(row, name) for name in names}
-        data.cells[key] = Cell(summary, row.num_prompts, samples, row.lossless)
+        data.cells[key] = Cell(
+            summary, row.num_prompts, (row.samples,), tuple(store.samples(row)), row.lossless
+        )
     if len(data.benchmarks) > 1:
         _pool(data)
 
@@ -170,16 +186,18 @@ def _pool(data: RunData) -> None:
     for checkpoint in ("", *data.checkpoints):
         for method in (AUTOREGRESSIVE, *data.methods):
             for temperature in data.temperatures:
-                parts = [data.cell(checkpoint, method, b, temperature) for b in data.benchmarks]
-                samples = [s for part in parts if part for s in part.samples]
-                if not all(part and part.samples for part in parts):
+                found = [data.cell(checkpoint, method, b, temperature) for b in data.benchmarks]
+                parts = [part for part in found if part and part.samples]
+                if len(parts) < len(data.benchmarks):
                     continue
-                baselines = [s.baseline for s in samples if s.baseline is not None]
+                samples = tuple(s for part in parts for s in part.samples)
+                baselines: list[Timing] = [s.baseline for s in samples if s.baseline is not None]
                 if method == AUTOREGRESSIVE:
-                    baselines = list(samples)  # type: ignore[arg-type]
+                    baselines = list(samples)
                 paired = baselines if len(baselines) == len(samples) else None
                 data.cells[checkpoint, method, POOLED, temperature] = Cell(
-                    metrics.summarise(samples, paired), len(samples), tuple(samples),
+                    metrics.summarise(samples, paired), len(samples),
+                    tuple(name for part in parts for name in part.files), samples,
                     summarise_lossless(samples),
                 )  # fmt: skip
 
@@ -190,21 +208,57 @@ def method_label(method: str) -> str:
 
 
 def checkpoint_title(data: RunData, checkpoint: str) -> str:
-    """A column's head, as in the paper: "12000 step"."""
+    """A column's head: "step 12000"."""
     step = data.steps.get(checkpoint)
-    return checkpoint if step is None else f"{step} step"
+    return checkpoint if step is None or checkpoint != step_label(step) else f"step {step}"
 
 
-def _cell_key(row: ResultRow, rows: Sequence[ResultRow]) -> CellKey:
-    trees = {r.tree.name for r in rows if r.method == row.method and r.tree is not None}
-    suffix = f":{row.tree.name}" if row.tree is not None and len(trees) > 1 else ""
-    return _checkpoint(row), row.method + suffix, row.benchmark, row.temperature
+def step_label(step: int) -> str:
+    return f"step-{step:08d}"
 
 
-def _checkpoint(row: ResultRow) -> str:
-    if row.checkpoint is None:
-        return ""
-    return Path(row.checkpoint).name if row.step is None else f"step-{row.step:08d}"
+def _drafter(row: ResultRow) -> str | None:
+    """What tells drafters apart; None for the target alone."""
+    return None if row.checkpoint is None else row.checkpoint_sha256 or row.checkpoint
+
+
+def without_replaced(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Rows of what lay at each checkpoint's path last: a training from anew exports to the same."""
+    live = set({row.checkpoint: _drafter(row) for row in rows}.values())
+    return [row for row in rows if _drafter(row) in live]
+
+
+def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
+    """{drafter: label}, "" for the target alone: the step, or the path where it has none or another
+    drafter has the same."""
+    drafters = {_drafter(row): row for row in rows}
+    steps = [row.step for row in drafters.values()]
+    labels: dict[str | None, str] = {}
+    for drafter, row in drafters.items():
+        if row.checkpoint is None:
+            labels[drafter] = ""
+        elif row.step is None:
+            labels[drafter] = Path(row.checkpoint).name
+        else:
+            alone = steps.count(row.step) == 1
+            labels[drafter] = step_label(row.step) if alone else row.checkpoint
+    return labels
+
+
+def _method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str]:
+    """{(method, tree): name}: the tree's is appended where the method has several, and its number
+    among them where several have one name."""
+    found = dict.fromkeys((row.method, row.tree) for row in rows)
+    names = {}
+    for method, tree in found:
+        others = [each for name, each in found if name == method and each is not None]
+        if tree is None or len(others) == 1:
+            names[method, tree] = method
+            continue
+        alike = [each for each in others if each.name == tree.name]
+        number = f" ({alike.index(tree) + 1})" if len(alike) > 1 else ""
+        names[method, tree] = f"{method}:{tree.name}{number}"
+    return names
 
 
 def _read_curves(path: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:

@@ -9,8 +9,10 @@ from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title, method_label
+from stree_pipelines.reports.simulation import parting_sentence
 
 MISSING = "–"
+MINUS = "−"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,24 @@ class Table:
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
 
 
+def figure(
+    value: float | None,
+    interval: metrics.Interval | None = None,
+    form: str = ".2f",
+    unit: str = "",
+) -> str:
+    """A number, with its interval in brackets, in a table or a sentence."""
+    if value is None:
+        return MISSING
+    return f"{value:{form}}{unit}".replace("-", MINUS) + bracket(interval, form)
+
+
+def bracket(interval: metrics.Interval | None, form: str = ".2f") -> str:
+    if interval is None:
+        return ""
+    return f" [{interval[0]:{form}}, {interval[1]:{form}}]".replace("-", MINUS)
+
+
 def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     """Speed and τ against distillation steps, in the paper's layout.
 
@@ -42,7 +62,7 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     """
     heads = ("", *(checkpoint_title(data, checkpoint) for checkpoint in data.checkpoints))
     baseline = [_baseline_speed(data, c, benchmark, temperature) for c in data.checkpoints]
-    rows = [heads, (f"Speed ({method_label(AUTOREGRESSIVE)})", *map(_number, baseline))]
+    rows = [heads, (f"Speed ({method_label(AUTOREGRESSIVE)})", *map(figure, baseline))]
     for method in data.methods:
         cells = [data.cell(c, method, benchmark, temperature) for c in data.checkpoints]
         label = method_label(method)
@@ -74,7 +94,8 @@ def table6_markdown(data: RunData) -> str:
         for benchmark in data.scopes
         for temperature in data.temperatures
     ]
-    return "\n".join([intro, *tables])
+    notes = [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
+    return "\n".join([intro, *notes, *tables])
 
 
 class Advice(NamedTuple):
@@ -97,23 +118,22 @@ def advise(data: RunData, temperature: float) -> Advice:
     best = max(timed, key=lambda method: timed[method]["speedup"])
     cell = timed[best]
     gain, interval = cell["speedup"], cell.interval("speedup")
-    times = f"{gain:.2f}× plain decoding{_bracket(interval)}, τ {cell['acceptance_length']:.2f}"
+    times = f"{gain:.2f}× plain decoding{bracket(interval)}, τ {cell['acceptance_length']:.2f}"
     plain = "Use plain decoding"
     if gain <= 1:
-        reason = f"The fastest speculation, {method_label(best)}, is {times}.{_costliest(cell)}"
-        return Advice(plain, reason, AUTOREGRESSIVE, best)
+        reason = f"The fastest speculation, {method_label(best)}, is {times}."
+        return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
-        reason = f"{method_label(best)} is {times}: the interval includes 1, so its gain isn't "
-        return Advice(plain, f"{reason}certain.{_costliest(cell)}", AUTOREGRESSIVE, best)
+        reason = f"{method_label(best)} is {times}: the interval includes 1, so it may be none."
+        return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     rivals = [method for method in timed if method != best]
     comparison, tie = "", ""
     if rivals:
         rival = max(rivals, key=lambda method: timed[method]["speedup"])
-        ratio = gain / timed[rival]["speedup"]
-        between = _ratio_interval(cell, timed[rival])
+        ratio, between = speed_ratio(cell, timed[rival])
         if between and between[0] <= 1 <= between[1]:
             tie = rival
-        comparison = f" and {ratio:.2f}× {method_label(rival)}{_bracket(between)}"
+        comparison = f" and {figure(ratio, between, unit='× ' + method_label(rival))}"
     if tie:
         simpler = next((m for m in (best, tie) if m.startswith(CHAIN)), best)
         reason = f"{method_label(best)} is {times}{comparison}: they can't be told apart, and a "
@@ -123,13 +143,19 @@ def advise(data: RunData, temperature: float) -> Advice:
     return Advice(f"Use the {_noun(best)}", reason, best, best)
 
 
-def _costliest(cell: Cell) -> str:
-    """Where a call's time goes most: what to make faster."""
+def _what_to_expect(cell: Cell) -> str:
+    """Where plain decoding wins: what would change that."""
+    cost = cell["acceptance_length"] / cell["speedup"]
     parts = cell["time_ms"]
-    if not parts:
-        return ""
-    part = max(parts, key=lambda name: parts[name])
-    return f" Most of a call, {100 * parts[part] / sum(parts.values()):.0f} %, is {part}."
+    costliest = ""
+    if parts:
+        part = max(parts, key=lambda name: parts[name])
+        costliest = f", {100 * parts[part] / sum(parts.values()):.0f} % of it for {part}"
+    return (
+        f" Expect no gain from it yet: a step takes {cost:.2f} times as long as a plain one"
+        f"{costliest}, so it pays from τ {cost:.2f} on. More distillation raises τ; a target that "
+        "takes longer for a token makes a step cost less beside it."
+    )
 
 
 def _noun(method: str) -> str:
@@ -139,35 +165,56 @@ def _noun(method: str) -> str:
     return f"tree {tree}" if tree else "tree"
 
 
+def chain_beside(data: RunData, method: str) -> str | None:
+    """What a tree is compared with: the run's chain. None for other methods, or several chains."""
+    chains = [each for each in data.methods if each.startswith(CHAIN)]
+    return chains[0] if method.startswith(TREE) and len(chains) == 1 else None
+
+
 def _gains(data: RunData, benchmark: str, temperature: float) -> list[tuple[str, ...]]:
     """A row for each tree: its τ minus the chain's, with the paired interval."""
-    chains = [method for method in data.methods if method.startswith(CHAIN)]
-    trees = [method for method in data.methods if method.startswith(TREE)]
-    if len(chains) != 1:
-        return []
     rows = []
-    for tree in trees:
+    for tree in data.methods:
+        chain = chain_beside(data, tree)
+        if chain is None:
+            continue
         texts = []
         for checkpoint in data.checkpoints:
             mine = data.cell(checkpoint, tree, benchmark, temperature)
-            theirs = data.cell(checkpoint, chains[0], benchmark, temperature)
-            texts.append(_gain(mine, theirs))
-        rows.append((f"τ gain ({method_label(tree)} − {method_label(chains[0])})", *texts))
+            theirs = data.cell(checkpoint, chain, benchmark, temperature)
+            texts.append(
+                MISSING
+                if mine is None or theirs is None
+                else figure(*acceptance_gain(mine, theirs), "+.2f")
+            )
+        rows.append((f"τ gain ({method_label(tree)} − {method_label(chain)})", *texts))
     return rows
 
 
-def _gain(cell: Cell | None, other: Cell | None) -> str:
-    if cell is None or other is None:
-        return MISSING
+class Gain(NamedTuple):
+    """A difference or ratio of two methods over the same prompts, with its paired interval."""
+
+    value: float | None
+    interval: metrics.Interval | None
+
+
+def acceptance_gain(cell: Cell, other: Cell) -> Gain:
+    """τ of `cell` minus that of `other`."""
     mine, theirs = cell["acceptance_length"], other["acceptance_length"]
     if mine is None or theirs is None:
-        return MISSING
-    interval = metrics.acceptance_gain_interval(*_pairs(cell, other))
-    return f"{mine - theirs:+.2f}" + _bracket(interval, "+.2f")
+        return Gain(None, None)
+    return Gain(mine - theirs, metrics.acceptance_gain_interval(*_pairs(cell, other)))
 
 
-def _ratio_interval(cell: Cell, other: Cell) -> metrics.Interval | None:
-    return metrics.speedup_interval(*_pairs(cell, other))
+def speed_ratio(cell: Cell, other: Cell) -> Gain:
+    """Speed of `cell` over that of `other`, each relative to plain decoding in its own run."""
+    mine, theirs = _pairs(cell, other)
+    plain, their_plain = ([s.baseline for s in each if s.baseline] for each in (mine, theirs))
+    interval = None
+    if len(plain) == len(their_plain) == len(mine):
+        interval = metrics.speedup_ratio_interval(mine, plain, theirs, their_plain)
+    speedup, other_speedup = cell["speedup"], other["speedup"]
+    return Gain(speedup / other_speedup if speedup and other_speedup else None, interval)
 
 
 def _pairs(cell: Cell, other: Cell) -> tuple[list[SampleRow], list[SampleRow]]:
@@ -191,24 +238,16 @@ def _baseline_speed(
     return None
 
 
-def _number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
-
-
 def _speed(cell: Cell | None) -> str:
     if cell is None or cell["tokens_per_second"] is None:
         return MISSING
+    speed = figure(cell["tokens_per_second"])
     if cell["speedup"] is None:
-        return _number(cell["tokens_per_second"])
-    bracket = _bracket(cell.interval("speedup"))
-    return f"{cell['tokens_per_second']:.2f} ({cell['speedup']:.2f}×){bracket}"
+        return speed
+    return f"{speed} ({cell['speedup']:.2f}×){bracket(cell.interval('speedup'))}"
 
 
 def _tau(cell: Cell | None) -> str:
     if cell is None:
         return MISSING
-    return _number(cell["acceptance_length"]) + _bracket(cell.interval("acceptance_length"))
-
-
-def _bracket(interval: tuple[float, float] | None, form: str = ".2f") -> str:
-    return "" if interval is None else f" [{interval[0]:{form}}, {interval[1]:{form}}]"
+    return figure(cell["acceptance_length"], cell.interval("acceptance_length"))

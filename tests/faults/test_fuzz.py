@@ -28,7 +28,7 @@ from stree_pipelines.data.conversations import REASONS, Conversation, read_conve
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.plan import resolve
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, read_rows
-from stree_pipelines.reports.run_data import load_run
+from stree_pipelines.reports.run_data import RunData, arrange, load_run, open_results
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.distillation import Distillation
 
@@ -305,7 +305,12 @@ def test_fuzzed_results(tmp_path, figures):
     # What was accepted must do no harm where it is read.
     (run / "eval").mkdir(parents=True)
     (run / "eval" / RESULTS_NAME).write_bytes(b"".join(accepted))
-    assert load_run(run).rows
+    rows = open_results(run).results()
+    for row in rows:
+        arrange(RunData(run, [row]), open_results(run))
+    with pytest.raises(UsageError, match="several decoding settings"):
+        load_run(run)
+    assert rows
 
 
 def test_an_odd_value_in_each_place_of_a_tree_is_told(tmp_path):

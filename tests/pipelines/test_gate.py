@@ -22,7 +22,13 @@ from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
-from stree_pipelines.evaluation.records import BaselineTiming, SampleRow
+from stree_pipelines.evaluation.records import (
+    RESULTS_NAME,
+    BaselineTiming,
+    ResultStore,
+    SampleRow,
+    write_rows,
+)
 from stree_pipelines.gate import gate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -181,6 +187,27 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     benchmark_checkpoint(arguments(world, "better", *chosen, baseline=world / "out"))
 
 
+def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_say_so(
+    world, tmp_path
+):
+    first = arguments(world, "fair", "--fail_below", TAU)
+    old = tmp_path / "old"
+    first[first.index("--out") + 1] = str(old)
+    benchmark_checkpoint(first)
+    rows = [
+        row.model_copy(update={
+            "environment": row.environment.model_copy(update={"num_threads": 7, "git_sha": "old"})
+        })
+        for row in ResultStore(old).results()
+    ]  # fmt: skip
+    write_rows(old / RESULTS_NAME, rows)
+    with pytest.raises(UsageError, match=r"\(1 × 7 threads\), this is .*\(1 × 1 threads\)"):
+        benchmark_checkpoint(arguments(world, "fair", "--fail_below", "speedup=-3%", baseline=old))
+    benchmark_checkpoint(arguments(world, "fair", "--fail_below", TAU, baseline=old))
+    (line,) = (text for text in summary(world).splitlines() if text.startswith("- measured apart"))
+    assert "7 threads, code old; this on" in line and "1 threads" in line
+
+
 def test_trend_json_is_what_github_action_benchmark_reads(world):
     benchmark_checkpoint(arguments(world, "better", "--fail_below", TAU))
     entries = json.loads((world / "out/trend.json").read_text())
@@ -199,6 +226,7 @@ def test_trend_json_is_what_github_action_benchmark_reads(world):
         ("acceptance_length=3%", "the change has a sign"),
         ("acceptance_length=-three%", "is no threshold"),
         ("acceptance=-3%", "no metric 'acceptance'"),
+        ("tokens_per_second_e2e=-3%", "no metric 'tokens_per_second_e2e'"),
         ("depth_accept_rates=-3%", "wants a depth from 1"),
         ("depth_accept_rates[0]=-3%", "wants a depth from 1"),
         ("speedup[1]=-3%", "wants a depth from 1"),
@@ -276,6 +304,15 @@ def test_only_an_interval_below_the_threshold_is_a_regression():
     assert judge("acceptance_length=+2%", old, old).verdict == gate.REGRESSION
     few = judge("acceptance_length=-9%", new[:5], old[:5])
     assert few.verdict == gate.INCONCLUSIVE and "6 the least" in few.reason
+
+
+def test_a_change_weighs_prompts_by_their_calls():
+    """Half of the prompts have one call and got worse, which is nothing among the others' calls."""
+    old = [sample(q, (2,) * (100 if q % 2 else 1)) for q in range(20)]
+    new = [sample(q, (2,) * 100 if q % 2 else (0,)) for q in range(20)]
+    finding = judge("acceptance_length=-3%", new, old)
+    low, high = finding.interval
+    assert finding.verdict == gate.PASS and -0.03 < low < finding.change < high < 0
 
 
 def test_noise_is_inconclusive_and_says_how_many_prompts_would_tell():

@@ -11,14 +11,14 @@ from hand_made_run import CALL_S, NUM_PROMPTS, STEPS, make_row, make_run, make_s
 from stree.errors import BadData, CannotWrite, UsageError
 from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree
 from stree_pipelines.report import main, write_report
-from stree_pipelines.reports.run_data import POOLED, expected_tau, load_run
+from stree_pipelines.reports.run_data import POOLED, load_run
 from stree_pipelines.reports.tables import advise, table6
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("run"))
-    write_report(folder)
+    write_report(load_run(folder))
     return folder
 
 
@@ -29,7 +29,7 @@ def test_table6_has_the_papers_layout_and_the_records_numbers(run):
     (
         head, plain, chain_speed, chain_tau, tree_speed, tree_tau, gains,
     ) = table6(data, "mt_bench", 0.0).rows  # fmt: skip
-    assert head == ("", "100 step", "1000 step", "10000 step")
+    assert head == ("", "step 100", "step 1000", "step 10000")
     assert [row[0] for row in (plain, chain_speed, chain_tau, tree_speed, tree_tau)] == [
         "Speed (Autoregressive)", "Speed (Vanilla SD)", "τ (Vanilla SD)", "Speed (STree)",
         "τ (STree)",
@@ -128,7 +128,7 @@ def test_page_shows_every_section(run):
 
 
 def test_reports_are_reproducible(run, tmp_path):
-    for path in write_report(run, tmp_path):
+    for path in write_report(load_run(run), tmp_path):
         assert path.read_bytes() == (run / path.name).read_bytes()
 
 
@@ -137,7 +137,7 @@ def test_divergences_are_listed_with_their_gap(tmp_path):
         prompt_id="q0", turn=0, position=17, token=3, autoregressive_token=4, logit_gap=0.00123
     )
     make_run(tmp_path, ("gsm8k",), (0.0,), divergence)
-    write_report(tmp_path)
+    write_report(load_run(tmp_path))
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "35 of 36 greedy answers" in html
     assert "at most\n0.0012 logits" in html and "0.00123" in html
@@ -150,7 +150,7 @@ def test_losslessness_counts_every_evaluation_of_a_run(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0,))
     (tmp_path / "eval").rename(tmp_path / "eval-fp32")
     make_run(tmp_path, ("gsm8k",), (0.0,))
-    write_report(tmp_path)
+    write_report(load_run(tmp_path))
     text = (tmp_path / "lossless.md").read_text(encoding="utf-8")
     assert "72 of 72 greedy answers" in text and "Divergences" not in text
 
@@ -160,7 +160,7 @@ def test_works_without_training_files_or_samples(tmp_path):
     (tmp_path / "metrics.csv").unlink()
     for path in (tmp_path / "eval").glob("samples_*"):
         path.unlink()
-    write_report(tmp_path)
+    write_report(load_run(tmp_path))
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "No metrics.csv" in html and "Distillation loss" not in html
     assert "2.31×" in (tmp_path / "table6.md").read_text()
@@ -170,8 +170,9 @@ def test_works_on_the_baseline_alone(tmp_path):
     samples = [make_sample("autoregressive", None, "b", i, 0.0, 60) for i in range(2)]
     store = ResultStore(tmp_path)
     store.publish(make_row("autoregressive", None, "b", samples, 0.0), samples)
-    assert {path.name for path in write_report(tmp_path)} == {
+    assert {path.name for path in write_report(load_run(tmp_path))} == {
         "table6.md",
+        "table6.json",
         "report.html",
     }  # no check
 
@@ -199,7 +200,7 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
 
 def test_many_temperatures_are_drawn(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0, 0.25, 0.5, 0.75, 1.0))
-    write_report(tmp_path)
+    write_report(load_run(tmp_path))
     assert "T = 0.75" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -207,19 +208,7 @@ def test_many_temperatures_are_drawn(tmp_path):
 def test_a_folder_that_refuses_is_one_clear_error(run, tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot write"):
-        write_report(run, tmp_path / place)
-
-
-def test_the_latest_of_rows_with_other_settings_counts_and_that_is_said(tmp_path):
-    make_run(tmp_path, ("gsm8k",), (0.0,))
-    store = ResultStore(tmp_path / "eval")
-    samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
-    again = make_row("stree", 100, "gsm8k", samples, 0.0, decoding_hash="x", max_new_tokens=9,
-                     samples="samples_again.jsonl")  # fmt: skip
-    store.publish(again, samples)
-    data = load_run(tmp_path)
-    assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
-    assert any("other settings" in note for note in data.notes)
+        write_report(load_run(run), tmp_path / place)
 
 
 @pytest.mark.parametrize(
@@ -239,12 +228,6 @@ def test_advice_follows_the_measured_speeds(tmp_path, monkeypatch, seconds, head
     assert advise(load_run(tmp_path), 0.0)[0] == headline
 
 
-def test_simulated_tau_is_the_geometric_sum():
-    assert expected_tau(0.0) == 1
-    assert expected_tau(1.0) == 5
-    assert expected_tau(0.5) == 1.9375
-
-
 def test_command_prints_table6_and_paths(run, capsys):
     main([str(run)])
     printed = capsys.readouterr().out
@@ -254,8 +237,8 @@ def test_command_prints_table6_and_paths(run, capsys):
 
 def test_no_results_is_one_clear_error(tmp_path):
     with pytest.raises(UsageError, match=r"run eval_spec\.py first"):
-        write_report(tmp_path)
+        write_report(load_run(tmp_path))
     make_run(tmp_path, ("gsm8k",), (0.0,))
     (tmp_path / "command.json").write_text("{")
     with pytest.raises(BadData, match=r"command\.json"):
-        write_report(tmp_path)
+        write_report(load_run(tmp_path))

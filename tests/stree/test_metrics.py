@@ -71,6 +71,13 @@ def test_depth_rates_leave_out_calls_whose_tree_ends_above():
     assert metrics.depth_accept_rates([shallow, deep]) == {1: 1.0, 2: 0.0}
 
 
+def test_a_chains_expected_length_is_the_geometric_sum():
+    assert metrics.expected_acceptance_length(0.0, 4) == 1
+    assert metrics.expected_acceptance_length(1.0, 4) == 5
+    assert metrics.expected_acceptance_length(0.5, 4) == 1.9375
+    assert metrics.expected_acceptance_length(0.5, 1) == 1.5
+
+
 def test_nodes_per_call_and_speeds():
     assert metrics.nodes_per_call([LONG, SHORT]) == 5
     assert metrics.tokens_per_second([LONG, SHORT]) == pytest.approx(13 / 0.4)
@@ -172,6 +179,16 @@ def test_pairing_cancels_what_prompts_share():
     assert metrics.speedup_per_tau_interval(faster, baseline) == pytest.approx((0.75, 0.75))
     low, high = metrics.tokens_per_second_interval(faster)
     assert high > 1.2 * low
+
+
+def test_the_ratio_of_two_speedups_takes_each_relative_to_its_own_baseline():
+    """The other was measured in an hour when everything took twice as long."""
+    plain = [Counts(100, 100, [], decode_s=1.0 + q) for q in range(4)]
+    slow_plain = [Counts(100, 100, [], decode_s=2 * p.decode_s) for p in plain]
+    tree = [Counts(100, 50, [], decode_s=p.decode_s / 1.5) for p in plain]
+    slow_chain = [Counts(100, 50, [], decode_s=p.decode_s / 1.2) for p in slow_plain]
+    ratio = metrics.speedup_ratio_interval(tree, plain, slow_chain, slow_plain)
+    assert ratio == pytest.approx((1.25, 1.25))
 
 
 def test_acceptance_gain_is_paired():

@@ -1,0 +1,134 @@
+"""The decoding setting of a row: what must agree before rows stand in one table, curve or profile.
+
+A setting is named as the command's options are, and said in one word each. What differs beside it
+(commit, threads, processes, versions) moves speeds and not tokens: `remarks` says so.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+
+from stree.errors import UsageError
+from stree_pipelines.evaluation.records import ResultRow
+
+NAMES = (
+    "target", "dtype", "device", "max_new_tokens", "ignore_eos", "seed", "chat_template",
+    "BENCHMARK.prompts",
+)  # fmt: skip
+SHOW_HELP = (
+    "where rows of several decoding settings are there, which to take: NAME=VALUE, as the error "
+    f"lists them; NAME: {', '.join(NAMES)}"
+)
+HASH_CHARS = 8
+
+
+def setting_of(row: ResultRow) -> dict[str, str]:
+    """{name: value}. Prompts are a benchmark's own; rows from before a chat template was recorded
+    lack it."""
+    values = {
+        "target": row.target_sha256[:HASH_CHARS],
+        "dtype": dtype_of(row),
+        "device": row.environment.device,
+        "max_new_tokens": str(row.max_new_tokens),
+        "ignore_eos": str(row.ignore_eos).lower(),
+        "seed": str(row.seed),
+        f"{row.benchmark}.prompts": f"{row.num_prompts}@{row.prompts_hash[:HASH_CHARS]}",
+    }
+    if row.chat_template_sha256 is not None:
+        values["chat_template"] = row.chat_template_sha256[:HASH_CHARS]
+    return values
+
+
+def dtype_of(row: ResultRow) -> str:
+    return row.environment.dtypes.get("weights", "unknown")
+
+
+def common_setting(rows: Sequence[ResultRow]) -> dict[str, str]:
+    """The setting that all rows of a table share."""
+    return {name: value for row in rows for name, value in setting_of(row).items()}
+
+
+def differing(rows: Sequence[ResultRow]) -> dict[str, Counter[str]]:
+    """{name: {value: rows}} of all in which rows differ."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        for name, value in setting_of(row).items():
+            found.setdefault(name, Counter())[value] += 1
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
+def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> list[ResultRow]:
+    """The rows that fit each `NAME=VALUE` of `wanted`; one of prompts is about its benchmark only.
+
+    Raises UsageError for what is no such pair, and for one that no row fits.
+    """
+    kept = list(rows)
+    for text in wanted:
+        name, _, value = text.partition("=")
+        there = {setting.get(name) for setting in map(setting_of, kept)} - {None}
+        if value not in there:
+            known = ", ".join(sorted(f"{name}={shlex.quote(str(each))}" for each in there))
+            raise UsageError(
+                f"--show {text}: no row of {where} has it"
+                + (f" (beside the rest of --show), only {known}" if known
+                   else f"; wanted NAME=VALUE with NAME one of {', '.join(NAMES)}")
+            )  # fmt: skip
+        own = name.removesuffix(".prompts") if name.endswith(".prompts") else None
+        kept = [
+            row for row in kept
+            if setting_of(row).get(name) == value or own not in (None, row.benchmark)
+        ]  # fmt: skip
+    return kept
+
+
+def require_one(rows: Sequence[ResultRow], where: object) -> None:
+    """Raise UsageError, naming the settings found, when rows are of more than one."""
+    mixed = differing(rows)
+    if mixed:
+        found = "; ".join(
+            f"{name} is "
+            + " or ".join(f"{value} ({count} rows)" for value, count in values.most_common())
+            for name, values in mixed.items()
+        )
+        raise UsageError(
+            f"{where} holds rows of several decoding settings, which no table can join: {found}. "
+            f"Say which to take, such as --show {shlex.join(_largest(rows))}"
+        )
+    hashes: dict[tuple[object, ...], set[str]] = {}
+    for row in rows:
+        hashes.setdefault((row.method, row.tree, row.temperature), set()).add(row.decoding_hash)
+    for (method, _, temperature), several in hashes.items():
+        if len(several) > 1:
+            raise UsageError(
+                f"{where} holds rows of {method} at T = {temperature:g} that were decoded "
+                "differently in what older rows do not say, such as the chat template: move its "
+                "results.jsonl away and evaluate again"
+            )
+
+
+def remarks(rows: Sequence[ResultRow]) -> list[str]:
+    """What rows of one setting differ in that may have moved their speeds, a sentence each."""
+    facts = {
+        "commits": [row.environment.git_sha or "unknown" for row in rows],
+        "numbers of processes": [str(row.environment.num_processes) for row in rows],
+        "numbers of threads": [str(row.environment.num_threads) for row in rows],
+        "versions of torch": [row.environment.versions.get("torch", "unknown") for row in rows],
+    }
+    return [
+        f"The rows were measured with several {name}: {', '.join(dict.fromkeys(values))}. Compare "
+        "speeds between columns with care; each speed-up is of one run."
+        for name, values in facts.items()
+        if len(set(values)) > 1
+    ]
+
+
+def _largest(rows: Sequence[ResultRow]) -> list[str]:
+    """What to give --show for a setting that many rows have."""
+    pairs: list[str] = []
+    while mixed := differing(rows):
+        name, values = next(iter(mixed.items()))
+        pairs.append(f"{name}={values.most_common(1)[0][0]}")
+        rows = chosen(rows, pairs[-1:], "")
+    return pairs

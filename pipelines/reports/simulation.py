@@ -1,0 +1,132 @@
+"""Training's simulated acceptance beside the τ that decoding measures, and where the two part.
+
+The simulated one is what the loss sees for nothing: the chance that a draft is accepted, averaged
+over the tokens of the data's own text. Decoding drafts along text that the target writes. On data
+that the target would not write the first can rise while the second falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stree.metrics import Interval, expected_acceptance_length
+from stree_pipelines.evaluation.plan import CHAIN
+from stree_pipelines.reports.run_data import RunData
+
+CHAIN_DRAFTS = 4  # where no chain was measured: the paper's
+CURVES = ("val_simulated_acceptance", "simulated_acceptance")  # of metrics.csv, the better first
+# Drafts a call that decoding keeps of those promised. A good run of ours keeps 0.76
+# (docs/results/h200-sharegpt, T = 1): below half the promise is about another kind of text.
+LEAST_KEPT = 0.5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One export: simulated acceptance a draft, and τ measured with `num_drafts` in a row."""
+
+    step: int
+    acceptance: float
+    num_drafts: int
+    measured: float
+    interval: Interval | None = None
+
+    @property
+    def promised(self) -> float:
+        """τ of a chain, were each draft accepted at the simulated rate."""
+        return expected_acceptance_length(self.acceptance, self.num_drafts)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """From `since` on the two disagree: `last` is worse than an earlier one though its simulated
+    acceptance is higher, or keeps less than `LEAST_KEPT` of what that promises."""
+
+    since: Checkpoint
+    last: Checkpoint
+    best: Checkpoint
+
+
+def find_parting(checkpoints: Sequence[Checkpoint]) -> Parting | None:
+    """Where they part and stay apart up to the last one; None when they go together at the end."""
+    ordered = sorted(checkpoints, key=lambda each: each.step)
+    apart = [_is_apart(each, ordered[:index]) for index, each in enumerate(ordered)]
+    if not ordered or not apart[-1]:
+        return None
+    together = [index for index, is_apart in enumerate(apart) if not is_apart]
+    since = ordered[together[-1] + 1 if together else 0]
+    return Parting(since, ordered[-1], max(ordered, key=lambda each: each.measured))
+
+
+def explain(parting: Parting) -> str:
+    """What happened, why, and what to do, in one paragraph."""
+    last, best = parting.last, parting.best
+    fell = f", down from {best.measured:.2f} at step {best.step}" if best.step != last.step else ""
+    return (
+        f"Simulated acceptance and τ part ways from step {parting.since.step} on: at step "
+        f"{last.step} training simulates an acceptance of {last.acceptance:.2f}, which promises "
+        f"{last.num_drafts} drafts in a row τ {last.promised:.2f}; measured is "
+        f"{last.measured:.2f}{fell}. The simulated one is of the training data's own text, the "
+        "measured one of what the target writes: where the target would not write the data, the "
+        "drafter learns text that decoding never meets. Go by τ; distil on answers that the target "
+        "itself wrote, and with its own chat template."
+    )
+
+
+def parting_sentence(data: RunData) -> str:
+    """`explain` for a run, empty where the two go together or cannot be compared."""
+    parting = find_parting(compared(data))
+    return explain(parting) if parting else ""
+
+
+def simulated_curve(data: RunData) -> list[tuple[float, float]]:
+    """(step, simulated acceptance), of validation where that was logged."""
+    return next((data.curves[name] for name in CURVES if data.curves.get(name)), [])
+
+
+def num_drafts_of(data: RunData) -> int:
+    """Depth of what τ is compared with: the chain that was measured, else the paper's."""
+    method = _compared_method(data)
+    tree = data.tree(method) if method else None
+    return tree.to_token_tree().max_depth if tree else CHAIN_DRAFTS
+
+
+def compared(data: RunData) -> list[Checkpoint]:
+    """Each export's τ with the simulated acceptance that was logged last by then. By the chain
+    where one was measured (a tree holds a chain and more), at the temperature next to 1, the
+    simulation's."""
+    method, curve = _compared_method(data), simulated_curve(data)
+    if method is None or not curve:
+        return []
+    temperature = min(data.temperatures, key=lambda each: abs(each - 1))
+    found = []
+    for label in data.checkpoints:
+        step, cell = data.steps[label], data.cell(label, method, data.scopes[0], temperature)
+        logged = [acceptance for at, acceptance in curve if step is not None and at <= step]
+        if step is None or not logged or cell is None or cell["acceptance_length"] is None:
+            continue
+        tau, interval = cell["acceptance_length"], cell.interval("acceptance_length")
+        found.append(Checkpoint(step, logged[-1], num_drafts_of(data), tau, interval))
+    return found
+
+
+def _compared_method(data: RunData) -> str | None:
+    chains = [method for method in data.methods if method.partition(":")[0] == CHAIN]
+    return next(iter(chains or data.methods), None)
+
+
+def _is_apart(checkpoint: Checkpoint, earlier: Sequence[Checkpoint]) -> bool:
+    if checkpoint.measured - 1 < LEAST_KEPT * (checkpoint.promised - 1):
+        return True
+    return any(
+        checkpoint.acceptance > before.acceptance and _upper(checkpoint) < _lower(before)
+        for before in earlier
+    )
+
+
+def _lower(checkpoint: Checkpoint) -> float:
+    return checkpoint.interval[0] if checkpoint.interval else checkpoint.measured
+
+
+def _upper(checkpoint: Checkpoint) -> float:
+    return checkpoint.interval[1] if checkpoint.interval else checkpoint.measured
