@@ -125,7 +125,7 @@ def _measured(measurements: Sequence[Measurement], title: str) -> str:
         )
         for each in measurements
     ]
-    return Table(title, (head, *rows)).to_markdown()
+    return Table(title, (head, *rows), num_left=2).to_markdown()
 
 
 def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
@@ -142,7 +142,7 @@ def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
         )
         for each in drafting
     ]
-    return Table(title, (head, *rows)).to_markdown()
+    return Table(title, (head, *rows), num_left=2).to_markdown()
 
 
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:

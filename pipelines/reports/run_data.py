@@ -168,14 +168,21 @@ def arrange(data: RunData, store: ResultStore) -> None:
     data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
     data.temperatures = sorted({row.temperature for row in kept})
     names = set(metrics.summarise([]))
+    num_without = 0
     for row in kept:
         key = (
             labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
             row.temperature,
         )  # fmt: skip
         summary = {name: getattr(row, name) for name in names}
-        data.cells[key] = Cell(
-            summary, row.num_prompts, (row.samples,), tuple(store.samples(row)), row.lossless
+        samples = tuple(store.samples(row))
+        if len(samples) != row.num_prompts:
+            samples, num_without = (), num_without + 1
+        data.cells[key] = Cell(summary, row.num_prompts, (row.samples,), samples, row.lossless)
+    if num_without:
+        data.notes.append(
+            f"The samples of {num_without} rows are not there, or not all of them: what is pooled "
+            "or paired over them is missing."
         )
     if len(data.benchmarks) > 1:
         _pool(data)

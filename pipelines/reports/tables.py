@@ -17,10 +17,12 @@ MINUS = "−"
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first row holds the column heads, the first column the row heads."""
+    """Cells as text; the first row holds the column heads, the first columns words, which stand to
+    the left."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
+    num_left: int = 1
 
     def to_markdown(self) -> str:
         """A Markdown table whose columns also line up as plain text."""
@@ -29,8 +31,10 @@ class Table:
             "| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |"
             for row in self.rows
         ]
-        first, *others = widths
-        rules = [":" + "-" * (first + 1), *("-" * (width + 1) + ":" for width in others)]
+        rules = [
+            ":" + "-" * (width + 1) if column < self.num_left else "-" * (width + 1) + ":"
+            for column, width in enumerate(widths)
+        ]
         lines.insert(1, "|" + "|".join(rules) + "|")
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
 
@@ -114,7 +118,8 @@ def advise(data: RunData, temperature: float) -> Advice:
     cells = {m: data.cell(data.last, m, scope, temperature) for m in data.methods}
     timed = {m: cell for m, cell in cells.items() if cell and cell["speedup"]}
     if not timed:
-        return Advice("", "No autoregressive baseline was measured, so speeds can't be compared.")
+        why = "no autoregressive baseline was measured, or samples are missing"
+        return Advice("", f"Speeds of {scope} can't be compared: {why}.")
     best = max(timed, key=lambda method: timed[method]["speedup"])
     cell = timed[best]
     gain, interval = cell["speedup"], cell.interval("speedup")
@@ -153,8 +158,8 @@ def _what_to_expect(cell: Cell) -> str:
         costliest = f", {100 * parts[part] / sum(parts.values()):.0f} % of it for {part}"
     return (
         f" Expect no gain from it yet: a step takes {cost:.2f} times as long as a plain one"
-        f"{costliest}, so it pays from τ {cost:.2f} on. More distillation raises τ; a target that "
-        "takes longer for a token makes a step cost less beside it."
+        f"{costliest}, so it pays from τ {cost:.2f} on. A better drafter can turn that, or a "
+        "target that takes longer for a token."
     )
 
 

@@ -79,6 +79,14 @@ def test_each_export_gets_the_figures_of_its_own_rows(run):
     assert (run / "eval/results.jsonl").read_bytes() == before
 
 
+def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
+    main([str(run)])
+    printed = capsys.readouterr().out
+    assert printed.count("speculation_profile.json") == 3
+    assert printed.count("Use the tree") == 2  # temperatures
+    assert "step 10000:\n  cuda, float32, T = 0: Use the tree." in printed
+
+
 def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
     folder = run / "drafter/step-00001000"
     identity, before = checkpoint_sha256(folder), verify_manifest(folder)

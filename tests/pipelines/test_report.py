@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
+import numpy as np
 import pytest
-from hand_made_run import CALL_S, NUM_PROMPTS, STEPS, make_row, make_run, make_sample
+from hand_made_run import CALL_S, CALLS, NUM_PROMPTS, STEPS, make_row, make_run, make_sample
 
+from stree import metrics
 from stree.errors import BadData, CannotWrite, UsageError
-from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree
+from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree, write_rows
 from stree_pipelines.report import main, write_report
+from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import POOLED, load_run
-from stree_pipelines.reports.tables import advise, table6
+from stree_pipelines.reports.tables import advise, table6, table6_markdown
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +172,17 @@ def test_works_without_training_files_or_samples(tmp_path):
     assert "2.31×" in (tmp_path / "table6.md").read_text()
 
 
+def test_samples_that_are_not_all_there_are_not_pooled_and_that_is_said(tmp_path):
+    make_run(tmp_path, temperatures=(0.0,))
+    store = ResultStore(tmp_path / "eval")
+    row = next(r for r in store.results() if (r.step, r.method) == (10000, "stree"))
+    write_rows(store.directory / row.samples, store.samples(row)[1:])
+    data = load_run(tmp_path)
+    assert data.cell("step-00010000", "stree", POOLED, 0.0) is None
+    assert data.cell("step-00010000", "vanilla_sd", POOLED, 0.0) is not None
+    assert "The samples of 1 rows are not there" in table6_markdown(data)
+
+
 def test_works_on_the_baseline_alone(tmp_path):
     samples = [make_sample("autoregressive", None, "b", i, 0.0, 60) for i in range(2)]
     store = ResultStore(tmp_path)
@@ -226,6 +243,182 @@ def test_advice_follows_the_measured_speeds(tmp_path, monkeypatch, seconds, head
     monkeypatch.setitem(CALL_S, "stree", seconds[1])
     make_run(tmp_path, ("gsm8k",), (0.0,))
     assert advise(load_run(tmp_path), 0.0)[0] == headline
+
+
+def test_where_plain_decoding_wins_the_advice_says_what_to_expect(tmp_path, monkeypatch):
+    """A chain's call takes 25 ms, a plain one 10."""
+    monkeypatch.setitem(CALL_S, "vanilla_sd", 0.025)
+    monkeypatch.setitem(CALL_S, "stree", 0.040)
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    reason = advise(load_run(tmp_path), 0.0).reason
+    assert "a step takes 2.50 times as long as a plain one" in reason
+    assert "so it pays from τ 2.50 on" in reason
+
+
+def test_temperatures_are_told_apart_without_colour_and_parts_of_a_step_from_methods(run):
+    data = load_run(run)
+    for draw in (plots.tau_vs_step, plots.speed_vs_step):
+        (axes,) = draw(data).axes
+        looks = {}
+        for line in axes.lines:
+            *_, temperature = line.get_label().split(", T = ")
+            if temperature in ("0", "1"):
+                filled = line.get_markerfacecolor() != "none"
+                look = (line.get_linestyle(), line.get_marker(), filled)
+                looks.setdefault(temperature, set()).add(look)
+        assert set(looks) == {"0", "1"}
+        for each in zip(*(next(iter(look)) for look in looks.values()), strict=True):
+            assert len(set(each)) == 2
+        assert all(len(look) == 1 for look in looks.values())
+    methods = {*plots.COLOURS.values(), *plots.MORE_COLOURS}
+    assert not methods & set(plots.PART_COLOURS.values())
+
+
+def test_negative_numbers_have_a_minus_sign(tmp_path, monkeypatch):
+    monkeypatch.setitem(CALLS, "stree", (60, 60, 60))
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    write_report(load_run(tmp_path))
+    for name in ("table6.md", "report.html"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "−0.50" in text and "[−0.50, −0.50]" in text
+        assert not re.search(r"[\s>\[]-\d\.\d\d\b", text)
+
+
+# What a table's figures can be computed from
+
+
+def recomputed(folder, row):
+    """A row's figures and intervals as table6.json says that they come about, with numpy alone."""
+
+    def column(files, name):
+        lines = [
+            json.loads(line)
+            for file in files
+            for line in gzip.decompress((folder / file).read_bytes()).splitlines()
+        ]
+        return np.array(
+            [line[name] if name in line else line["baseline"][name[6:]] for line in lines]
+        )
+
+    def figures(files):
+        tokens, calls = column(files, "num_new_tokens"), column(files, "num_calls")
+        seconds = column(files, "decode_s")
+        plain = [column(files, f"plain {name}") for name in ("num_new_tokens", "decode_s")]
+
+        def figure(index):
+            speed = tokens[index].sum(-1) / seconds[index].sum(-1)
+            plain_speed = plain[0][index].sum(-1) / plain[1][index].sum(-1)
+            return tokens[index].sum(-1) / calls[index].sum(-1), speed, speed / plain_speed
+
+        return figure, len(tokens)
+
+    mine, num_prompts = figures(row["samples"])
+    draws = np.random.default_rng(0).integers(num_prompts, size=(2000, num_prompts))
+    names = ("acceptance_length", "tokens_per_second", "speedup")
+    found = {name: each for name, *each in zip(names, mine(slice(None)), mine(draws), strict=True)}
+    if "over_chain" in row:
+        other, _ = figures(row["over_chain"]["samples"])
+        for name, combine in (
+            ("acceptance_length_gain", lambda i: mine(i)[0] - other(i)[0]),
+            ("speed_ratio", lambda i: mine(i)[2] / other(i)[2]),
+        ):
+            found[name] = [combine(slice(None)), combine(draws)]
+    return {
+        name: (point, *np.percentile(resampled, [2.5, 97.5]))
+        for name, (point, resampled) in found.items()
+    }
+
+
+def uneven(run):
+    """The run with answers of uneven lengths, so that intervals have a width."""
+    store = ResultStore(run / "eval")
+    for row in store.results():
+        if row.step is None:
+            continue
+        samples = [
+            sample.model_copy(update={
+                "num_new_tokens": sample.num_new_tokens - 7 * (index % 3) * len(row.method) % 20
+            })
+            for index, sample in enumerate(store.samples(row))
+        ]  # fmt: skip
+        summary = metrics.summarise(samples, [sample.baseline for sample in samples])
+        store.publish(row.model_copy(update=summary), samples)
+    return run
+
+
+def test_every_interval_of_the_table_can_be_computed_from_the_records_beside_it(tmp_path):
+    """Pooled ones and gains too, by whoever has the folder and numpy."""
+    run = uneven(make_run(tmp_path / "run"))
+    main([str(run), "--out", str(tmp_path / "page"), "--records"])
+    table = json.loads((tmp_path / "page/table6.json").read_text(encoding="utf-8"))
+    assert table["setting"]["max_new_tokens"] == "61" and table["setting"]["dtype"] == "float32"
+    printed = set(re.findall(r"\[[^\]]+\]", (tmp_path / "page/table6.md").read_text("utf-8")))
+    explained = set()
+    drafting = [row for row in table["rows"] if row["checkpoint"]]
+    assert {row["benchmark"] for row in drafting} == {POOLED, "mt_bench", "gsm8k"}
+    for row in drafting:
+        stated = {name: row[name] for name in ("acceptance_length", "tokens_per_second", "speedup")}
+        over = row.get("over_chain", {})
+        stated |= {name: over[name] for name in over if name != "samples"}
+        assert len(stated) == (5 if row["method"] == "stree" else 3)
+        for name, (point, low, high) in recomputed(tmp_path / "page", row).items():
+            assert stated[name]["value"] == pytest.approx(point)
+            assert stated[name]["interval"] == pytest.approx((low, high))
+            form = "+.2f" if name == "acceptance_length_gain" else ".2f"
+            explained.add(f"[{low:{form}}, {high:{form}}]".replace("-", "−"))
+    assert len(printed) > 20 and printed <= explained
+
+
+def test_a_page_of_records_is_reported_as_the_run_is(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text("data: {}\n")
+    main([str(run), "--out", str(tmp_path / "page"), "--records"])
+    names = {path.name for path in (tmp_path / "page").iterdir()}
+    assert {"results.jsonl", "config.yaml", "metrics.csv", "table6.json"} <= names
+    assert sum(name.endswith(".jsonl.gz") for name in names) == 2 * 2 * 7
+    main([str(tmp_path / "page"), "--out", str(tmp_path / "again")])
+    for path in (tmp_path / "again").iterdir():
+        if path.name != "report.html":  # which says the folder's name
+            assert path.read_bytes() == (tmp_path / "page" / path.name).read_bytes(), path.name
+
+
+def test_records_hold_what_is_shown_and_earlier_samples_packed(tmp_path):
+    run = make_run(tmp_path / "run", ("gsm8k",), (0.0,))
+    store = ResultStore(run / "eval")
+    rows = store.results()
+    other = rows[-1].model_copy(update={"seed": 3})
+    earlier = rows[0].model_copy(update={"samples": "samples_earlier.jsonl"})
+    write_rows(store.directory / earlier.samples, store.samples(rows[0]))
+    write_rows(store.directory / "results.jsonl", [earlier, *rows[1:], other])
+    main([str(run), "--show", "seed=0", "--out", str(tmp_path / "page"), "--records"])
+    data = load_run(tmp_path / "page")
+    assert len(data.rows) == 7 and "samples_earlier.jsonl.gz" in {r.samples for r in data.rows}
+    assert all(ResultStore(tmp_path / "page").samples(row) for row in data.rows)
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "."], ["--out", "eval"]])
+def test_records_are_not_copied_into_the_run(tmp_path, monkeypatch, out):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    before = (tmp_path / "eval/results.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="--out"):
+        main([".", "--records", *out])
+    assert (tmp_path / "eval/results.jsonl").read_bytes() == before
+
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    "page", sorted(PUBLISHED.glob("*/table6.json")), ids=lambda p: p.parent.name
+)
+def test_a_published_table_follows_from_the_records_beside_it(page):
+    for row in json.loads(page.read_text(encoding="utf-8"))["rows"]:
+        if row["checkpoint"]:
+            for name, (point, low, high) in recomputed(page.parent, row).items():
+                stated = row.get(name) or row["over_chain"][name]
+                assert stated["value"] == pytest.approx(point)
+                assert stated["interval"] == pytest.approx((low, high))
 
 
 def test_command_prints_table6_and_paths(run, capsys):
