@@ -155,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = write_records(data, options.out) if options.records else []
     paths = write_report(data, options.out)
     print(summary(data))
-    print("\n".join(map(str, [*paths, *records])))
+    print("\n".join(map(str, paths)))
+    if records:
+        print(f"and {len(records)} files of records in {options.out}")
 
 
 if __name__ == "__main__":

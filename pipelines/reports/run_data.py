@@ -163,7 +163,7 @@ def arrange(data: RunData, store: ResultStore) -> None:
             methods.items(),
             key=lambda item: (order.index(item[0][0]) if item[0][0] in order else 99, item[1]),
         )
-        if any(row.checkpoint is not None and row.method == method for row in kept)
+        if method != AUTOREGRESSIVE
     ]
     data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
     data.temperatures = sorted({row.temperature for row in kept})
