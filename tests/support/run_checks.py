@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 from pathlib import Path
@@ -85,7 +86,7 @@ def table_without_timings(out: Path) -> str:
     for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         lines.append(_without(row, ROW_TIMINGS))
-        samples = (out / row["samples"]).read_text(encoding="utf-8").splitlines()
+        samples = gzip.decompress((out / row["samples"]).read_bytes()).splitlines()
         lines += [_without(json.loads(sample), SAMPLE_TIMINGS) for sample in samples]
     return "\n".join(lines)
 
