@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 LINE_EVERY_S = 10.0
 
@@ -32,18 +33,31 @@ class EvaluationProgress:
         if not self.enabled or total == 0:
             yield _Task()
         elif self.stream.isatty():
-            columns = [
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[detail]}"),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-            ]
-            with Progress(*columns, console=Console(file=self.stream)) as progress:
+            with _Bar(Console(file=self.stream)) as progress:
                 yield _BarTask(progress, label, total)
         else:
             yield _LineTask(self.stream, label, total)
+
+
+class _Bar(Progress):
+    """A bar with count and time left, and below it what was last said about the task: on a line of
+    their own the figures have all of a narrow terminal, and take nothing from the bar."""
+
+    def __init__(self, console: Console) -> None:
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        ]
+        super().__init__(*columns, console=console)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for detail in (task.fields["detail"] for task in self.tasks):
+            if detail:
+                yield Text(f"  {detail}")
 
 
 class _Task:
@@ -52,7 +66,7 @@ class _Task:
 
 
 class _BarTask(_Task):
-    def __init__(self, progress: Progress, label: str, total: int) -> None:
+    def __init__(self, progress: _Bar, label: str, total: int) -> None:
         self.progress = progress
         self.task = progress.add_task(label, total=total, detail="")
 
