@@ -30,21 +30,23 @@ CLOCK_TOLERANCE = 0.02
 
 
 class Timing(Protocol):
-    """Tokens and seconds of one prompt: all that a speed needs."""
+    """Tokens, calls and times of one prompt: all that a speed needs."""
 
     @property
     def num_new_tokens(self) -> int: ...
     @property
+    def num_calls(self) -> int: ...
+    @property
     def prefill_s(self) -> float: ...
     @property
     def decode_s(self) -> float: ...
+    @property
+    def time_ms(self) -> Mapping[str, float]: ...
 
 
 class PromptCounts(Timing, Protocol):
     """What decoding one prompt (all its turns) took."""
 
-    @property
-    def num_calls(self) -> int: ...
     @property
     def num_nodes(self) -> int: ...
     @property
@@ -53,8 +55,6 @@ class PromptCounts(Timing, Protocol):
     def end_node_per_call(self) -> Sequence[int] | None: ...
     @property
     def tree_max_depth(self) -> int: ...
-    @property
-    def time_ms(self) -> Mapping[str, float]: ...
 
 
 def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
@@ -130,15 +130,16 @@ def speedup_per_tau(prompts: Sequence[PromptCounts], baseline: Sequence[Timing])
     return None if faster is None or not length else faster / length
 
 
-def time_ms(prompts: Sequence[PromptCounts]) -> dict[str, float]:
+def time_ms(prompts: Sequence[Timing]) -> dict[str, float]:
     """Milliseconds per call of each part of a step. `host` is what the other parts leave of the
-    decode time, so the parts add up to the step by construction.
+    decode time, so the parts add up to the step by construction. Empty without calls, or when some
+    prompt does not say what its parts took.
 
     Raises:
         InvariantBroken: the measured parts exceed the decode time: something was timed twice.
     """
     num_calls = sum(p.num_calls for p in prompts)
-    if num_calls == 0:
+    if num_calls == 0 or not all(p.time_ms for p in prompts if p.num_calls):
         return {}
     step = 1e3 * sum(p.decode_s for p in prompts) / num_calls
     parts = {
@@ -287,6 +288,7 @@ def summarise(
         "speedup": None if baseline is None else speedup(prompts, baseline),
         "speedup_per_tau": None if baseline is None else speedup_per_tau(prompts, baseline),
         "time_ms": time_ms(prompts),
+        "baseline_time_ms": {} if baseline is None else time_ms(baseline),
         "confidence_intervals": intervals,
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -49,7 +51,8 @@ class Answerer:
         # With the length that each has room for.
         self._decoders: dict[tuple[Drafter | None, Any], tuple[int, Any]] = {}
         self._drafters: dict[Drafter, Any] = {}
-        self._warm: set[tuple[Drafter | None, Any, float]] = set()
+        # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
+        self._warm: set[tuple[Drafter | None, Any, tuple[str, float]]] = set()
         if target_model is not None:
             self.device = target_model.device
             if target_model.dtype != self.dtype:
@@ -64,6 +67,16 @@ class Answerer:
             self._target = load_model(self.settings.target, self.device, self.dtype).eval()
         return self._target
 
+    def is_warm(self, job: Job) -> bool:
+        """Whether the job's tree and drafter have decoded by its sampling rule before."""
+        return (job.drafter, job.tree, ("temperature", job.temperature)) in self._warm
+
+    def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
+        """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
+        buffers) outside of every measurement."""
+        with _naming(job, prompt, 0):
+            self._warm_decoder(job, self._prompt_ids(prompt, (), 0))
+
     def answer(self, job: Job, prompt: BenchmarkPrompt, baseline: SampleRow | None) -> SampleRow:
         """Hold the prompt's conversation by the job's method. `baseline` is the autoregressive run
         of the same prompt in this process: its timing is kept beside, and at T = 0 its tokens are
@@ -73,14 +86,9 @@ class Answerer:
         for index in range(len(prompt.turns)):
             prompt_ids = self._prompt_ids(prompt, turns, index)
             seed = prompt_seed(job.seed, job.benchmark.name, prompt.id, index)
-            decoder = self._decoder(job, len(prompt_ids))
-            try:
-                self._warm_up(job, decoder, prompt)
+            with _naming(job, prompt, index):
+                decoder = self._warm_decoder(job, prompt_ids)
                 output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
-            except InvariantBroken as error:
-                raise InvariantBroken(
-                    f"{job.benchmark.name} prompt {prompt.id}, turn {index}, {job.method}: {error}"
-                ) from error
             turn = Turn(
                 user=prompt.turns[index],
                 num_prompt_tokens=len(prompt_ids),
@@ -125,8 +133,7 @@ class Answerer:
     def release(self, drafter: Drafter | None) -> None:
         """Free a drafter's weights and caches."""
         if drafter is not None:
-            self._decoders = {k: v for k, v in self._decoders.items() if k[0] != drafter}
-            self._warm = {key for key in self._warm if key[0] != drafter}
+            self._drop(lambda known: known[0] == drafter)
             self._drafters.pop(drafter, None)
 
     def _divergence(
@@ -179,6 +186,8 @@ class Answerer:
         needed = num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
         room, decoder = self._decoders.get(key, (0, None))
         if decoder is None or room < needed:
+            decoder = None
+            self._drop(lambda known: known == key)
             room = max(needed, self.max_length)
             decoder = self.make_decoder(
                 self.target,
@@ -188,28 +197,39 @@ class Answerer:
                 tokenizer=self.tokenizer,
             )
             self._decoders[key] = room, decoder
-            self._warm = {warm for warm in self._warm if warm[:2] != key}
         return decoder
+
+    def _drop(self, condemned: Callable[[tuple[Drafter | None, Any]], bool]) -> None:
+        """Free decoders, which refer to themselves and would stay for a while."""
+        if any(map(condemned, self._decoders)):
+            self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
+            self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
+            gc.collect()
 
     def _drafter(self, drafter: Drafter) -> Any:
         if drafter not in self._drafters:
             self._drafters[drafter] = load_model(drafter.path, self.device, self.dtype).eval()
         return self._drafters[drafter]
 
-    def _warm_up(self, job: Job, decoder: Any, prompt: BenchmarkPrompt) -> None:
-        """Pay for first calls (kernels, graphs, allocator) outside the measurement. Graphs may hold
-        the temperature itself."""
-        key = (job.drafter, job.tree, job.temperature)
-        if key in self._warm:
-            return
-        generation = GenerationConfig(
-            max_new_tokens=min(WARMUP_TOKENS, self.settings.max_new_tokens),
-            temperature=job.temperature,
-            seed=0,
-            ignore_eos=True,
-        )
-        decoder.generate(self._prompt_ids(prompt, (), 0), generation)
-        self._warm.add(key)
+    def _warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:
+        """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
+
+        Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
+        prompt length, and whichever method met it first would pay for all.
+        """
+        decoder = self._decoder(job, len(prompt_ids))
+        rule, length = ("temperature", job.temperature), ("prompt tokens", len(prompt_ids))
+        once = {(job.drafter, job.tree, what) for what in (rule, length)}
+        if once - self._warm:
+            num_tokens = min(WARMUP_TOKENS, self.settings.max_new_tokens)
+            generation = GenerationConfig(
+                max_new_tokens=1 if self.is_warm(job) else num_tokens,  # prefill gives the first
+                temperature=job.temperature,
+                ignore_eos=True,
+            )
+            decoder.generate(prompt_ids, generation)
+            self._warm |= once
+        return decoder
 
     @cached_property
     def max_length(self) -> int:
@@ -230,7 +250,19 @@ def timing_of(sample: SampleRow) -> BaselineTiming:
         num_new_tokens=sample.num_new_tokens,
         prefill_s=sample.prefill_s,
         decode_s=sample.decode_s,
+        time_ms=sample.time_ms,
     )
+
+
+@contextmanager
+def _naming(job: Job, prompt: BenchmarkPrompt, turn: int) -> Iterator[None]:
+    """Where an invariant broke, before what broke."""
+    try:
+        yield
+    except InvariantBroken as error:
+        raise InvariantBroken(
+            f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {job.method}: {error}"
+        ) from error
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:

@@ -1,16 +1,18 @@
 """Evaluating drafter checkpoints through the real engine: the command's and the callback's core.
 
-Every speculative prompt carries the timing of the autoregressive run of the same prompt in the
-same process, so a speedup is always a pair, even in rows that a resumed run finished. At T = 0
-its tokens are compared with that run's, and each difference gets the target's own top-2 margin.
+Every speculative prompt carries the timing of an autoregressive run of the same prompt, which is
+made anew beside each checkpoint and right before the methods' own: a speedup is always a pair, even
+in rows that a resumed run finished. At T = 0 its tokens are compared with that run's, and each
+difference gets the target's own top-2 margin.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from stree.errors import (
 )
 from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
+from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.data.chat import resolve_template
 from stree_pipelines.evaluation.answers import Answerer, timing_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
@@ -36,9 +39,11 @@ from stree_pipelines.evaluation.context import (
 )
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
+    METHODS,
     Drafter,
     EvaluationSettings,
     Job,
+    Round,
     make_job,
 )
 from stree_pipelines.evaluation.records import (
@@ -46,7 +51,6 @@ from stree_pipelines.evaluation.records import (
     ResultKey,
     ResultRow,
     ResultStore,
-    SampleKey,
     SampleRow,
     Tree,
 )
@@ -57,7 +61,7 @@ LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
 
 
 class Evaluation:
-    """Evaluates any number of checkpoints of one target; models and baselines stay in memory.
+    """Evaluates any number of checkpoints of one target, which stays in memory.
 
     All workers make the same calls.
 
@@ -93,11 +97,10 @@ class Evaluation:
         self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
         self.store = ResultStore(settings.out)
-        self._baselines: dict[SampleKey, SampleRow] = {}
         self._published: set[ResultKey] = set()
 
     def announce(self, num_checkpoints: int) -> None:
-        """Say what is about to happen and where."""
+        """Say what is about to happen and where; plain decoding runs beside each checkpoint."""
         num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
         self.progress.say(
             f"{num_checkpoints} checkpoints × {len(self.settings.methods)} methods × "
@@ -129,27 +132,37 @@ class Evaluation:
         Raises InvariantBroken, with all rows saved, as `require_lossless` does.
         """
         jobs = self.plan(checkpoint)
-        with ExitStack() as stack:
-            self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
-            self._on_main(lambda: self._prepare_folder(jobs))
-            existing = {row.key for row in self.store.results()}
-            self.workers.gather(None)  # everybody has read before anybody publishes
-            for benchmark in self.benchmarks:
-                for temperature in self.settings.temperatures:
-                    pending = [
-                        job
-                        for job in jobs
-                        if job.result_key not in existing
-                        and job.benchmark is benchmark
-                        and job.temperature == temperature
-                    ]
-                    if pending:
-                        self._measure(pending, benchmark, temperature)
-        self.answerer.release(next((job.drafter for job in jobs if job.drafter), None))
+        try:
+            with ExitStack() as stack:
+                self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))
+                self._on_main(lambda: self._prepare_folder(jobs))
+                existing = {row.key for row in self.store.results()}
+                groups = groups_of([job for job in jobs if job.result_key not in existing])
+                rounds = [self._share(group) for group in groups]
+                self.workers.gather(None)  # everybody has read before anybody appends or publishes
+                self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
+                for group, mine in zip(groups, rounds, strict=True):
+                    self._measure(group, mine)
+        finally:  # a checkpoint that failed must not leave less memory to the next one
+            self.answerer.release(next((job.drafter for job in jobs if job.drafter), None))
         found = {row.key: row for row in self.store.results()}
         rows = [found[job.result_key] for job in jobs]
         require_lossless(rows)
         return rows
+
+    def rounds(self, group: Sequence[Job]) -> list[Round]:
+        """What no journal holds of the rows of one benchmark and temperature, prompt by prompt."""
+        done = {key for job in group for key in self.store.journalled(job.samples_name)}
+        benchmark, temperature = group[0].benchmark, group[0].temperature
+        baseline = next((job for job in group if job.method == AUTOREGRESSIVE), None)
+        if baseline is None and AUTOREGRESSIVE in self.settings.methods:
+            baseline = self._job(AUTOREGRESSIVE, None, benchmark, temperature)
+        rounds = []
+        for prompt in benchmark.prompts:
+            missing = tuple(job for job in group if job.sample_key(prompt) not in done)
+            if missing:
+                rounds.append(Round(prompt, baseline, missing))
+        return rounds
 
     def _job(
         self, method: str, drafter: Drafter | None, benchmark: Benchmark, temperature: float
@@ -160,20 +173,26 @@ class Evaluation:
             device_type=self.answerer.device.type,
         )  # fmt: skip
 
-    def _measure(self, jobs: list[Job], benchmark: Benchmark, temperature: float) -> None:
-        done = {key for job in jobs for key in self.store.journalled(job.samples_name)}
-        self.workers.gather(None)  # nobody appends while another still reads
-        problem: StreeError | None = None
-        try:
-            with naming_what_does_not_fit(
-                "lower max_new_tokens, or use dtype bfloat16 or a larger GPU"
-            ):
-                self._run_share(jobs, done, benchmark, temperature)
-        except OutOfMemory as error:
-            problem = OutOfMemory(f"{benchmark.name}: {error}")
-        except StreeError as error:
-            problem = error
-        self._raise_anyones(problem)
+    def _share(self, group: Sequence[Job]) -> list[Round]:
+        """This worker's rounds."""
+        mine = set(self.workers.share(group[0].benchmark.prompts))
+        return [each for each in self.rounds(group) if each.prompt in mine]
+
+    def _warm_up(self, rounds: Sequence[Round]) -> None:
+        """Let every decoder and sampling rule that is going to be timed have its first calls."""
+        cold: dict[Any, tuple[Job, BenchmarkPrompt]] = {}
+        for each in rounds:
+            for job in each.jobs:
+                if not self.answerer.is_warm(job):
+                    key = job.drafter, job.tree, job.temperature
+                    cold.setdefault(key, (job, each.prompt))
+        with self.progress.task(f"{_label(rounds)}warm-up", len(cold)) as task:
+            for job, prompt in cold.values():
+                self.answerer.warm_up(job, prompt)
+                task.advance(f"{job.method} T={job.temperature:g}")
+
+    def _measure(self, jobs: Sequence[Job], rounds: Sequence[Round]) -> None:
+        self._together(jobs[0].benchmark.name, lambda: self._run(rounds))
         for job in jobs:
             self._on_main(partial(self._publish, job))
             self._published.add(job.result_key)
@@ -196,62 +215,53 @@ class Evaluation:
 
     def _on_main(self, action: Callable[[], object]) -> None:
         """Do something once; everybody waits for it, and fails with it."""
-        problem: StreeError | None = None
-        if self.workers.is_main:
-            try:
-                action()
-            except StreeError as error:
-                problem = error
-        self._raise_anyones(problem)
+        self._together("rows", action if self.workers.is_main else lambda: None)
 
-    def _raise_anyones(self, problem: StreeError | None) -> None:
+    def _together(self, what: str, action: Callable[[], object]) -> None:
+        """Do something on every worker; all wait for the last, and fail with the first that fails.
+        What does not fit in memory is told to be of `what`."""
+        problem: StreeError | None = None
+        try:
+            with naming_what_does_not_fit(
+                "lower max_new_tokens, or use dtype bfloat16 or a larger GPU"
+            ):
+                action()
+        except OutOfMemory as error:
+            problem = OutOfMemory(f"{what}: {error}")
+        except StreeError as error:
+            # Frames hold decoders, and with them memory for as long as somebody keeps the error.
+            error.__cause__ = error.__context__ = None
+            problem = error.with_traceback(None)
         problems = [each for each in self.workers.gather(problem) if each is not None]
         if problems:
             raise problems[0]
 
-    def _run_share(
-        self, jobs: list[Job], done: set[SampleKey], benchmark: Benchmark, temperature: float
-    ) -> None:
-        """Run what no journal holds, prompt by prompt with the methods in turn: whatever slows
-        the machine for a while then slows all of them alike."""
-        todo = []
-        for prompt in self.workers.share(benchmark.prompts):
-            missing = [job for job in jobs if job.sample_key(prompt) not in done]
-            if missing:
-                todo.append((prompt, missing))
-        drafter = next((job.drafter for job in jobs if job.drafter), None)
-        label = "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
-        finished: dict[str, list[SampleRow]] = {job.method: [] for job in jobs}
-        with self.progress.task(f"{label}{benchmark.name} T={temperature:g}", len(todo)) as task:
-            for prompt, missing in todo:
+    def _run(self, rounds: Sequence[Round]) -> None:
+        """Prompt by prompt with the methods in turn: whatever slows the machine for a while then
+        slows all of them alike."""
+        if not rounds:
+            return
+        finished: dict[str, list[SampleRow]] = {method: [] for method in METHODS}
+        first = rounds[0].missing[0]
+        label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
+        with self.progress.task(label, len(rounds)) as task:
+            for each in rounds:
                 baseline = None
-                if AUTOREGRESSIVE in self.settings.methods:
-                    baseline = self._baseline(prompt, benchmark, temperature)
-                for job in missing:
-                    if job.method == AUTOREGRESSIVE:
-                        assert baseline is not None
-                        sample = baseline
-                    else:
-                        sample = self.answerer.answer(job, prompt, baseline)
-                    self.store.journal(job.samples_name, self.workers.rank, sample)
+                for job in each.jobs:
+                    sample = self.answerer.answer(job, each.prompt, baseline)
+                    if job is each.baseline:
+                        baseline = sample
+                    if job in each.missing:
+                        self.store.journal(job.samples_name, self.workers.rank, sample)
                     finished[job.method].append(sample)
                 task.advance(_so_far(finished))
-
-    def _baseline(
-        self, prompt: BenchmarkPrompt, benchmark: Benchmark, temperature: float
-    ) -> SampleRow:
-        """The autoregressive run of a prompt, once in the life of this process."""
-        job = self._job(AUTOREGRESSIVE, None, benchmark, temperature)
-        key = job.sample_key(prompt)
-        if key not in self._baselines:
-            self._baselines[key] = self.answerer.answer(job, prompt, None)
-        return self._baselines[key]
 
     def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
         if job.method == AUTOREGRESSIVE:
             baselines = [timing_of(sample) for sample in samples]
-        dtypes = {"weights": self.settings.dtype, "state": "float32"}
+        state = str(accumulation_dtype(self.answerer.dtype)).removeprefix("torch.")
+        dtypes = {"weights": self.settings.dtype, "state": state}
         return ResultRow(
             step=job.drafter.step if job.drafter else None,
             checkpoint=job.drafter.path if job.drafter else None,
@@ -275,6 +285,12 @@ class Evaluation:
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
         )
+
+
+def groups_of(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs, in the order of a plan, by benchmark and temperature: what is measured in turns."""
+    groups = groupby(jobs, lambda job: (job.benchmark.name, job.temperature))
+    return [list(group) for _, group in groups]
 
 
 def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
@@ -324,10 +340,19 @@ def _verifier(job: Job) -> str | None:
     return "greedy" if job.temperature == 0 else "multi_step_sampling"
 
 
-def _so_far(finished: dict[str, list[SampleRow]]) -> str:
+def _label(rounds: Sequence[Round]) -> str:
+    """Which checkpoint these are of, where it has a number."""
+    drafters = (job.drafter for each in rounds for job in each.missing if job.drafter)
+    drafter = next(drafters, None)
+    return "" if drafter is None or drafter.step is None else f"step {drafter.step}  "
+
+
+def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
+    """Each method's figures, the tree's first."""
     parts = []
-    for method, samples in finished.items():
+    for method, samples in reversed(finished.items()):
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:
-            parts.append(f"{method} τ {tau:.2f}, {speed:.1f} tok/s")
+            drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "
+            parts.append(f"{method} {drafts}{speed:.1f} tok/s")
     return "; ".join(parts)

@@ -15,13 +15,15 @@ from stree_pipelines.dry_run import (
     require_writable,
 )
 from stree_pipelines.estimates import decoding_memory
-from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.plan import EvaluationSettings, Job
+from stree_pipelines.evaluation.answers import WARMUP_TOKENS
+from stree_pipelines.evaluation.evaluate import Evaluation, groups_of
+from stree_pipelines.evaluation.plan import EvaluationSettings, Job, Round
+from stree_pipelines.evaluation.records import ResultKey
 
-# Of a line of samples_*.jsonl, measured on docs/results/cpu-quickstart: numbers of the prompt and
-# of a turn, and text, id and acceptance of a token.
-SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 900, 100, 12
-RESULT_BYTES = 2500
+# Of a line of samples_*.jsonl, measured on a run of configs/eval/quickstart.yaml: numbers of the
+# prompt and of a turn, and text, id and acceptance of a token.
+SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
+RESULT_BYTES = 2650
 
 
 def describe_evaluation(
@@ -34,10 +36,20 @@ def describe_evaluation(
     """
     settings, answerer = evaluation.settings, evaluation.answerer
     require_writable(settings.out)
-    jobs = {job.result_key: job for name in checkpoints for job in evaluation.plan(name)}
+    jobs: dict[ResultKey, Job] = {}
+    pending: list[Job] = []
+    rounds: list[Round] = []
     existing = set() if settings.overwrite else {row.key for row in evaluation.store.results()}
-    pending = [job for key, job in jobs.items() if key not in existing]
-    answers = sum(len(job.benchmark.prompts) for job in pending)
+    for name in checkpoints:
+        new = {job.result_key: job for job in evaluation.plan(name)}
+        to_go = [job for key, job in new.items() if key not in existing | jobs.keys()]
+        rounds += [each for group in groups_of(to_go) for each in evaluation.rounds(group)]
+        pending += to_go
+        jobs |= new
+    answers = [(each.prompt, job) for each in rounds for job in each.jobs]
+    plain = sum(each.baseline is not None for each in rounds)
+    warm_ups = len({(job.drafter, job.tree, job.temperature) for _, job in answers})
+    num_tokens = sum(len(prompt.turns) for prompt, _ in answers) * settings.max_new_tokens
     journalled = sum(len(evaluation.store.journalled(job.samples_name)) for job in pending)
     target = load_config(settings.target)
     paths = dict.fromkeys(job.drafter.path for job in jobs.values() if job.drafter)
@@ -52,8 +64,11 @@ def describe_evaluation(
         f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
         f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
         f"{len(jobs) - len(pending)} are there",
-        f"answers: {answers:,} prompts × methods to go, {journalled:,} of them journalled, at most "
-        f"{sum(_num_turns(job) for job in pending) * settings.max_new_tokens:,} tokens",
+        f"answers: {len(answers):,} prompts × methods to go, {plain:,} of them plain decoding "
+        f"(measured beside each checkpoint), at most {num_tokens:,} tokens; {journalled:,} more "
+        "are journalled",
+        f"untimed: {warm_ups} warm-ups of {WARMUP_TOKENS} tokens, and prefill where a decoder "
+        "first meets a prompt's length",
         "each process: " + memory_line(memory, answerer.device.type == "cuda"),
         require_disk(settings.out, _disk(pending, settings)),
     ]

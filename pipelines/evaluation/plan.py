@@ -120,6 +120,27 @@ class Job:
         return sha256, self.method, self.tree.name if self.tree else None, self.benchmark.name
 
 
+@dataclass(frozen=True)
+class Round:
+    """What is still to be asked of one prompt at one temperature.
+
+    Attributes:
+        baseline: plain decoding, which goes first whenever it is among the methods, also where its
+            own row exists: what a speedup is relative to is measured beside it.
+        missing: the jobs whose answers are to be saved, by turns.
+    """
+
+    prompt: BenchmarkPrompt
+    baseline: Job | None
+    missing: tuple[Job, ...]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that run, in their order."""
+        drafting = [job for job in self.missing if job.method != AUTOREGRESSIVE]
+        return drafting if self.baseline is None else [self.baseline, *drafting]
+
+
 def make_job(
     settings: EvaluationSettings,
     method: str,

@@ -114,6 +114,7 @@ class ResultRow(Record):
     speedup: NonNegative | None
     speedup_per_tau: NonNegative | None
     time_ms: dict[str, float]
+    baseline_time_ms: dict[str, float] = Field(default_factory=dict)
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
@@ -144,11 +145,18 @@ class Turn(Record):
 
 
 class BaselineTiming(Record):
-    """The autoregressive run of the same prompt in the same process."""
+    """The autoregressive run of the same prompt, right before in the same process. Rows from before
+    `time_ms` was recorded may share one run among checkpoints."""
 
     num_new_tokens: Count
     prefill_s: NonNegative
     decode_s: NonNegative
+    time_ms: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def num_calls(self) -> int:
+        """Plain decoding makes a token a call."""
+        return self.num_new_tokens
 
 
 class SampleRow(Record):

@@ -48,11 +48,7 @@ def compare(
     evaluation.announce(1 if theirs else 2)
     mine = evaluation.evaluate(checkpoint)
     if not theirs:
-        # An evaluation of its own measures autoregressive decoding again, next to the baseline's
-        # answers: a speedup does not depend on how busy the machine was at another time.
-        answerer = evaluation.answerer
-        again = Evaluation(settings, answerer.target, answerer.tokenizer, evaluation.workers)
-        theirs = again.evaluate(baseline.folder)
+        theirs = evaluation.evaluate(baseline.folder)
     pairs = _pair_samples(
         mine, ResultStore(settings.out), theirs, ResultStore(baseline.results or settings.out)
     )

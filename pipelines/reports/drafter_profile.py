@@ -68,10 +68,28 @@ def profile_of(
         checkpoint_sha256=sha256,
         target=mine[-1].target,
         target_sha256=mine[-1].target_sha256,
-        measurements=tuple(_measurement(row) for data in places for row in data.rows),
+        measurements=tuple(
+            _measurement(_beside(row, mine)) for data in places for row in data.rows
+        ),
         recommendations=tuple(each for data in places for each in _recommendations(data)),
         suggested_trees=tuple(_suggestions(store, last, num_nodes)),
     )
+
+
+def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
+    """A row of plain decoding with the speed that it had beside this drafter's own rows, which is
+    what their speedups are relative to."""
+    if row.checkpoint_sha256 is not None:
+        return row
+    where = (row.benchmark, row.prompts_hash, row.temperature, *place_of(row))
+    for other in mine:
+        beside = (other.benchmark, other.prompts_hash, other.temperature, *place_of(other))
+        if where == beside and other.tokens_per_second and other.speedup:
+            return row.model_copy(update={
+                "tokens_per_second": other.tokens_per_second / other.speedup,
+                "time_ms": other.baseline_time_ms or row.time_ms,
+            })  # fmt: skip
+    return row
 
 
 def _measurement(row: ResultRow) -> Measurement:

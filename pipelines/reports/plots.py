@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.reports.run_data import RunData, method_label
+from stree_pipelines.reports.run_data import Cell, RunData, method_label
 from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
 
 SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there
@@ -117,25 +117,26 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
 def step_times(data: RunData, temperature: float) -> Figure | None:
     """Stacked bars of a call's parts in milliseconds, at the last checkpoint."""
     figure, axes = new_figure()
-    baseline = data.cell("", AUTOREGRESSIVE, data.scopes[0], temperature)
-    cells = [*_last_cells(data, temperature)[::-1]]
-    if baseline is not None:
-        cells.append((AUTOREGRESSIVE, baseline))
-    left = [0.0] * len(cells)
+    cells = _last_cells(data, temperature)[::-1]
+    bars = [(method, cell["time_ms"]) for method, cell in cells]
+    plain = _plain_times(data, [cell for _, cell in cells], temperature)
+    if plain:
+        bars.append((AUTOREGRESSIVE, plain))
+    left = [0.0] * len(bars)
     for part in metrics.STEP_PARTS:
-        widths = [cell["time_ms"].get(part, 0.0) for _, cell in cells]
-        axes.barh(range(len(cells)), widths, 0.55, left, color=PART_COLOURS[part], label=part)
+        widths = [times.get(part, 0.0) for _, times in bars]
+        axes.barh(range(len(bars)), widths, 0.55, left, color=PART_COLOURS[part], label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for height, total in enumerate(left):
         axes.annotate(
             f"{total:.2f}", (total, height), (4, 0), textcoords="offset points", va="center",
             fontsize=8, color=INK,
         )  # fmt: skip
-    axes.set_yticks(range(len(cells)), [method_label(method) for method, _ in cells])
+    axes.set_yticks(range(len(bars)), [method_label(method) for method, _ in bars])
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.14)
     axes.set_xlabel("ms per call")
-    if not cells:
+    if not bars:
         return None
     _add_legend(figure, axes, ncols=5, handlelength=1.0)
     return figure
@@ -230,6 +231,13 @@ def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
         label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
         look = _look(data, temperature)
         axes.plot(*zip(*points, strict=True), color=PLAIN_COLOUR, label=label, **look)
+
+
+def _plain_times(data: RunData, cells: Sequence[Cell], temperature: float) -> dict[str, float]:
+    """Of plain decoding beside these cells; of its own row where theirs do not say it yet."""
+    plain = data.cell("", AUTOREGRESSIVE, data.scopes[0], temperature)
+    times = [cell["baseline_time_ms"] for cell in cells]
+    return next(filter(None, times), plain["time_ms"] if plain is not None else {})
 
 
 def _last_cells(data: RunData, temperature: float) -> Sequence[tuple[str, Any]]:

@@ -146,7 +146,9 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     eval_spec.main(evaluation_of(workspace, finished, "--dry-run"))
     printed = capsys.readouterr().out
     assert "rows: 7 (3 checkpoints, 3 methods, 1 temperatures, 1 benchmarks), 0 are" in printed
-    assert "21 prompts × methods to go" in printed and "at most 168 tokens" in printed
+    assert "answers: 27 prompts × methods to go, 9 of them plain decoding" in printed
+    assert "at most 216 tokens; 0 more are journalled" in printed
+    assert "untimed: 7 warm-ups of 16 tokens" in printed
     new, old = (finished / f"drafter/step-{step:08d}" for step in (8, 2))
     benchmark_checkpoint.main([
         str(new), "--baseline", str(old), "--target", str(workspace / "target"), "--out",

@@ -6,11 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch
 from damage import flip_last_byte
 
 from stree.engine import Decoder
-from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
+from stree.errors import BadData, CheckpointRefused, InvariantBroken, OutOfMemory, UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
@@ -36,7 +38,7 @@ from stree_pipelines.tokenizer_training import train_tokenizer
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
-    "confidence_intervals", "environment",
+    "baseline_time_ms", "confidence_intervals", "environment",
 }  # fmt: skip
 PROMPTS = [
     {"id": "a", "category": "one", "turns": ["What is a tree?"]},
@@ -208,7 +210,7 @@ def test_a_second_run_measures_nothing(complete, world):
     assert (complete.directory / "results.jsonl").read_bytes() == before
 
 
-def test_overwrite_measures_again_but_the_baseline_once_a_process(world, tmp_path):
+def test_overwrite_measures_again_but_the_baseline_s_row_once_a_process(world, tmp_path):
     quiet(settings_for(world, tmp_path)).evaluate(export(world, 1))
     before = {row.key: row for row in ResultStore(tmp_path).results()}
     made = []
@@ -308,24 +310,35 @@ def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     with pytest.raises(Killed):
         quiet(settings, make_decoder=DiesAfter(6)).evaluate(export(world, 10))
     asked = []
+    evaluation = quiet(settings, make_decoder=heard_by(lambda *call: asked.append(call[1:3])))
+    evaluation.evaluate(export(world, 10))
+    first_prompt = evaluation.answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
+    assert first_prompt not in [prompt_ids for prompt_ids, _ in asked]
+    # 3 methods × 4 turns of the other three prompts
+    assert sum(not is_warm_up(generation) for _, generation in asked) == 12
 
-    def listening(*args, **kwargs):
+
+def heard_by(listen):
+    """A decoder that lets `listen(tree, prompt_ids, generation, output)` hear of each call."""
+
+    def make(*args, **kwargs):
         decoder = Decoder(*args, **kwargs)
         generate = decoder.generate
 
         def heard(prompt_ids, generation):
-            asked.append(tuple(prompt_ids))
-            return generate(prompt_ids, generation)
+            output = generate(prompt_ids, generation)
+            listen(kwargs["tree"], prompt_ids, generation, output)
+            return output
 
         decoder.generate = heard
         return decoder
 
-    evaluation = quiet(settings, make_decoder=listening)
-    evaluation.evaluate(export(world, 10))
-    first_prompt = evaluation.answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
-    assert tuple(first_prompt) not in asked
-    # 3 methods × (warm-up + 4 turns of the other three prompts)
-    assert len(asked) == 15
+    return make
+
+
+def is_warm_up(generation) -> bool:
+    """By the seed, which no answer has: it is a hash."""
+    return generation.seed == 0
 
 
 def test_two_processes_give_the_rows_of_one(world, tmp_path, complete):
@@ -451,29 +464,144 @@ def test_a_tie_of_rounding_s_size_is_no_fault(complete, dtype, gap, token, is_fa
         require_lossless([row])
 
 
-def test_each_temperature_is_warmed_up(world, tmp_path):
-    warmed = []
+def test_everything_is_warmed_up_before_anything_is_timed(world, tmp_path):
+    """Each tree at each temperature; with the next checkpoint its own decoders."""
+    calls = []
+    settings = settings_for(world, tmp_path, temperatures=(0.0, 0.5, 1.0), limit=1)
+    evaluation = quiet(settings, make_decoder=heard_by(lambda *call: calls.append(call)))
+    for step, trees in ((10, [None, "chain-4", "paper"]), (100, ["chain-4", "paper"])):
+        calls.clear()
+        evaluation.evaluate(export(world, step))
+        is_timed = [not is_warm_up(generation) for _, _, generation, _ in calls]
+        warmed = [
+            (tree and tree.name, generation.temperature)
+            for tree, _, generation, _ in calls[: is_timed.index(True)]
+        ]
+        assert warmed == [(tree, t) for t in (0.0, 0.5, 1.0) for tree in trees]
 
-    def listening(*args, **kwargs):
-        decoder = Decoder(*args, **kwargs)
-        generate = decoder.generate
 
-        def heard(prompt_ids, generation):
-            if generation.max_new_tokens == 3:
-                warmed.append((kwargs["tree"] is not None, generation.temperature))
-            return generate(prompt_ids, generation)
+class FirstCallsAreSlow:
+    """A decoder with a clock made by hand: a step takes 10 ms, the first steps of a tree at a
+    temperature a second more; prefill 10 ms, the first of a prompt's length in the process 1 s."""
 
-        decoder.generate = heard
+    def __init__(self) -> None:
+        self.rules, self.lengths = set(), set()
+
+    def __call__(self, *args, **kwargs):
+        return heard_by(self.time)(*args, **kwargs)
+
+    def time(self, tree, prompt_ids, generation, output):
+        stats, rule = output.stats, (tree, generation.temperature)
+        if stats.num_calls:
+            stats.decode_s = 0.01 * stats.num_calls + (rule not in self.rules)
+            stats.time_ms = {"verify": 1e3 * stats.decode_s}
+            self.rules.add(rule)
+        stats.prefill_s = 0.01 if len(prompt_ids) in self.lengths else 1.0
+        self.lengths.add(len(prompt_ids))
+
+
+def test_no_figure_depends_on_what_ran_first(world, tmp_path):
+    speeds = []
+    for order in (("autoregressive", "vanilla_sd", "stree"), ("stree", "autoregressive")):
+        out = tmp_path / order[0]
+        settings = settings_for(world, out, methods=order, temperatures=(1.0, 0.0))
+        rows = quiet(settings, make_decoder=FirstCallsAreSlow()).evaluate(export(world, 10))
+        samples = [s for row in rows for s in ResultStore(out).samples(row)]
+        assert all(s.prefill_s == pytest.approx(0.01 * len(s.turns)) for s in samples)
+        assert all(s.decode_s == pytest.approx(0.01 * s.num_calls) for s in samples)
+        speeds.append({
+            (row.method, row.temperature): (row.tokens_per_second_e2e, row.speedup)
+            for row in rows if row.method != "vanilla_sd"
+        })  # fmt: skip
+    assert speeds[0] == speeds[1]
+
+
+class BusierAndBusier:
+    """A decoder on a machine where each prompt takes half as long again as the one before; a step
+    of plain decoding would take 10 ms, another 20 ms, without that."""
+
+    def __init__(self) -> None:
+        self.load = 1.0
+
+    def __call__(self, *args, **kwargs):
+        return heard_by(self.time)(*args, **kwargs)
+
+    def time(self, tree, prompt_ids, generation, output):
+        if tree is None and not is_warm_up(generation):
+            self.load *= 1.5
+        stats = output.stats
+        stats.decode_s = self.load * stats.num_calls * (0.01 if tree is None else 0.02)
+        stats.time_ms = {"verify": 1e3 * stats.decode_s}
+
+
+def test_a_speedup_is_over_plain_decoding_right_before(world, tmp_path):
+    """Of the same prompt, beside each checkpoint, however much busier the machine has become."""
+    prompts = [{"id": str(i), "turns": [f"What is {i}?"]} for i in range(3)]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    settings = settings_for(
+        world, tmp_path / "out", benchmarks=[str(tmp_path / "short.jsonl")], temperatures=[0.0, 1.0]
+    )
+    evaluation = quiet(settings, make_decoder=BusierAndBusier())
+    for step in (1, 10):
+        evaluation.evaluate(export(world, step))
+    store = ResultStore(tmp_path / "out")
+    drafting = [row for row in store.results() if row.step]
+    assert len(drafting) == 8
+    for row in drafting:
+        for sample in store.samples(row):
+            assert sample.decode_s / sample.num_calls == pytest.approx(
+                2 * sample.baseline.decode_s / sample.baseline.num_new_tokens
+            )
+        # What the row says of plain decoding is of the same runs.
+        per_call_ms = sum(row.baseline_time_ms.values())
+        assert row.speedup == pytest.approx(row.tokens_per_second * per_call_ms / 1e3)
+    plain = [sum(row.baseline_time_ms.values()) for row in drafting if row.method == "stree"]
+    assert plain == sorted(plain) and plain[-1] > 5 * plain[0]
+
+
+@pytest.mark.parametrize("failing", ["paper", "loading"])
+def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, failing, monkeypatch):
+    """Though somebody keeps the error, as the command does until its last line."""
+    made = []
+
+    def breaking(*args, **kwargs):
+        decoder = heard_by(listen)(*args, **kwargs)
+        made.append(weakref.ref(decoder))
         return decoder
 
-    settings = settings_for(
-        world, tmp_path, limit=1, methods=("autoregressive", "stree"),
-        temperatures=(0.0, 0.5, 1.0), max_new_tokens=4,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "WARMUP_TOKENS", 3)
-        quiet(settings, make_decoder=listening).evaluate(export(world, 10))
-    assert sorted(warmed) == [(tree, t) for tree in (False, True) for t in (0.0, 0.5, 1.0)]
+    def listen(tree, prompt_ids, generation, output):
+        if failing == "paper" and tree is not None and tree.name == "paper":
+            raise InvariantBroken("NaN")
+
+    evaluation = quiet(settings_for(world, tmp_path), make_decoder=breaking)
+    load_model = answers.load_model
+
+    def loading(path, *rest):
+        model = load_model(path, *rest)
+        if path != evaluation.settings.target:
+            made.append(weakref.ref(model))
+            if failing == "loading":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return model
+
+    monkeypatch.setattr(answers, "load_model", loading)
+    with pytest.raises(InvariantBroken if failing == "paper" else OutOfMemory) as failure:
+        evaluation.evaluate(export(world, 10))
+    kept = failure.value
+    del failure
+    assert kept.exit_code in (70, 71)
+    alive = [each() for each in made if each() is not None]
+    assert [each.tree.num_nodes for each in alive] == [1]  # plain decoding's
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("float64", "float64"), ("bfloat16", "float32")])
+def test_rows_say_the_dtype_of_the_state(world, tmp_path, dtype, state):
+    evaluation = quiet(settings_for(world, tmp_path, limit=1, dtype=dtype))
+    row, *_ = evaluation.evaluate(None)
+    assert row.environment.dtypes == {"weights": dtype, "state": state}
+    cache = evaluation.answerer.target.new_cache(8, 1)
+    held = {layer.state.dtype for layer in cache.layers if hasattr(layer, "state")}
+    assert held == {getattr(torch, state)}
 
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, complete, monkeypatch):
@@ -629,12 +757,22 @@ def test_shipped_configs_are_understood(config, tmp_path):
     assert refused.value.code == 2
 
 
-def test_progress_prints_plain_lines_off_a_terminal():
-    stream = io.StringIO()
-    with EvaluationProgress(stream).task("talk T=0", 2) as task:
-        task.advance("stree τ 2.00")
-        task.advance("stree τ 2.10")
-    assert stream.getvalue() == "talk T=0  2/2  stree τ 2.10  ETA 0:00\n"
+def test_progress_says_the_tree_s_figures_first(world, tmp_path):
+    """The others' behind them, plain decoding's also where its row is there already."""
+    settings = settings_for(world, tmp_path, limit=1)
+    said = []
+    for step in (1, 10):
+        stream = io.StringIO()
+        Evaluation(
+            settings, workers=Workers(), progress=EvaluationProgress(stream)
+        ).evaluate(export(world, step))  # fmt: skip
+        said.append(stream.getvalue().splitlines())
+    for step, (warm_up, measured) in zip((1, 10), said, strict=True):
+        assert warm_up.startswith(f"step {step}  warm-up  3/3")
+        assert re.sub(r"\d+\.\d+", "x", measured) == (
+            f"step {step}  talk T=0  1/1  stree τ x, x tok/s; vanilla_sd τ x, x tok/s; "
+            "autoregressive x tok/s  ETA 0:00"
+        )
 
 
 def test_a_damaged_results_file_is_named(world, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from hand_made_run import CALL_S, TREES, make_run
 from toys import tiny_model
 
+from stree import metrics
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
@@ -85,6 +86,37 @@ def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
     assert printed.count("speculation_profile.json") == 3
     assert printed.count("Use the tree") == 2  # temperatures
     assert "step 10000:\n  cuda, float32, T = 0: Use the tree." in printed
+
+
+def slower_beside(store, step, factor):
+    """As if plain decoding had been slower when this checkpoint was measured."""
+    for row in store.results():
+        if row.step != step:
+            continue
+        samples = [
+            s.model_copy(update={"baseline": s.baseline.model_copy(update={
+                "decode_s": factor * s.baseline.decode_s,
+                "time_ms": {"verify": 1e3 * factor * s.baseline.decode_s},
+            })})
+            for s in store.samples(row)
+        ]  # fmt: skip
+        figures = metrics.summarise(samples, [s.baseline for s in samples])
+        store.publish(row.model_copy(update=figures), samples)
+
+
+def test_plain_decoding_s_speed_is_the_one_beside_this_drafter(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    store = open_results(tmp_path)
+    slower_beside(store, 10000, 2.0)
+    speeds = []
+    for sha256 in ("1000", "10000"):
+        plain, chain, tree = profile_of(store, tmp_path, sha256).measurements
+        assert plain.method == "autoregressive"
+        for each in (chain, tree):
+            assert each.speedup == pytest.approx(each.tokens_per_second / plain.tokens_per_second)
+        speeds.append(plain.tokens_per_second)
+    assert speeds[0] == pytest.approx(2 * speeds[1])
+    assert plain.time_ms["verify"] == pytest.approx(1e3 / speeds[1])
 
 
 def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):

@@ -54,6 +54,20 @@ def test_table6_has_the_papers_layout_and_the_records_numbers(run):
         assert plain[column] == f"{rows[None, 'autoregressive'].tokens_per_second:.2f}"
 
 
+def test_where_a_call_s_time_goes_has_plain_decoding_beside_the_last_checkpoint(tmp_path):
+    data = load_run(make_run(tmp_path, ("gsm8k",), (0.0,)))
+
+    def longest_bar():
+        texts = plots.step_times(data, 0.0).axes[0].texts
+        return max(float(text.get_text()) for text in texts)
+
+    assert longest_bar() == pytest.approx(13.3, abs=0.1)  # the tree's
+    for key, cell in data.cells.items():
+        if key[0] == data.last:
+            cell.summary["baseline_time_ms"] = {"verify": 99.0}
+    assert longest_bar() == 99
+
+
 def test_table6_by_hand(run):
     """Step 10000: the tree takes 20 calls of 13 ms for what plain decoding takes 60 of 10 ms."""
     table = table6(load_run(run), "mt_bench", 1.0)

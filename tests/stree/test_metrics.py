@@ -210,7 +210,8 @@ def test_summary_has_the_published_names():
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
         "depth_accept_rates", "end_nodes", "nodes_per_call", "tokens_per_second",
-        "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms", "confidence_intervals",
+        "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms", "baseline_time_ms",
+        "confidence_intervals",
     }  # fmt: skip
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None

@@ -16,7 +16,7 @@ from stree.files import verify_manifest
 # Of a result row and of a sample: what the clock decides, and who measured.
 ROW_TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
-    "confidence_intervals", "environment",
+    "baseline_time_ms", "confidence_intervals", "environment",
 }  # fmt: skip
 SAMPLE_TIMINGS = {"prefill_s", "decode_s", "time_ms", "baseline"}
 
