@@ -19,6 +19,7 @@ from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import exit_with_reason
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
@@ -50,7 +51,7 @@ def build_parser() -> CommandParser:
     add("--target", type=str, required=True, help="target folder")
     add("--out", type=str, required=True, help="folder of the rows and the summary")
     add("--methods", type=str, nargs="+", default=[AUTOREGRESSIVE, TREE], help=", ".join(METHODS))
-    add("--benchmarks", type=str, nargs="+", default=["mt_bench", "humaneval", "gsm8k"],
+    add("--benchmarks", type=str, nargs="+", default=list(DEFAULT_BENCHMARKS),
         help="names in --benchmark_dir, or JSONL files")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
     add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")

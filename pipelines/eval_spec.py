@@ -17,7 +17,7 @@ from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.evaluation.benchmarks import PROMPT_FORMAT
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
@@ -36,10 +36,10 @@ def build_parser() -> CommandParser:
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[], help="drafter folders to evaluate")
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
-    add("--benchmarks", type=str, nargs="+", default=["mt_bench", "humaneval", "gsm8k"],
+    add("--benchmarks", type=str, nargs="+", default=list(DEFAULT_BENCHMARKS),
         help=f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None,
-        help="where names are looked up (default: ../shared/data/benchmarks)")  # fmt: skip
+        help="where names are looked up (default: data/benchmarks)")  # fmt: skip
     add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")

@@ -10,7 +10,9 @@ from stree.errors import BadData, UsageError
 from stree.plain_data import parse_json
 from stree_pipelines.evaluation.records import config_hash
 
-DEFAULT_DIRECTORY = Path("../shared/data/benchmarks")
+DEFAULT_DIRECTORY = Path("data/benchmarks")  # where fetch_benchmarks.py writes
+SHIPPED = Path(__file__).with_name("prompts")
+DEFAULT_BENCHMARKS = ("starter",)  # which ships
 # What pipelines/corpus.py writes: its file, the prefix of its rows' ids, and the benchmark's name.
 CORPUS_PROMPTS = "prompts.jsonl"
 CORPUS_PREFIX = "python-docs-"
@@ -46,11 +48,11 @@ def load_benchmark(
     """Load a benchmark.
 
     Args:
-        name_or_path: `mt_bench`, `humaneval`, `gsm8k` or any other NAME.jsonl of `directory`, or
-            the path of a JSONL file whose lines hold `id`, `turns` and, if you like, `category`.
-            It is called as the file, a prompts.jsonl as its folder and the file (`sums_prompts`),
-            the embedded corpus' own, known by its ids, `python_docs`.
-        directory: where names are looked up; ../shared/data/benchmarks when not given.
+        name_or_path: `mt_bench`, `humaneval`, `gsm8k` or any other NAME.jsonl of `directory`, one
+            that ships (`starter`), or the path of a JSONL file whose lines hold `id`, `turns` and,
+            if you like, `category`. It is called as the file, a prompts.jsonl as its folder and
+            the file (`sums_prompts`), the embedded corpus' own, known by its ids, `python_docs`.
+        directory: where names are looked up; data/benchmarks when not given.
         limit: keep the first so many prompts. The order is the file's.
 
     Raises:
@@ -60,7 +62,7 @@ def load_benchmark(
     if limit is not None and limit < 1:
         raise UsageError(f"limit is {limit}, wanted at least 1 prompt")
     path = _find(name_or_path, Path(directory) if directory is not None else DEFAULT_DIRECTORY)
-    prompts = _read(path)
+    prompts = parse_prompts(path.read_bytes(), path)
     return Benchmark(_name(path, prompts), tuple(prompts[:limit]))
 
 
@@ -83,32 +85,37 @@ def _find(name_or_path: str, directory: Path) -> Path:
     candidates = [directory / f"{name_or_path}.jsonl"]
     if name_or_path == CORPUS_BENCHMARK:
         candidates.append(directory / CORPUS_PROMPTS)
+    candidates.append(SHIPPED / f"{name_or_path}.jsonl")
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    known = sorted(path.stem for path in directory.glob("*.jsonl"))
+    known = sorted({path.stem for place in (directory, SHIPPED) for path in place.glob("*.jsonl")})
     raise UsageError(
-        f"no benchmark {name_or_path!r} in {directory} (found {', '.join(known) or 'none'}): give "
-        f"--benchmark_dir, or the path of a JSONL file ({PROMPT_FORMAT})"
+        f"no benchmark {name_or_path!r} in {directory} (there are {', '.join(known)}): "
+        "fetch_benchmarks.py gets the public ones; or give --benchmark_dir, or the path of a JSONL "
+        f"file ({PROMPT_FORMAT})"
     )
 
 
-def _read(path: Path) -> list[BenchmarkPrompt]:
+def parse_prompts(content: bytes, where: object) -> list[BenchmarkPrompt]:
+    """The prompts of JSONL. Raises BadData, naming `where` and the line."""
     prompts: list[BenchmarkPrompt] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             prompt = _parse(parse_json(line))
         except (ValueError, TypeError) as error:
-            raise BadData(f"{path}:{number}: {error}; {PROMPT_FORMAT}") from error
+            raise BadData(f"{where}:{number}: {error}; {PROMPT_FORMAT}") from error
         if prompt.id in seen:
-            raise BadData(f"{path}:{number}: id {prompt.id!r} is on line {seen[prompt.id]} already")
+            raise BadData(
+                f"{where}:{number}: id {prompt.id!r} is on line {seen[prompt.id]} already"
+            )
         seen[prompt.id] = number
         prompts.append(prompt)
     if not prompts:
-        raise BadData(f"{path} holds no prompts")
+        raise BadData(f"{where} holds no prompts")
     return prompts
 
 

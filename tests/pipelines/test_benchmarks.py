@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stree.errors import BadData, UsageError
-from stree_pipelines.evaluation.benchmarks import load_benchmark
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, load_benchmark
 
 ROWS = [
     {"id": "one", "category": "x", "turns": ["First?", "Second?"], "reference": ["…"]},
@@ -45,6 +45,19 @@ def test_other_prompts_are_not_called_python_docs(tmp_path):
     assert load_benchmark(str(write(tmp_path / "mine.jsonl", mixed))).name == "mine"
 
 
+def test_one_ships(tmp_path, monkeypatch):
+    """So that a command without --benchmarks runs in any folder of anybody's."""
+    monkeypatch.chdir(tmp_path)
+    (name,) = DEFAULT_BENCHMARKS
+    benchmark = load_benchmark(name)
+    assert benchmark.name == "starter" and len(benchmark.prompts) == 16
+    assert {len(prompt.turns) for prompt in benchmark.prompts} == {1, 2}
+    with pytest.raises(UsageError, match=r"are starter\): fetch_benchmarks.py gets"):
+        load_benchmark("mt_bench")
+    write(tmp_path / "data/benchmarks/mt_bench.jsonl", ROWS)
+    assert len(load_benchmark("mt_bench").prompts) == 3
+
+
 def test_errors_show_what_a_line_looks_like(tmp_path):
     path = write(tmp_path / "b.jsonl", [{"prompt": "Hello"}])
     with pytest.raises(BadData, match=r'"turns": \["What the user says first"'):
@@ -64,7 +77,7 @@ def test_limit_takes_the_first_and_the_hash_follows_the_prompts(tmp_path):
 
 def test_unknown_name_lists_what_there_is(tmp_path):
     write(tmp_path / "humaneval.jsonl", ROWS)
-    with pytest.raises(UsageError, match="found humaneval"):
+    with pytest.raises(UsageError, match="there are humaneval, starter"):
         load_benchmark("mt_bench", tmp_path)
     with pytest.raises(UsageError, match="no benchmark file"):
         load_benchmark(str(tmp_path / "absent.jsonl"))

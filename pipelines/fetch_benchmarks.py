@@ -1,0 +1,130 @@
+"""Fetch MT-Bench, HumanEval, GSM8K and Spec-Bench from their public homes, for --benchmarks.
+
+python pipelines/fetch_benchmarks.py                   # all, into data/benchmarks
+python pipelines/fetch_benchmarks.py mt_bench gsm8k    # these
+What is there is not fetched again, and what broke off goes on where it was. SOURCES.json beside
+the files says where each is from, its licence and its hash.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from argparse import RawDescriptionHelpFormatter
+from pathlib import Path
+
+from stree.errors import BadData, StreeError, UsageError, exit_with_reason
+from stree.files import reporting_refusals, sweep_leftovers
+from stree_pipelines.command_line import PlainParser
+from stree_pipelines.evaluation.benchmarks import DEFAULT_DIRECTORY
+from stree_pipelines.evaluation.sources import HOST, MOST_BYTES, SOURCES, add, is_there
+
+ATTEMPTS = 3
+PAUSE_S = 1.0  # before the second attempt, then twice as long
+TIMEOUT_S = 30.0
+PIECE_BYTES = 1 << 16
+WORTH_ANOTHER_TRY = (408, 425, 429)  # and all from 500 on
+
+
+class Unreachable(StreeError):
+    """A file cannot be had from where it is."""
+
+    exit_code = 69
+
+
+def download(url: str, part: Path) -> bytes:
+    """The file at a URL. What has come stays in `part`, also when the rest does not, and is not
+    asked for again.
+
+    Raises Unreachable, BadData for a file of absurd size, and CannotWrite.
+    """
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE_S * 2 ** (attempt - 1))
+        try:
+            _fetch_rest(url, part)
+            return part.read_bytes()
+        except urllib.error.HTTPError as error:
+            reason = f"{error.code} {error.reason}"
+            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                part.unlink(missing_ok=True)  # it is of something else
+            elif error.code < 500 and error.code not in WORTH_ANOTHER_TRY:
+                break
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", error))
+    raise Unreachable(
+        f"{url} cannot be fetched ({reason}): connect this machine, or name a --mirror, or fetch "
+        "elsewhere and copy the folder here"
+    )
+
+
+def _fetch_rest(url: str, part: Path) -> None:
+    """Add to `part` what it does not have yet. Raises an OSError when that breaks off."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer, reporting_refusals(part):
+        if answer.status != http.client.PARTIAL_CONTENT:
+            have = 0
+        wanted = have + int(answer.headers.get("Content-Length", 0))
+        with open(part, "ab" if have else "wb") as file:
+            while piece := answer.read(PIECE_BYTES):
+                have += file.write(piece)
+                if have > MOST_BYTES:
+                    raise BadData(f"{url} has over {MOST_BYTES:,} bytes: that is no such file")
+    if have < wanted:
+        raise ConnectionError(f"it broke off after {have:,} of {wanted:,} bytes")
+
+
+def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = False) -> str:
+    """Bring one benchmark into a folder unless it is there, and return what to tell about it.
+
+    Raises what `download` and `sources.add` raise; the folder then has what it had before.
+    """
+    source, path = SOURCES[name], directory / f"{name}.jsonl"
+    if is_there(source, directory):
+        return f"{path} is there"
+    with reporting_refusals(directory, codes=None):
+        directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f".{name}.part"
+    url = f"{host.rstrip('/')}/{source.path}"
+    content = download(url, part)
+    part.unlink()  # also of a file that is refused: its rest would not make it better
+    pin = add(source, content, url, directory, accept_changed)
+    if source.prompts_hash == pin.prompts_hash:
+        known = "the prompts of docs/results/h200-sharegpt"
+    else:
+        known = f"sha256 {pin.sha256}, recorded for later downloads, nothing to compare with"
+    return f"{path}: {pin.num_prompts:,} prompts ({source.licence}); {known}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = PlainParser(
+        "fetch_benchmarks.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    add_option = parser.add_argument
+    add_option("names", nargs="*", default=list(SOURCES), help=f"of {', '.join(SOURCES)}")
+    add_option("--out", default=str(DEFAULT_DIRECTORY), help="folder (default: %(default)s)")
+    add_option("--mirror", default=HOST, help="what answers instead of %(default)s")
+    add_option("--accept_changed", "--accept-changed", action="store_true",
+        help="take a file that is not the known or recorded one, and record it")  # fmt: skip
+    add_option("--dry_run", "--dry-run", action="store_true", help="say what is where, and exit")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in SOURCES]
+    if unknown:
+        raise UsageError(f"no benchmark {unknown[0]!r}: there are {', '.join(SOURCES)}")
+    if not options.mirror.startswith(("http://", "https://")):
+        raise UsageError(f"--mirror is {options.mirror!r}, wanted http:// or https://")
+    out = Path(options.out)
+    if options.dry_run:
+        for source in map(SOURCES.__getitem__, options.names):
+            print(f"{source.name} ({source.licence}): {options.mirror}/{source.path}")
+        return
+    sweep_leftovers(out)
+    for name in options.names:
+        print(fetch(name, out, options.mirror, options.accept_changed), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
