@@ -4,6 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart
 CHAT   ?= runs/chat-75m-drafter
+# Conversations of `make chat`: files, or names on the hub (MIT)
+CHAT_TRAIN ?= HuggingFaceH4/ultrachat_200k:train_sft
+CHAT_VALID ?= HuggingFaceH4/ultrachat_200k:test_sft
+CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit 50000
 
 .PHONY: quickstart chat test test-long check clean
 
@@ -14,9 +18,12 @@ quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate ever
 	$(BIN)/python pipelines/profile_drafter.py $(RUN)
 	$(BIN)/python pipelines/report.py $(RUN)
 
-chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt: one large GPU and ../shared/data
-	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml --run_dir runs/chat-75m
-	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m.yaml --run_dir $(CHAT)
+chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt on public chats: one large GPU
+	$(BIN)/python pipelines/fetch_benchmarks.py mt_bench humaneval gsm8k
+	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml \
+	  --run_dir runs/chat-75m $(CHAT_DATA) --tokenizer.limit 50000
+	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m.yaml \
+	  --run_dir $(CHAT) $(CHAT_DATA)
 	$(BIN)/accelerate launch pipelines/eval_spec.py --run $(CHAT) --config configs/eval/chat-75m.yaml
 	$(BIN)/accelerate launch pipelines/eval_spec.py --target runs/chat-75m/target/latest \
 	  --checkpoint $(CHAT)/drafter/latest --config configs/eval/chat-75m.yaml \

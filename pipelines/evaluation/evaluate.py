@@ -350,7 +350,8 @@ def _label(rounds: Sequence[Round]) -> str:
 def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
     """Each method's figures, the tree's first."""
     parts = []
-    for method, samples in reversed(finished.items()):
+    for method in reversed(METHODS):
+        samples = finished[method]
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:
             drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "

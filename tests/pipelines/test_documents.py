@@ -1,0 +1,141 @@
+"""What the documents tell people to type runs, or is at least understood by what it calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from documented import Command, commands_in, require_parse
+from tiny_run import write_conversations
+
+from stree.models.convert import load_config, save_model
+from stree.models.hybrid import HybridModel
+from stree.models.slicing import drafter_config_from
+from stree.tokenizer import load_tokenizer
+from stree_pipelines.evaluation.benchmarks import CORPUS_PREFIX
+from stree_pipelines.evaluation.records import ResultStore
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = REPOSITORY / "README.md"
+TARGET = "checkpoints/python-docs-hybrid"
+DOCUMENTS = sorted(
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "slurm/*.md", "docs/**/*.md", f"{TARGET}/*.md")
+    for path in REPOSITORY.glob(pattern)
+    if any(command.script for command in commands_in(path))
+)
+SMALL = ["--limit", "1", "--max_new_tokens", "6", "--temperatures", "0"]
+# README's cheap commands, and what makes some of them cheap: these run, in this order.
+RUN = {
+    "pipelines/distill.py": ["--dry_run"],
+    "pipelines/eval_spec.py": SMALL,
+    "pipelines/profile_drafter.py": [],
+    "pipelines/report.py": [],
+    "pipelines/suggest_tree.py": [],
+    "pipelines/benchmark_checkpoint.py": SMALL,
+    "pipelines/fetch_benchmarks.py": ["--dry_run"],
+}
+DEAR = ("pipelines/corpus.py", "pipelines/doctor.py")  # their own tests run them
+
+
+def is_about_the_quickstart(command: Command) -> bool:
+    return "8b" not in str(command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """As after the quickstart's training: the clone, its corpus, and exports of a run."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("pipelines", "checkpoints", "slurm", "Makefile", "pyproject.toml"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "configs", folder / "configs")
+    own = folder / "configs/eval/mine.yaml"  # what documents call a config of the reader's
+    shutil.copy(folder / "configs/eval/chat-75m.yaml", own)
+    data, run = folder / "data/python-docs", folder / "runs/quickstart"
+    data.mkdir(parents=True)
+    for name in ("train.jsonl", "valid.jsonl"):
+        write_conversations(data / name)
+    prompt = {"id": f"{CORPUS_PREFIX}json.loads", "turns": ["What does `json.loads` do?"]}
+    (data / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
+    target = REPOSITORY / TARGET
+    for step in (91, 240):
+        torch.manual_seed(step)
+        drafter = HybridModel(drafter_config_from(load_config(target)))
+        save_model(
+            drafter, run / f"drafter/step-{step:08d}", load_tokenizer(target),
+            extra_files={"provenance.json": json.dumps({"step": step})},
+        )  # fmt: skip
+    (run / "drafter/latest").symlink_to("step-00000240")
+    (run / "command.json").write_text(json.dumps({"target": TARGET}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(folder):
+    """Every command of README's that is about the quickstart was run, but for the dear ones."""
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in commands_in(README):
+            if command.script in RUN and is_about_the_quickstart(command):
+                command.main([*command.arguments, *RUN[command.script]])
+                said[command.script] = command
+    assert set(said) == set(RUN)
+    return folder
+
+
+def test_readme_s_commands_run(evaluated):
+    run = evaluated / "runs/quickstart"
+    rows = ResultStore(run / "eval").results()
+    assert {(row.step, row.method) for row in rows} == {
+        (None, "autoregressive"),
+        *((step, method) for step in (91, 240) for method in ("vanilla_sd", "stree")),
+    }
+    for made in (
+        "report.html",
+        "drafter/step-00000240/speculation_profile.json",
+        "gate/summary.md",
+    ):
+        assert (run / made).is_file(), made
+    assert (evaluated / "tree.yaml").is_file()
+
+
+def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
+    monkeypatch.chdir(evaluated)
+    text = README.read_text(encoding="utf-8").partition("From Python:\n")[2]
+    code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
+    exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_command_of_readme_is_known():
+    """So that a new one gets into these tests, and none falls out of them unnoticed."""
+    others = {command.words[:2] for command in commands_in(README) if command.script is None}
+    assert others == {("make", "quickstart"), ("make", "test"), ("hf", "download")}
+    scripts = [command.script for command in commands_in(README) if command.script]
+    assert set(scripts) == {*RUN, *DEAR}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_commands_are_understood(document, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for command in commands_in(document):
+        if command.script is not None:
+            require_parse(command)
+
+
+@pytest.mark.parametrize("target", ["quickstart", "chat"])
+def test_what_make_runs_is_understood(target, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    told = subprocess.run(["make", "-n", target], capture_output=True, text=True, check=True)
+    lines = told.stdout.replace("\\\n", " ").splitlines()
+    commands = [Command.of(line) for line in lines if "pipelines/" in line]
+    assert len(commands) == {"quickstart": 5, "chat": 7}[target]
+    assert "../" not in told.stdout  # nothing beside the clone
+    for command in commands:
+        require_parse(command)

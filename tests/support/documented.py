@@ -1,0 +1,93 @@
+"""The commands that documents and the Makefile tell people to type."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stree_pipelines.command_line import OneLineErrors
+
+STARTS = ("python", "accelerate", "torchrun", "sbatch", "make", "hf", "pip")
+# What a job script runs, and what it puts before its own arguments.
+JOB_SCRIPTS = {
+    "slurm/distill.sh": ("pipelines/distill.py", ["fit"]),
+    "slurm/eval_spec.sh": ("pipelines/eval_spec.py", []),
+    "slurm/benchmark_checkpoint.sh": ("pipelines/benchmark_checkpoint.py", []),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as typed, and what it runs of this project: script and arguments, if any."""
+
+    words: tuple[str, ...]
+    script: str | None
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, line: str) -> Command:
+        words = shlex.split(line, comments=True)
+        while "=" in words[0]:
+            words.pop(0)  # a variable of the environment
+        scripts = [word for word in words if re.fullmatch(r"(pipelines|slurm)/\w+\.(py|sh)", word)]
+        if not scripts:
+            return cls(tuple(words), None, ())
+        before = []
+        script, arguments = scripts[0], words[words.index(scripts[0]) + 1 :]
+        if script in JOB_SCRIPTS:
+            script, before = JOB_SCRIPTS[script]
+        return cls(tuple(words), script, (*before, *arguments))
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+    @property
+    def main(self) -> Callable[[Sequence[str]], None]:
+        assert self.script is not None
+        return importlib.import_module(f"stree_pipelines.{Path(self.script).stem}").main
+
+
+def commands_in(document: Path) -> list[Command]:
+    """Those of a Markdown file's code blocks."""
+    return [Command.of(line) for line in _typed_lines(document.read_text(encoding="utf-8"))]
+
+
+def _typed_lines(text: str) -> Iterator[str]:
+    """Lines in code blocks (four spaces) that begin with a program, continued ones joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        typed = re.sub(r"^    (?:\w+=\$\((.*)\)|(.*))$", r"\1\2", line)
+        first = next((word for word in typed.split() if "=" not in word), "")
+        if line.startswith("    ") and not typed.startswith(" ") and first in STARTS:
+            yield typed
+
+
+class Parsed(Exception):
+    """A command's arguments were understood; nothing was done."""
+
+
+def require_parse(command: Command) -> None:
+    """Let the command's own parser read its arguments, config files included, and stop there."""
+    depth = 0
+
+    original = OneLineErrors.parse_args
+
+    def parse_args(self, *arguments, **options):
+        nonlocal depth
+        depth += 1
+        try:
+            result = original(self, *arguments, **options)
+        finally:
+            depth -= 1
+        if depth == 0:
+            raise Parsed
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(OneLineErrors, "parse_args", parse_args)
+        command.main(list(command.arguments))
