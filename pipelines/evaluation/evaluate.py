@@ -9,6 +9,7 @@ difference gets the target's own top-2 margin.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -100,13 +101,21 @@ class Evaluation:
         self._published: set[ResultKey] = set()
 
     def announce(self, num_checkpoints: int) -> None:
-        """Say what is about to happen and where; plain decoding runs beside each checkpoint."""
+        """Say what is about to happen and where."""
+        settings = self.settings
         num_prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
+        counts = {
+            "checkpoints": num_checkpoints, "methods": len(settings.methods),
+            "temperatures": len(settings.temperatures), "prompts": num_prompts,
+        }  # fmt: skip
+        product = " × ".join(f"{count} {name}" for name, count in counts.items())
+        beside = ""
+        if AUTOREGRESSIVE in settings.methods and num_checkpoints > 1:
+            beside = ", plain decoding beside each checkpoint"
         self.progress.say(
-            f"{num_checkpoints} checkpoints × {len(self.settings.methods)} methods × "
-            f"{len(self.settings.temperatures)} temperatures × {num_prompts} prompts of "
-            f"{', '.join(benchmark.name for benchmark in self.benchmarks)}, on "
-            f"{self.workers.count} × {device_name(self.answerer.device)}, {self.settings.dtype}"
+            f"{product} of {', '.join(benchmark.name for benchmark in self.benchmarks)}: "
+            f"{math.prod(counts.values()):,} answers{beside}, on {self.workers.count} × "
+            f"{device_name(self.answerer.device)}, {settings.dtype}"
         )
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:

@@ -701,6 +701,9 @@ def test_command_evaluates_a_run_and_goes_on_past_a_broken_export(world, tmp_pat
     ]  # fmt: skip
     with pytest.raises(InvariantBroken, match=r"1 of 3 checkpoints failed.*step-00000010"):
         eval_spec(arguments)
+    said = capsys.readouterr().err
+    assert "3 checkpoints × 3 methods × 1 temperatures × 1 prompts of talk: 9 answers" in said
+    assert "plain decoding beside each checkpoint" in said
     steps = {row.step for row in ResultStore(run / "eval").results()}
     assert steps == {None, 1, 100}
 
