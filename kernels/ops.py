@@ -44,6 +44,12 @@ def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> boo
     return False
 
 
+def current(device: torch.device) -> torch.cuda.device:
+    """Inside, this GPU is the current one, to which Triton launches, streams, events and graphs go
+    whatever GPU their tensors are on. Nothing for other devices."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)

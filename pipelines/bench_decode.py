@@ -14,6 +14,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
+from stree_kernels import ops
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
@@ -78,7 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     require_green(TESTS)
-    with naming_what_does_not_fit("fewer --what or --nodes, or a smaller --context, need less"):
+    advice = "fewer --what or --nodes, or a smaller --context, need less"
+    with ops.current(device), naming_what_does_not_fit(advice):
         rows = measure(options, device)
     write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
 

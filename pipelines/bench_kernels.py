@@ -232,7 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu times the plain twins")
     require_green(TESTS)
-    with naming_what_does_not_fit("fewer --nodes or --layers, or a smaller --context, need less"):
+    advice = "fewer --nodes or --layers, or a smaller --context, need less"
+    with ops.current(device), naming_what_does_not_fit(advice):
         rows = measure(
             options.shape, options.nodes, options.context, options.layers, options.repeats, device
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stree.graphs import Capture
+from stree.graphs import Capture, LastUsed
 from stree.models.cache import HybridCache
 from stree.models.hybrid import HybridModel, topology_of
 from stree.sampling import Chooser, RandomChooser, sample_siblings, sampling_law
@@ -46,7 +46,8 @@ class Draft:
     """A filled token tree.
 
     tokens (N,); laws (I, V), the law that each node with children drew them from, in the order
-    of `parents_of(tree)` (None when greedy); finite, bools: no NaN was met.
+    of `parents_of(tree)`, or None when they were not drawn (greedy, or from a text seen before);
+    finite, bools: no NaN was met.
     """
 
     tokens: Tensor
@@ -81,7 +82,7 @@ class ModelDrafter:
         self.model = model
         self.cache = model.new_cache(max_length, max_nodes)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
-        self.captured: dict[Any, CapturedDraft] = {}
+        self.captured: LastUsed[Any, CapturedDraft] = LastUsed()
 
     def reset(self) -> None:
         self.cache.reset()
@@ -95,8 +96,6 @@ class ModelDrafter:
     def draft(
         self, sequence: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
     ) -> Draft:
-        if len(sequence) - self.cache.num_committed > tree.max_depth + 1:
-            self.catch_up(sequence[:-1])
         tokens = sequence[self.cache.num_committed :]
         if isinstance(choose, RandomChooser) and choose.on_cuda:
             return self.capture(tree, rule, choose)(tokens)
@@ -167,6 +166,7 @@ class CapturedDraft(StaticDraft):
         scratch.path.copy_(cache.path)
         scratch_choose = RandomChooser(0, model.device)
         self.capture = Capture(
+            model.device,
             lambda: self._run(cache, choose, cache.num_slots),
             lambda: self._rehearse(scratch, scratch_choose),
             (choose.generator,),

@@ -6,8 +6,9 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -15,19 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stree.clock import PAUSED, PhaseClock
 from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule
 from stree.errors import InvariantBroken, UsageError, naming_what_does_not_fit
-from stree.graphs import CapturedTree
+from stree.graphs import CapturedTree, LastUsed
+from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
 from stree.steps import DeviceSteps
 from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_sampled
-
-PHASES = ("draft", "verify", "accept", "commit", "host")
-PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
-
+from stree_kernels import ops
 
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
@@ -49,7 +49,7 @@ class GenerationConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    eos_token_id: int | Sequence[int] | None = None
+    eos_token_id: int | Sequence[int] | Tensor | None = None
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
@@ -71,10 +71,15 @@ class GenerationConfig:
             raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
-        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        strings = self.stop_strings
+        strings = (strings,) if isinstance(strings, str) else strings
+        if not isinstance(strings, Iterable) or any(not isinstance(s, str) for s in strings):
+            raise UsageError(f"stop_strings is {strings!r}, wanted a text or several")
         if not all(strings):
             raise UsageError("a stop string is empty; every text would stop at once")
         object.__setattr__(self, "stop_strings", tuple(strings))
+        if self.eos_token_id is not None:
+            object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
 
     @property
     def rule(self) -> SamplingRule:
@@ -87,8 +92,17 @@ class GenerationConfig:
             return frozenset()
         if self.eos_token_id is None:
             return frozenset(model_ids)
-        given = self.eos_token_id
-        return frozenset((given,) if isinstance(given, int) else given)
+        return frozenset(_token_ids(self.eos_token_id))
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """One id or several, of Python, NumPy or torch; raises `UsageError` for anything else."""
+    several = given.tolist() if hasattr(given, "tolist") else given
+    several = several if isinstance(several, list | tuple | set | frozenset) else [several]
+    try:
+        return tuple(operator.index(each) for each in several)
+    except TypeError:
+        raise UsageError(f"eos_token_id is {given!r}, wanted a token's id, or several") from None
 
 
 @dataclass
@@ -172,6 +186,11 @@ class Decoder:
                     f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
                     "draft with a model distilled from this target"
                 )
+            if target.device != drafter.device:
+                raise UsageError(
+                    f"the drafter is on {drafter.device}, the target on {target.device}: move one "
+                    "to the other"
+                )
             prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
             if all(prints) and prints[0] != prints[1]:
                 raise UsageError(
@@ -188,7 +207,8 @@ class Decoder:
         self.target, self.drafter, self.tree = target, drafter, tree
         self.max_length, self.tokenizer = max_length, tokenizer
         self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
-        self._steps: dict[SamplingRule, DeviceSteps] = {}
+        self._steps: LastUsed[SamplingRule, DeviceSteps] = LastUsed()
+        self._weights: list[int] | None = None  # where they were when a generation last ended
         if isinstance(target, HybridModel) and target.device.type == "cuda":
             self._verify: Callable[[Tensor], Tensor] = CapturedTree(target, tree, self.cache)
         else:
@@ -205,7 +225,8 @@ class Decoder:
         """Generate after a prompt.
 
         Args: prompt_ids, at least one token, as a sequence or a tensor (T,) or (1, T);
-        streamer, an object with `put(tokens)` and `end()` such as `transformers.TextStreamer`;
+        streamer, an object with `put(tokens)` and `end()` such as `transformers.TextStreamer`,
+        ended after an error, too;
         choose, the source of randomness (default: seeded by generation.seed).
         Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits,
         `OutOfMemory`.
@@ -213,21 +234,26 @@ class Decoder:
         stats = DecodingStats(tree_max_depth=self.tree.max_depth)
         tokens: list[int] = []
         reason = "length"
-        prompt = self._one_prompt(prompt_ids)
-        if streamer is not None:
-            streamer.put(prompt.cpu())
-        with naming_what_does_not_fit(
-            "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
-            f"decoding after {len(prompt)} tokens with {self.tree}",
-        ):
+        with ExitStack() as stack:
+            if streamer is not None:
+                stack.callback(streamer.end)  # whatever happens: somebody may wait for it
+            prompt = one_prompt(prompt_ids)
+            if streamer is not None:
+                streamer.put(prompt.cpu())
+            stack.enter_context(ops.current(self.target.device))
+            stack.callback(self._remember_weights)
+            stack.enter_context(
+                naming_what_does_not_fit(
+                    "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
+                    f"decoding after {len(prompt)} tokens with {self.tree}",
+                )
+            )
             for kept, reason in self._blocks(  # noqa: B007 (the last one counts)
                 prompt.tolist(), generation, choose, stats
             ):
                 tokens += kept
                 if streamer is not None:
                     streamer.put(torch.tensor(kept))
-        if streamer is not None:
-            streamer.end()
         return GenerationOutput(tokens, reason, stats)
 
     @torch.no_grad()
@@ -240,11 +266,13 @@ class Decoder:
     ) -> Iterator[tuple[list[int], str]]:
         """Kept tokens call by call, with the reason to stop (empty while there is none)."""
         self._require_room(sequence, generation)
+        self._follow_weights()
         rule, device = generation.rule, self.target.device
         if choose is None:
             self._random.reseed(generation.seed)
             choose = self._random
         stop = StopRule(generation, self.target.config.eos_token_ids, self.tokenizer)
+        steps = self._device_steps(rule) if self._on_device(choose) else None
         clock = PhaseClock(device)
 
         self.cache.reset()
@@ -259,8 +287,10 @@ class Decoder:
         yield kept, reason
         clock.mark(PAUSED)
 
-        calls = self._calls_on_device if self._on_device(choose) else self._calls
-        blocks = calls(sequence, rule, choose, stats, clock)
+        if steps is None:
+            blocks = self._calls(sequence, rule, choose, stats, clock)
+        else:
+            blocks = self._calls_on_device(steps, sequence, stats, clock)
         while not reason:
             path, block = next(blocks)
             kept, reason = stop.keep(block)
@@ -273,7 +303,7 @@ class Decoder:
             stats.end_node_per_call.append(path[num_accepted])
             clock.mark("host")
             if reason:
-                stats.decode_s, stats.time_ms = clock.stop()
+                stats.decode_s, stats.time_ms = clock.stop(stats.num_calls)
             yield kept, reason
             clock.mark(PAUSED)
 
@@ -295,6 +325,7 @@ class Decoder:
             clock.mark("accept")
             self.cache.commit(path)
             clock.mark("commit")
+            clock.end_call()
             yield path, block
 
     def _on_device(self, choose: Chooser) -> bool:
@@ -304,15 +335,8 @@ class Decoder:
         model_drafter = self.drafter is None or isinstance(self.drafter, ModelDrafter)
         return self._verify.reads_lengths_on_device and model_drafter
 
-    def _calls_on_device(
-        self,
-        sequence: list[int],
-        rule: SamplingRule,
-        choose: Chooser,
-        stats: DecodingStats,
-        clock: PhaseClock,
-    ) -> Iterator[tuple[list[int], list[int]]]:
-        """As `_calls`, decided on the device: each call starts before the last one is read."""
+    def _device_steps(self, rule: SamplingRule) -> DeviceSteps:
+        """The steps by this rule, captured when first asked for."""
         if rule not in self._steps:
             draft = None
             if isinstance(self.drafter, ModelDrafter):
@@ -321,11 +345,21 @@ class Decoder:
             self._steps[rule] = DeviceSteps(
                 self.target, self.tree, self.cache, draft, rule, self._random
             )
-        steps = self._steps[rule]
-        steps.begin(sequence[-1])
-        steps.launch(clock.mark)
-        while True:
+        return self._steps[rule]
+
+    def _calls_on_device(
+        self, steps: DeviceSteps, sequence: list[int], stats: DecodingStats, clock: PhaseClock
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """As `_calls`, decided on the device: each call starts before the last one is read."""
+
+        def launch() -> None:
             steps.launch(clock.mark)
+            clock.end_call()
+
+        steps.begin(sequence[-1])
+        launch()
+        while True:
+            launch()
             finite, path, block = steps.collect()
             if not finite:
                 raise self._not_finite("target or the drafter", stats.num_calls, sequence)
@@ -350,14 +384,9 @@ class Decoder:
         highest, best = logits.max(-1)
         if rule.greedy:
             decided = best  # what the target would say after each node
-        elif draft.laws is None:
-            root = torch.zeros(1, dtype=torch.long, device=logits.device)
-            decided = torch.cat([root, root + 1, choose(rule.law(logits[:1]))])
         else:
-            path, length, bonus = verify_sampled(
-                rule.law(logits), draft.laws, draft.tokens, self.tree, choose
-            )
-            decided = torch.cat([path, length, bonus])
+            walked = verify_sampled(rule.law(logits), draft.laws, draft.tokens, self.tree, choose)
+            decided = torch.cat(walked)
         # One copy for all that the host needs; token ids are exact in fp64
         parts = (draft.tokens, decided, highest, draft.finite.all()[None])
         packed = torch.cat([part.double() for part in parts]).tolist()
@@ -371,8 +400,8 @@ class Decoder:
         if rule.greedy:
             nodes, next_token = verify_greedy(choices, tokens, self.tree)
         else:
-            *walked, num_accepted, next_token = choices
-            nodes = walked[:num_accepted]
+            *path, num_accepted, next_token = choices
+            nodes = path[:num_accepted]
         return nodes, [tokens[node] for node in nodes[1:]] + [next_token]
 
     def _first_token(
@@ -382,26 +411,10 @@ class Decoder:
             raise self._not_finite("target", 0, sequence)
         return int(logits.argmax()) if rule.greedy else int(choose(rule.law(logits[0])))
 
-    @staticmethod
-    def _one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
-        """Token ids (T,) of one sequence."""
-        if isinstance(prompt_ids, str):
-            raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
-        prompt = torch.as_tensor(prompt_ids)
-        if prompt.ndim == 2 and len(prompt) == 1:
-            prompt = prompt[0]
-        if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
-            raise UsageError(
-                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
-                "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
-            )
-        return prompt.long()
-
     def _not_finite(self, who: str, step: int, sequence: list[int]) -> InvariantBroken:
         """Names the model, the step, and where the first value that is not finite appears."""
-        models = {"target": self.target, "drafter": getattr(self.drafter, "model", None)}
-        for name, model in models.items():
-            if name in who and isinstance(model, HybridModel):
+        for name, (model, _) in self._models().items():
+            if name in who:
                 where = model.first_non_finite(sequence)
                 if where:
                     return InvariantBroken(
@@ -412,6 +425,38 @@ class Decoder:
             f"the {who}'s logits are not finite at decoding step {step}; "
             "check the checkpoint, or run it in float32"
         )
+
+    def _models(self) -> dict[str, tuple[HybridModel, HybridCache]]:
+        """Those with weights, by what they are here, and the caches made for them."""
+        models = {}
+        if isinstance(self.target, HybridModel):
+            models["target"] = self.target, self.cache
+        if isinstance(self.drafter, ModelDrafter):
+            models["drafter"] = self.drafter.model, self.drafter.cache
+        return models
+
+    def _addresses(self) -> list[int]:
+        """Where the weights are: graphs hold their addresses."""
+        models = [model for model, _ in self._models().values()]
+        return [weight.data_ptr() for model in models for weight in model.parameters()]
+
+    def _remember_weights(self) -> None:
+        self._weights = self._addresses()
+
+    def _follow_weights(self) -> None:
+        """Drop graphs of weights that have moved; refuse models that do not fit their caches."""
+        for name, (model, cache) in self._models().items():
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
+                raise UsageError(
+                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
+                    f"for {cache.dtype} on {cache.device}: make a new decoder"
+                )
+        if self._weights not in (None, self._addresses()):
+            self._steps.clear()
+            if isinstance(self.drafter, ModelDrafter):
+                self.drafter.captured.clear()
+            if isinstance(self._verify, CapturedTree):
+                self._verify.captures.clear()
 
     def _require_room(self, sequence: list[int], generation: GenerationConfig) -> None:
         needed = len(sequence) + generation.max_new_tokens + self.tree.max_depth + 1
@@ -436,7 +481,7 @@ class Decoder:
 
 def generate(
     target: Target,
-    prompt_ids: Sequence[int],
+    prompt_ids: Sequence[int] | Tensor,
     generation: GenerationConfig = GenerationConfig(),
     *,
     drafter: HybridModel | Drafter | None = None,
@@ -445,10 +490,30 @@ def generate(
     streamer: Any = None,
 ) -> GenerationOutput:
     """Generate once; a `Decoder` does the same for many prompts without new buffers."""
-    depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
-    max_length = len(prompt_ids) + generation.max_new_tokens + depth + 1
-    decoder = Decoder(target, drafter, tree, max_length=max_length, tokenizer=tokenizer)
-    return decoder.generate(prompt_ids, generation, streamer=streamer)
+    with ExitStack() as stack:
+        if streamer is not None:
+            stack.callback(streamer.end)
+        prompt = one_prompt(prompt_ids)
+        depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
+        max_length = len(prompt) + generation.max_new_tokens + depth + 1
+        decoder = Decoder(target, drafter, tree, max_length=max_length, tokenizer=tokenizer)
+        stack.pop_all()  # from here on the decoder ends it
+    return decoder.generate(prompt, generation, streamer=streamer)
+
+
+def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
+    """Token ids (T,) of one sequence."""
+    if isinstance(prompt_ids, str):
+        raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
+    prompt = torch.as_tensor(prompt_ids)
+    if prompt.ndim == 2 and len(prompt) == 1:
+        prompt = prompt[0]
+    if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
+        raise UsageError(
+            f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
+            "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
+        )
+    return prompt.long()
 
 
 class StopRule:
@@ -483,43 +548,3 @@ class StopRule:
         longest = max(len(each.encode()) for each in self.stop_strings)
         text = self.tokenizer.decode(self.tokens[-longest - 4 :])
         return any(each in text for each in self.stop_strings)
-
-
-class PhaseClock:
-    """Times the phases of decoding: wall clock on the CPU, events on a GPU (never waits)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.started = time.perf_counter()
-        self.marks: list[tuple[str, Any]] = []
-
-    def start_decoding(self) -> float:
-        """Begin the first call; returns the seconds since construction (prefill)."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        prefill_s, self.started = now - self.started, now
-        self.mark("start")
-        return prefill_s
-
-    def mark(self, phase: str) -> None:
-        """The phase ends here; the next begins."""
-        if self.on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((phase, event))
-        else:
-            self.marks.append((phase, time.perf_counter()))
-
-    def stop(self) -> tuple[float, dict[str, float]]:
-        """Seconds of decoding, and ms by phase; `host` takes what no other accounts for."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        decode_s = time.perf_counter() - self.started
-        times = dict.fromkeys((*PHASES, PAUSED), 0.0)
-        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
-            elapsed = before.elapsed_time(after) if self.on_cuda else (after - before) * 1e3
-            times[phase] += elapsed
-        decode_s -= times.pop(PAUSED) / 1e3
-        times["host"] += max(0.0, decode_s * 1e3 - sum(times.values()))
-        return decode_s, times

@@ -63,6 +63,7 @@ class DeviceSteps:
         some_nodes, some_block = torch.zeros_like(self.nodes), torch.zeros_like(self.block)
         scratch_choose = RandomChooser(0, device)
         self.verify = Capture(
+            device,
             lambda: self._verify(cache, self.nodes, self.block, choose),
             lambda: self._verify(scratch, some_nodes, some_block, scratch_choose),
             () if rule.greedy else (choose.generator,),

@@ -34,20 +34,26 @@ def verify_greedy(
 
 
 def verify_multi_step(
-    target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
+    target_laws: Tensor,
+    draft_laws: Tensor | None,
+    tokens: Tensor,
+    tree: TokenTree,
+    choose: Chooser,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multi-step speculative sampling, for siblings drawn without replacement.
 
     At a node each child in turn is accepted with probability min(1, p(x) / q(x)); a rejection
     leaves p ← norm(max(p − q, 0)) and q ← q without x. When none is left, the next token comes
     from p (SpecInfer, Algorithm 2; without replacement as in Jeon et al. 2024). The tokens that
-    come out have the target's law exactly, whatever q is.
+    come out have the target's law exactly, whatever q is. A child that was not drawn at all is as
+    if from the law that has nothing else: it is accepted with probability p(x), and a rejection
+    takes x out of p.
 
     The walk visits every place that a child could be in, and settles by masks whether it counts:
     nothing waits for the device, and a choice that does not matter is certain.
 
-    Args: target_laws (N, V), draft_laws (I, V) of the nodes with children (`parents_of`),
-    tokens (N,).
+    Args: target_laws (N, V), draft_laws (I, V) of the nodes with children (`parents_of`), or None
+    when no child was drawn, tokens (N,).
     Returns nodes (max_depth + 1,) of which the first `length` (1,) are the accepted path, and the
     token (1,) after it.
     """
@@ -56,14 +62,17 @@ def verify_multi_step(
     walking = torch.ones_like(node, dtype=torch.bool)
     residual, path, length = target_laws[:1], [node], torch.ones_like(node)
     for level in tree.levels[:-1]:
-        law = draft_laws.index_select(0, rows[node])
-        taken = torch.zeros_like(law, dtype=torch.bool)
+        law = None if draft_laws is None else draft_laws.index_select(0, rows[node])
+        taken = torch.zeros_like(residual, dtype=torch.bool)
         accepted, child_accepted = torch.zeros_like(walking), node
         for place in range(max(len(tree.children[each]) for each in level)):
             child = children[node, place]
             matters = walking & ~accepted & exists[node, place]
-            proposal = without(law, taken)
             token = tokens[child][:, None]
+            if law is None:
+                proposal = torch.zeros_like(residual).scatter(1, token, 1.0)
+            else:
+                proposal = without(law, taken)
             keep = (residual.gather(1, token) / proposal.gather(1, token)).clamp(max=1.0)
             keep = torch.where(matters[:, None], keep, 1.0)
             kept = choose(torch.cat([1.0 - keep, keep], dim=1)).bool()
@@ -81,11 +90,15 @@ def verify_multi_step(
 
 
 def verify_sampled(
-    target_laws: Tensor, draft_laws: Tensor, tokens: Tensor, tree: TokenTree, choose: Chooser
+    target_laws: Tensor,
+    draft_laws: Tensor | None,
+    tokens: Tensor,
+    tree: TokenTree,
+    choose: Chooser,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`verify_multi_step`, by the fused kernels where they serve."""
     fused = isinstance(choose, RandomChooser) and ops.samples_fused(target_laws)
-    if not fused or tree.num_nodes == 1:
+    if not fused or draft_laws is None or tree.num_nodes == 1:
         return verify_multi_step(target_laws, draft_laws, tokens, tree, choose)
     assert isinstance(choose, RandomChooser)
     widths = level_widths(tree)

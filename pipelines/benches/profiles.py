@@ -48,7 +48,7 @@ def kind_of(kernel: str) -> str:
 
 def profile_call(call: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Medians over profiled replays of a call's graph: {"us": whole, "kernels": by kind}."""
-    replay = Capture(call, call).graph.replay
+    replay = Capture(torch.device("cuda"), call, call).graph.replay
     for _ in range(3):
         replay()
     runs = []

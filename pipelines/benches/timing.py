@@ -30,7 +30,8 @@ def side_by_side(
     On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
     """
     if device.type == "cuda":
-        functions = {name: Capture(each, each).graph.replay for name, each in functions.items()}
+        captures = {name: Capture(device, each, each) for name, each in functions.items()}
+        functions = {name: capture.graph.replay for name, capture in captures.items()}
     return in_turns(functions, device, repeats)
 
 

@@ -82,6 +82,7 @@ class HybridCache:
     ) -> None:
         self.max_length = max_length
         self.max_nodes = max_nodes
+        self.dtype = dtype
         # Moving a path's keys touches up to max_nodes slots past the committed ones
         self.num_slots = max_length + 2 * max_nodes
         self.layers: list[AttentionCache | MambaCache] = []
@@ -119,6 +120,10 @@ class HybridCache:
             state = zeros(*dims, dtype=state_dtype)
             self.layers.append(MambaCache(state, rows, derived, shape, self.parity))
         self.num_committed = 0  # the host's count, the pending path included
+
+    @property
+    def device(self) -> torch.device:
+        return self.path.device
 
     def reset(self) -> None:
         """Forget everything, so that the buffers serve another sequence."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,19 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
 from stree_kernels.shapes import MixerWeights, Steering, Topology
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_own_gpu(method: Method) -> Method:
+    """A model's method, with the model's GPU as the current one."""
+
+    @functools.wraps(method)
+    def run(self: HybridModel, *arguments: Any, **options: Any) -> Any:
+        with ops.current(self.device):
+            return method(self, *arguments, **options)
+
+    return cast(Method, run)
 
 
 @functools.lru_cache(maxsize=256)
@@ -351,6 +364,7 @@ class HybridModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
+    @on_own_gpu
     def first_non_finite(self, tokens: Sequence[int]) -> str | None:
         """Says where a NaN or an infinity first appears: in a weight, or after a layer.
 
@@ -374,6 +388,7 @@ class HybridModel(nn.Module):
         """Logits (B, T, V) of whole sequences, tokens (B, T); see `hidden_states`."""
         return self.logits(self.hidden_states(tokens, segment_ids))
 
+    @on_own_gpu
     def hidden_states(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Hidden states (B, T, D) after the final norm.
 
@@ -395,6 +410,7 @@ class HybridModel(nn.Module):
             x = layer(x, context)
         return self.model.norm(x)
 
+    @on_own_gpu
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
         """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best and to make
         laws in fp64."""
@@ -412,6 +428,7 @@ class HybridModel(nn.Module):
         )  # fmt: skip
 
     @torch.no_grad()
+    @on_own_gpu
     def prefill(self, tokens: Tensor, cache: HybridCache, chunk: int = 2048) -> Tensor:
         """Commit whole sequences, tokens (B, T), to the cache, in chunks of `chunk` tokens.
 
@@ -443,6 +460,7 @@ class HybridModel(nn.Module):
         return x
 
     @torch.no_grad()
+    @on_own_gpu
     def tree_forward(
         self,
         tokens: Tensor,
@@ -464,6 +482,7 @@ class HybridModel(nn.Module):
         return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=wide)
 
     @torch.no_grad()
+    @on_own_gpu
     def tree_hidden(
         self,
         tokens: Tensor,
@@ -502,6 +521,7 @@ class HybridModel(nn.Module):
         return hidden
 
     @torch.no_grad()
+    @on_own_gpu
     def settle(self, cache: HybridCache) -> None:
         """Replay the accepted path that is pending, if any, into states, tails and keys."""
         for layer, layer_cache in self.model.pairs(cache.layers):

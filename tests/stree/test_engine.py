@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from toys import TableDrafter, TableTarget, tiny_model
@@ -195,6 +196,53 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
+@pytest.mark.parametrize(
+    "eos",
+    [5, [7, 5], (5,), {5}, torch.tensor(5), torch.tensor([5, 7]), np.int64(5), np.array([9, 5])],
+    ids=repr,
+)
+def test_any_whole_number_is_an_eos(eos):
+    decoder = Decoder(counting_target(), max_length=99)
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=9, eos_token_id=eos))
+    assert out.tokens == [2, 3, 4, 5] and out.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("eos", ["3", 3.0, torch.tensor([3.0]), [5, "3"], [[5]], {5: 1}], ids=repr)
+def test_an_eos_that_is_no_whole_number_is_refused(eos):
+    with pytest.raises(UsageError, match=r"eos_token_id is .*, wanted a token's id"):
+        GenerationConfig(eos_token_id=eos)
+
+
+@pytest.mark.parametrize("strings", [[1, 2], 7, ("a", None), [b"a"]], ids=repr)
+def test_stop_strings_are_texts(strings):
+    with pytest.raises(UsageError, match=r"stop_strings is .*, wanted a text"):
+        GenerationConfig(stop_strings=strings)
+
+
+class Pieces:
+    """Tokens that are several letters long."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, tokens):
+        return "".join(self.pieces[token % len(self.pieces)] for token in tokens)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("stop", ["f", "ef", "efg", "g", "-h", "b-", "cdefg", "-hab-"])
+def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
+    """Wherever blocks and tokens begin and end: also across blocks, and inside a token."""
+    pieces = Pieces("ab-", "cd", "efg", "-h")
+    target = counting_target()
+    drafter = TableDrafter(target.table) if depth else None
+    decoder = Decoder(target, drafter, TokenTree.chain(depth), tokenizer=pieces)
+    out = decoder.generate([6, 7], GenerationConfig(12, stop_strings=(stop,), ignore_eos=True))
+    tokens = [token % 12 for token in range(8, 20)]
+    wanted = next(n for n in range(1, 13) if stop in pieces.decode(tokens[:n]))
+    assert out.tokens == tokens[:wanted] and out.finish_reason == "stop_string"
+
+
 def test_stop_string_ends_at_the_token_that_completes_it():
     target = counting_target()
     decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4), tokenizer=Letters())
@@ -221,6 +269,36 @@ def test_streamer_gets_prompt_and_blocks():
         drafter=TableDrafter(target.table), tree=TokenTree.chain(2), streamer=streamer,
     )  # fmt: skip
     assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
+
+
+class Ended:
+    def __init__(self):
+        self.times = 0
+
+    def put(self, value): ...
+
+    def end(self):
+        self.times += 1
+
+
+def test_whoever_reads_a_streamer_is_told_of_the_end_after_an_error_too():
+    target, generation = tiny_model(1), GenerationConfig(8)
+
+    def fails(during, *arguments, **options):
+        streamer = Ended()
+        with pytest.raises((UsageError, InvariantBroken)):
+            during(*arguments, streamer=streamer, **options)
+        assert streamer.times == 1
+
+    fails(Decoder(target, max_length=99).generate, "hello", generation)
+    fails(Decoder(target, max_length=9).generate, [1, 2], generation)
+    fails(generate, target, [], generation)
+    fails(generate, target, [1, 2], generation, tree=TokenTree.paper())  # no drafter
+    target.model.norm.weight.data[0] = torch.nan
+    fails(generate, target, [1, 2], generation)
+    streamer = Ended()
+    Decoder(tiny_model(1), max_length=99).generate([1, 2], generation, streamer=streamer)
+    assert streamer.times == 1
 
 
 def test_seed_decides_the_sample():
@@ -302,6 +380,18 @@ def test_what_does_not_fit_is_named(monkeypatch):
         Decoder(target, drafter, max_length=99)
 
 
+@pytest.mark.parametrize("moved", ["target", "drafter"])
+def test_a_model_in_another_dtype_than_its_caches_is_refused(moved):
+    models = dict(target=tiny_model(1), drafter=tiny_model(2, attn_layers=()))
+    decoder = Decoder(**models, max_length=99)
+    decoder.generate([1, 2], GenerationConfig(8))
+    models[moved].half()
+    with pytest.raises(UsageError, match=f"the {moved} is torch.float16 on cpu .* a new decoder"):
+        decoder.generate([1, 2], GenerationConfig(8))
+    models[moved].double()
+    decoder.generate([1, 2], GenerationConfig(8))
+
+
 def test_a_slow_streamer_is_not_decoding_time():
     class Slow:
         def put(self, value):
@@ -320,7 +410,8 @@ def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
     decoder = Decoder(target, drafter, TokenTree.chain(0), max_length=99)
     got = decoder.generate(torch.tensor([[1, 2, 3]]), GenerationConfig(8))
-    assert got.tokens == generate(target, [1, 2, 3], GenerationConfig(8)).tokens
+    for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), [[1, 2, 3]]):
+        assert got.tokens == generate(target, prompt, GenerationConfig(8)).tokens
     assert got.stats.accepted_per_call == [0] * 7
 
 
@@ -350,6 +441,8 @@ def test_what_cannot_work_is_refused_at_start():
     target.tokenizer_fingerprint, drafter.tokenizer_fingerprint = "a", "b"
     with pytest.raises(UsageError, match="different tokenizers"):
         Decoder(target, drafter)
+    with pytest.raises(UsageError, match="drafter is on meta, the target on cpu: move one"):
+        Decoder(tiny_model(1), tiny_model(2).to("meta"))
     with pytest.raises(UsageError, match="needs a drafter"):
         Decoder(target, tree=TokenTree.paper())
     decoder = Decoder(target, max_length=32)

@@ -169,6 +169,45 @@ def test_acceptance_equals_its_closed_form():
     assert got == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
 
 
+class FirstChoices(TableDrafter):
+    """Draws nothing: the best tokens of its table, whatever the rule."""
+
+    def draft(self, sequence, tree, rule, choose):
+        return super().draft(sequence, tree, SamplingRule(), choose)
+
+
+class Repetitive(TableDrafter):
+    """Draws nothing, and often gives siblings the same token."""
+
+    def draft(self, sequence, tree, rule, choose):
+        tokens = [(sequence[-1] + node // 2) % len(self.table) for node in range(tree.num_nodes)]
+        return stree.draft.Draft(torch.tensor(tokens), None, torch.tensor(True))
+
+
+@pytest.mark.parametrize("kind", [FirstChoices, Repetitive])
+def test_output_law_with_drafts_that_were_not_drawn(kind):
+    accepted = calls = 0.0
+    for seed in range(60):
+        target, drafter, tree, rule = random_case(seed)
+        blocks = first_block_law(target, kind(drafter.table), tree, rule)
+        assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(blocks, target, rule, tree.max_depth + 1) <= 1e-10, (seed, tree, rule)
+        accepted += sum(prob * (len(block) - 1) for block, prob in blocks.items())
+        calls += 1
+    assert accepted / calls > 0.3
+
+
+def test_acceptance_of_drafts_that_were_not_drawn():
+    """Siblings are accepted with the sum of their probabilities."""
+    rule, tree = SamplingRule(1.0), TokenTree((-1, 0, 0))
+    target, drafter, _, _ = random_case(2)
+    blocks = first_block_law(target, FirstChoices(drafter.table), tree, rule)
+    got = sum(prob for block, prob in blocks.items() if len(block) == 2)
+    siblings = drafter.table[PROMPT[-1], FIRST].topk(2).indices
+    p = rule.law(target.table[PROMPT[-1], FIRST])
+    assert got == pytest.approx(float(p[siblings].sum()), abs=1e-12)
+
+
 def test_random_chooser_accepts_as_enumerated():
     target, drafter, _, _ = random_case(3)
     tree, rule = TokenTree((-1, 0, 0, 1)), SamplingRule(1.0)
@@ -198,7 +237,8 @@ def wrong_verifier(
     """The verifier as a plain walk, with one thing wrong; with nothing wrong it is a twin."""
 
     def verify(target_laws, draft_laws, tokens, tree, choose):
-        nodes, bonus = walk(target_laws, draft_laws, law_rows(tree), tokens.tolist(), tree, choose)
+        rows = law_rows(tree)
+        nodes, bonus = walk(target_laws, draft_laws, rows, tokens.tolist(), tree, choose)
         padded = nodes + [0] * (tree.max_depth + 1 - len(nodes))
         return torch.tensor(padded), torch.tensor([len(nodes)]), torch.tensor([bonus])
 
@@ -207,12 +247,15 @@ def wrong_verifier(
         while True:
             node, accepted = path[-1], None
             original, spent = residual, 0.0
-            if tree.children[node]:
+            if tree.children[node] and draft_laws is not None:
                 law = draft_laws[rows[node]]
-                taken = torch.zeros_like(law, dtype=torch.bool)
+            taken = torch.zeros_like(residual, dtype=torch.bool)
             for child in tree.children[node]:
-                proposal = without(law, taken) if renormalise else law
                 token = tokens[child]
+                if draft_laws is None:
+                    proposal = torch.eye(len(residual), dtype=residual.dtype)[token]
+                else:
+                    proposal = without(law, taken) if renormalise else law
                 p = residual if tested_against == "residual" else original
                 keep = float((generous * p[token] / proposal[token]).clamp(max=1.0))
                 odds = keep
@@ -277,7 +320,7 @@ MISTAKES = {
 }
 
 
-def largest_distance(monkeypatch, verify=None, draw=None, after=None) -> float:
+def largest_distance(monkeypatch, verify=None, draw=None, after=None, kind=TableDrafter) -> float:
     if verify:
         monkeypatch.setattr(stree.engine, "verify_sampled", verify)
     if draw:
@@ -285,6 +328,7 @@ def largest_distance(monkeypatch, verify=None, draw=None, after=None) -> float:
     worst = 0.0
     for seed in (4, 10, 16, 26, 39):
         target, drafter, tree, _ = random_case(seed)
+        drafter = kind(drafter.table)
         if after:
             oracle, target = target, TableTarget(target.table)
             target.after = after.__get__(target)  # type: ignore[method-assign]
@@ -300,9 +344,19 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     assert largest_distance(monkeypatch, **MISTAKES[mistake]) > 1e-4
 
 
+@pytest.mark.parametrize(
+    "mistake", ["no residual", "second child tested against p", "one uniform for two siblings",
+                "2 % too generous"]
+)  # fmt: skip
+def test_planted_mistake_with_drafts_that_were_not_drawn_is_caught(mistake, monkeypatch):
+    assert largest_distance(monkeypatch, **MISTAKES[mistake], kind=FirstChoices) > 1e-4
+
+
 def test_without_a_mistake_the_same_check_passes(monkeypatch):
-    assert largest_distance(monkeypatch, verify=wrong_verifier()) <= 1e-10
-    assert largest_distance(monkeypatch) <= 1e-10
+    for kind in (TableDrafter, FirstChoices):
+        assert largest_distance(monkeypatch, kind=kind) <= 1e-10
+        with monkeypatch.context() as planted:
+            assert largest_distance(planted, verify=wrong_verifier(), kind=kind) <= 1e-10
 
 
 def test_verifier_by_hand():

@@ -5,10 +5,12 @@ Graphs and events need CUDA, so here a captured function simply runs whenever it
 
 import pytest
 import torch
+from captures import living_captures
 from toys import tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.draft import ModelDrafter, SamplingRule
+from stree.graphs import MAX_KEPT
 from stree.sampling import RandomChooser
 from stree.steps import DeviceSteps
 
@@ -71,3 +73,54 @@ def test_what_is_not_finite_is_reported():
     steps.begin(3)
     steps.launch(lambda phase: None)
     assert not steps.collect()[0]
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Decoders work as on a GPU."""
+    monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
+
+
+def test_graphs_of_many_rules_do_not_pile_up(on_device):
+    before = living_captures()
+    decoder = Decoder(tiny_model(1), tiny_model(2, attn_layers=()), TokenTree.chain(2))
+    first = None
+    for temperature in (*(0.5 + each / 10 for each in range(MAX_KEPT + 3)), 0.5):
+        generation = GenerationConfig(6, temperature=temperature)
+        tokens = decoder.generate([1, 2, 3], generation).tokens
+        first = first or tokens
+    assert tokens == first  # captured again
+    assert len(living_captures() - before) == 2 * MAX_KEPT  # a draft and a target call each
+    for other in range(MAX_KEPT):
+        decoder.generate([1, 2, 3], GenerationConfig(6, temperature=3.0 + other))
+        kept = living_captures()
+        decoder.generate([1, 2, 3], GenerationConfig(6, temperature=0.5))
+        assert living_captures() == kept  # what is used all the time stays
+
+
+def test_graphs_of_many_choosers_do_not_pile_up():
+    before = living_captures()
+    tree, drafter = TokenTree.chain(2), ModelDrafter(tiny_model(2, attn_layers=()), 64, 3)
+    for seed in range(MAX_KEPT + 3):
+        choose = RandomChooser(seed)
+        choose.on_cuda = True
+        drafter.reset()
+        drafter.draft([1, 2, 3], tree, SamplingRule(1.0), choose)
+    assert len(living_captures() - before) == MAX_KEPT
+
+
+def test_graphs_of_weights_that_moved_are_captured_again(on_device):
+    before, generation = living_captures(), GenerationConfig(6)
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, TokenTree.chain(2))
+    decoder.generate([1, 2, 3], generation)
+    old = living_captures() - before
+    decoder.generate([1, 2, 3], generation)
+    assert living_captures() - before == old
+    for model, seed in ((target, 3), (drafter, 4)):
+        other = tiny_model(seed, attn_layers=model.config.attn_layers)
+        model.load_state_dict(other.state_dict(), assign=True)
+        got = decoder.generate([1, 2, 3], generation).tokens
+        new = living_captures() - before
+        assert len(new) == 2 and not new & old
+        assert got == Decoder(target, max_length=99).generate([1, 2, 3], generation).tokens

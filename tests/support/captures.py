@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
+from typing import ClassVar
+
 import torch
+
+
+def living_captures() -> set[int]:
+    """The numbers of those that are still held by anything."""
+    gc.collect()
+    return {each.number for each in Replayed.living}
 
 
 class Replayed:
     """Stands in for `Capture`: static outputs, written by each replay."""
 
-    def __init__(self, function, rehearsal, generators=()):
+    living: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
+    numbers = itertools.count()
+
+    def __init__(self, device, function, rehearsal, generators=()):
+        self.living.add(self)
+        self.number = next(self.numbers)
         rehearsal()
         self.function, self.outputs = function, function()
 

@@ -1,0 +1,74 @@
+"""Where the time of a generation goes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+
+PHASES = ("draft", "verify", "accept", "commit", "host")
+PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
+
+
+class HostEvent:
+    """A moment on the host, under the names of `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return (later.at - self.at) * 1e3
+
+
+class PhaseClock:
+    """Times the prefill, and decoding phase by phase: by events of the stream on a GPU.
+
+    There a call is launched before the last one has been read, so one call more than counts is
+    always under way at the end. Decoding ends with the last call that counts, and nothing waits
+    for the one behind it; a prefill begins when the device is done with what came before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.device = device
+        self.marks: list[tuple[str, Any]] = []
+        self.ends: list[int] = []  # of calls: how many marks there were
+        self.started = self._now()
+
+    def start_decoding(self) -> float:
+        """Begin the first call; returns the seconds since construction (prefill)."""
+        prefill_s = self._now() - self.started
+        self.mark("start")
+        return prefill_s
+
+    def mark(self, phase: str) -> None:
+        """The phase ends here; the next begins."""
+        event = torch.cuda.Event(enable_timing=True) if self.on_cuda else HostEvent()
+        event.record()
+        self.marks.append((phase, event))
+
+    def end_call(self) -> None:
+        """What was marked last is the end of a call."""
+        self.ends.append(len(self.marks))
+
+    def stop(self, num_calls: int) -> tuple[float, dict[str, float]]:
+        """Seconds from the start of decoding to the end of its call number num_calls, and ms by
+        phase; `host` takes what no other accounts for."""
+        marks = self.marks[: self.ends[num_calls - 1]]
+        (_, first), (_, last) = marks[0], marks[-1]
+        last.synchronize()
+        times = dict.fromkeys((*PHASES, PAUSED), 0.0)
+        for (_, before), (phase, after) in itertools.pairwise(marks):
+            times[phase] += before.elapsed_time(after)
+        decode_ms = first.elapsed_time(last) - times.pop(PAUSED)
+        times["host"] += max(0.0, decode_ms - sum(times.values()))
+        return decode_ms / 1e3, times
+
+    def _now(self) -> float:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

@@ -1,0 +1,105 @@
+"""Prefill, decoding and its phases, on clocks that move by known amounts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from simulated_gpu import SimulatedGPU
+from toys import TableDrafter, TableTarget, tiny_model
+
+import stree.clock
+import stree.engine
+from stree import Decoder, GenerationConfig, TokenTree
+
+PREFILL_S, DRAFT_S, VERIFY_S, CAPTURE_S = 0.1, 0.002, 0.005, 3.0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = SimulatedGPU()
+    monkeypatch.setattr(stree.clock, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+    return gpu
+
+
+class Slow:
+    """A streamer that takes its time."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def put(self, value):
+        self.gpu.now += 0.02
+
+    def end(self): ...
+
+
+class TimedTarget(TableTarget):
+    def prefill(self, tokens, cache):
+        self.gpu.now += PREFILL_S
+        return super().prefill(tokens, cache)
+
+    def tree_forward(self, tokens, tree, cache):
+        self.gpu.now += VERIFY_S
+        return super().tree_forward(tokens, tree, cache)
+
+
+class TimedDrafter(TableDrafter):
+    def catch_up(self, sequence):
+        self.gpu.now += PREFILL_S
+
+    def draft(self, *arguments):
+        self.gpu.now += DRAFT_S
+        return super().draft(*arguments)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
+    torch.manual_seed(0)
+    target, drafter = TimedTarget(torch.randn(9, 9, 9)), TimedDrafter(torch.randn(9, 9, 9))
+    target.gpu = drafter.gpu = gpu
+    decoder = Decoder(target, drafter, TokenTree.chain(2))
+    streamer = Slow(gpu) if streamed else None
+    for _ in range(2):
+        stats = decoder.generate([1, 2], GenerationConfig(20), streamer=streamer).stats
+        assert stats.prefill_s == pytest.approx(2 * PREFILL_S)
+        assert stats.decode_s == pytest.approx(stats.num_calls * (DRAFT_S + VERIFY_S))
+        assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
+        assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
+        assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
+
+
+@pytest.fixture
+def on_device(gpu, monkeypatch, captured_on_cpu):
+    """The decoder works as on a GPU, whose draft and target call take so long a replay."""
+    capture = gpu.capture([DRAFT_S, VERIFY_S], CAPTURE_S)
+    monkeypatch.setattr("stree.draft.Capture", capture)
+    monkeypatch.setattr("stree.steps.Capture", capture)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    clock = stree.clock.PhaseClock
+    monkeypatch.setattr(stree.engine, "PhaseClock", lambda device: clock(torch.device("cuda")))
+    monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
+    return gpu
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_on_a_gpu_the_step_ahead_counts_neither_here_nor_in_the_next_prefill(on_device, streamed):
+    gpu, target = on_device, tiny_model(1)
+    prefill = target.prefill
+
+    def timed_prefill(tokens, cache):
+        gpu.queue(PREFILL_S)
+        return prefill(tokens, cache)
+
+    target.prefill = timed_prefill
+    decoder = Decoder(target, tiny_model(1, attn_layers=()), TokenTree.chain(2), max_length=99)
+    streamer = Slow(gpu) if streamed else None
+    for length in (8, 2, 20):  # turns of a conversation
+        stats = decoder.generate([1, 2, 3], GenerationConfig(length), streamer=streamer).stats
+        assert gpu.busy_until - gpu.now > 0.9 * (DRAFT_S + VERIFY_S) or streamed
+        assert stats.prefill_s == pytest.approx(PREFILL_S)
+        assert stats.decode_s == pytest.approx(stats.num_calls * (DRAFT_S + VERIFY_S))
+        assert stats.time_ms["draft"] == pytest.approx(stats.num_calls * DRAFT_S * 1e3)
+        assert stats.time_ms["verify"] == pytest.approx(stats.num_calls * VERIFY_S * 1e3)
+        assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3)
+    assert gpu.now > 2 * CAPTURE_S  # which no figure had
