@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,7 +167,7 @@ class EvaluateExports(pl.Callback):
 
         with untouched_training_state():
             if self.mode == "inline":
-                self._evaluation = Evaluation(self._settings())
+                self._evaluation = Evaluation(self._settings_on(trainer.strategy.root_device))
             else:
                 # Only to have it refused now what the processes would refuse after an export.
                 Evaluation(self._settings(), workers=Workers())
@@ -190,6 +191,13 @@ class EvaluateExports(pl.Callback):
         from stree_pipelines.evaluation.plan import settings_of
 
         return settings_of(build_parser().parse_args(self._options()).as_dict())
+
+    def _settings_on(self, training: torch.device) -> Any:
+        """The same, with `auto` as the GPU that this process trains on."""
+        settings = self._settings()
+        if training.type == "cuda" and settings.device in ("auto", "cuda"):
+            return replace(settings, device=str(training))
+        return settings
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int

@@ -460,7 +460,6 @@ class HybridModel(nn.Module):
         return x
 
     @torch.no_grad()
-    @on_own_gpu
     def tree_forward(
         self,
         tokens: Tensor,

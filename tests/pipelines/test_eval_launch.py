@@ -7,8 +7,10 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import UsageError
@@ -17,6 +19,7 @@ from stree_pipelines.evaluation import launch
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training import callbacks
 from stree_pipelines.training.callbacks import EvaluateExports
+from stree_pipelines.training.export import Exports
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "3", "MASTER_ADDR": "node7"}
 TELL_ENVIRONMENT = """
@@ -124,6 +127,30 @@ def test_an_evaluation_process_is_alone_whatever_its_training_was_launched_by(
     assert start_process(tmp_path / "tells.py", [], None).wait() == 0
     _, environment = json.loads(told.read_text())
     assert not environment.keys() & PLACE.keys() and environment["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("trains_on", "asked", "evaluates_on"),
+    [
+        ("cuda:1", "auto", "cuda:1"), ("cuda:1", "cuda", "cuda:1"), ("cuda:1", "cuda:0", "cuda:0"),
+        ("cuda:1", "cpu", "cpu"), ("cpu", "auto", "auto"),
+    ],
+)  # fmt: skip
+def test_an_inline_evaluation_is_on_the_gpu_that_trains(
+    tmp_path, monkeypatch, trains_on, asked, evaluates_on
+):
+    """Whatever number its process has: the first one may train on the second GPU."""
+    config, found = tmp_path / "eval.yaml", []
+    config.write_text(f"benchmarks: [x]\ndevice: {asked}\n")
+    callback = EvaluateExports(mode="inline", config=str(config))
+    callback.target, callback.out, callback.exports = "target", tmp_path, Exports()
+    monkeypatch.setattr(
+        "stree_pipelines.evaluation.evaluate.Evaluation",
+        lambda settings: found.append(settings.device),
+    )
+    strategy = SimpleNamespace(root_device=torch.device(trains_on))
+    callback.setup(SimpleNamespace(strategy=strategy), None, "fit")
+    assert found == [evaluates_on]
 
 
 def test_options_of_one_mode_are_refused_in_another():

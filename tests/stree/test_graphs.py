@@ -6,6 +6,7 @@ from toys import tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.engine import DecodingStats
+from stree.graphs import MAX_KEPT
 from stree.sampling import RandomChooser
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -85,3 +86,55 @@ def test_sampling_at_no_temperature_to_speak_of_is_greedy(models):
             generation = GenerationConfig(60, temperature=temperature)
             got = decoder.generate([1, 2, 3], generation).tokens
             assert (got == wanted) == (temperature < 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_moved_are_followed(models, temperature):
+    target, drafter = models
+    generation = GenerationConfig(60, temperature=temperature, seed=4)
+    decoder = Decoder(target, drafter, TokenTree.paper(), max_length=700)
+    before = decoder.generate([1, 2, 3], generation).tokens
+    other = tiny_model(5, torch.float32, num_layers=4, attn_layers=(1, 3)).cuda()
+    target.load_state_dict(other.state_dict(), assign=True)
+    drafter.cpu().cuda()
+    got = decoder.generate([1, 2, 3], generation).tokens
+    fresh = Decoder(target, drafter, TokenTree.paper(), max_length=700)
+    assert got == fresh.generate([1, 2, 3], generation).tokens != before
+
+
+def test_graphs_of_many_rules_free_their_memory(models):
+    decoder = Decoder(*models, TokenTree.paper(), max_length=700)
+
+    def allocated(temperature):
+        decoder.generate([1, 2, 3], GenerationConfig(20, temperature=temperature))
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    used = [allocated(0.5 + each / 100) for each in range(3 * MAX_KEPT)]
+    assert max(used[2 * MAX_KEPT :]) <= 1.02 * max(used[MAX_KEPT : 2 * MAX_KEPT])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temperature):
+    """A step made long by a spin of the GPU: a generation takes as many as its calls."""
+    decoder = Decoder(models[0], max_length=700)
+    generation = GenerationConfig(4, temperature=temperature)
+    decoder.generate([1, 2, 3], generation)
+    (steps,) = decoder._steps.values()
+    replay = steps.verify.replay
+
+    def slow():
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        return replay()
+
+    steps.verify.replay = slow
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    torch.cuda._sleep(200_000_000)
+    after.record()
+    after.synchronize()
+    spin_s = before.elapsed_time(after) / 1e3
+    for _ in range(2):
+        stats = decoder.generate([1, 2, 3], generation).stats
+        assert stats.num_calls * spin_s <= stats.decode_s < (stats.num_calls + 0.5) * spin_s
+        assert stats.prefill_s < 0.5 * spin_s
