@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,12 +48,14 @@ def chunk_scan(
             )  # fmt: skip
     num_heads = dt.shape[-1]
     if B.shape[2] != C.shape[2]:  # the kernel wants one number of groups for both
-        groups = max(B.shape[2], C.shape[2])
+        groups = math.lcm(B.shape[2], C.shape[2])
         B, C = (part.repeat_interleave(groups // part.shape[2], dim=2) for part in (B, C))
     if x.shape[2] != num_heads:
         x = x.repeat_interleave(num_heads // x.shape[2], dim=2)
+    # It is tuned anew for each chunk size, so only what would take much memory is clamped
+    longest = max(256, 1 << (dt.shape[1] - 1).bit_length())
     return kernel(
-        x, dt.float(), A.float(), B.to(x.dtype), C.to(x.dtype), chunk_size,
+        x, dt.float(), A.float(), B.to(x.dtype), C.to(x.dtype), min(chunk_size, longest),
         D=None if D is None else D.float(),
         initial_states=initial_state,
         seq_idx=None if segment_ids is None else segment_ids.int(),

@@ -50,6 +50,7 @@ def chunk_scan(
     Returns y (B, T, H, P) in x's dtype and the state after the last token, (B, H, P, S).
     """
     batch, length, num_heads = dt.shape
+    chunk_size = min(chunk_size, length)
     padding = -length % chunk_size
     out_dtype = x.dtype
     x, B, C = (_per_head(part, num_heads) for part in (x, B, C))

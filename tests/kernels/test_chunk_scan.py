@@ -55,6 +55,53 @@ def test_equals_the_recurrence(T, groups):
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-11)
 
 
+def test_chunks_are_no_longer_than_the_sequence():
+    """Else 10⁸ × 10⁸ numbers a head for four tokens."""
+    given = inputs(4)
+    y, last = chunk_scan(**given, chunk_size=10**8)
+    wanted, wanted_last = recurrence(**given)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=1e-11)
+    torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-11)
+
+
+@pytest.fixture
+def mamba_ssm_twin(monkeypatch):
+    """In the place of mamba-ssm's kernel, and as strict: B and C have one number of groups, x has
+    one a head. Notes the chunk sizes."""
+    asked = []
+
+    def kernel(x, dt, A, B, C, chunk_size, *, D, initial_states, seq_idx, return_final_states):
+        assert B.shape == C.shape and x.shape[2] == dt.shape[2] and dt.shape[2] % B.shape[2] == 0
+        asked.append(chunk_size)
+        return naive.chunk_scan(
+            x, dt, A, B, C, D,
+            chunk_size=chunk_size, initial_state=initial_states, segment_ids=seq_idx,
+        )  # fmt: skip
+
+    monkeypatch.setattr("stree_kernels.chunk_scan.mamba_ssm_kernel", lambda: kernel)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    return asked
+
+
+@pytest.mark.parametrize("groups", [(12, 2, 3), (4, 6, 4), (1, 1, 12), (6, 4, 4)], ids=str)
+def test_groups_through_mamba_ssm(mamba_ssm_twin, groups):
+    """In fp32, whose rounding leaves some 1e-6 on sums of size 10."""
+    given = inputs(21, heads=12, groups=groups, dtype=torch.float32)
+    y, last = chunk_scan(**given, chunk_size=8)
+    wanted, wanted_last = recurrence(**given)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(last, wanted_last, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("T", "chunk_size", "given"),
+    [(4, 10**8, 256), (4, 64, 64), (300, 10**8, 512), (300, 256, 256), (512, 4096, 512)],
+)
+def test_chunks_through_mamba_ssm(mamba_ssm_twin, T, chunk_size, given):
+    chunk_scan(**inputs(T, dtype=torch.float32), chunk_size=chunk_size)
+    assert mamba_ssm_twin == [given]
+
+
 @pytest.mark.parametrize("chunk_size", [4, 16, 64])
 def test_packed_samples_do_not_leak(chunk_size):
     given = inputs(40)
@@ -92,9 +139,10 @@ def test_steep_decay_stays_finite():
 @pytest.mark.skipif(
     not torch.cuda.is_available() or mamba_ssm_kernel() is None, reason="needs CUDA and mamba-ssm"
 )
+@pytest.mark.parametrize("heads, groups", [(4, (2, 2, 4)), (6, (6, 2, 3))], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mamba_ssm_kernel_agrees(dtype):
-    given = inputs(200, heads=4, groups=(2, 2, 4), P=64, S=64)
+def test_mamba_ssm_kernel_agrees(dtype, heads, groups):
+    given = inputs(200, heads=heads, groups=groups, P=64, S=64)
     segment_ids = torch.tensor([[0] * 90 + [1] * 110, [0] * 200])
     wanted, _ = recurrence(**given, segment_ids=segment_ids)
     narrow = {

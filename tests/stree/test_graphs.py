@@ -136,5 +136,5 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
     spin_s = before.elapsed_time(after) / 1e3
     for _ in range(2):
         stats = decoder.generate([1, 2, 3], generation).stats
-        assert stats.num_calls * spin_s <= stats.decode_s < (stats.num_calls + 0.5) * spin_s
+        assert abs(stats.decode_s / spin_s - stats.num_calls) < 0.5
         assert stats.prefill_s < 0.5 * spin_s
