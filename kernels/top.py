@@ -15,6 +15,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 
 PIECE = 4096
+MOST_UNROLLED = 8  # code as long as a tree is wide takes minutes to compile
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -43,23 +44,24 @@ def _choose(
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
     pieces = triton.cdiv(vocabulary, PIECE)
+    block = triton.next_power_of_2(pieces * count)
+    counts = dict(COUNT=count, UNROLLED=count if count <= MOST_UNROLLED else 1)
     values = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.float32)
     candidates = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.int32)
     piece_kernel[(num_rows, pieces)](
-        logits, logits.stride(0), values, candidates, vocabulary, COUNT=count, PIECE=PIECE,
-        num_warps=4, **overlapping(logits),
+        logits, logits.stride(0), values, candidates, vocabulary, PIECE=PIECE, num_warps=4,
+        **counts, **overlapping(logits),
     )  # fmt: skip
     merge_kernel[(num_rows,)](
-        values, candidates, places, tokens, highest, finite, pieces * count, COUNT=count,
-        BLOCK=triton.next_power_of_2(pieces * count), num_warps=1,
-        **overlapping(logits),
+        values, candidates, places, tokens, highest, finite, pieces * count,
+        BLOCK=block, num_warps=min(8, max(1, block // 1024)), **counts, **overlapping(logits),
     )  # fmt: skip
 
 
 @triton.jit
 def piece_kernel(
     logits, stride, values, candidates, vocabulary,
-    COUNT: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
+    COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -69,7 +71,7 @@ def piece_kernel(
     # NaN would lose every comparison and hide: as the best of all it shows
     value = tl.where(value != value, float("inf"), value)
     at = (row * tl.num_programs(1) + piece) * COUNT
-    for rank in tl.static_range(COUNT):
+    for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
         best = tl.max(value, axis=0)
         chosen = tl.min(tl.where((value == best) & known, token, 2147483647), axis=0)
         tl.store(values + at + rank, best)
@@ -81,7 +83,7 @@ def piece_kernel(
 @triton.jit
 def merge_kernel(
     values, candidates, places, tokens, highest, finite, num_candidates,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    COUNT: tl.constexpr, UNROLLED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -93,7 +95,7 @@ def merge_kernel(
         tl.store(highest + row, tl.max(value, axis=0))
     if finite is not None:
         tl.store(finite + row, (tl.abs(tl.max(value, axis=0)) < float("inf")).to(tl.uint8))
-    for rank in tl.static_range(COUNT):
+    for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
         best = tl.max(value, axis=0)
         chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
         place = row * COUNT + rank

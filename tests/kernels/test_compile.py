@@ -29,3 +29,6 @@ def test_all_kernels_compile(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
+    # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
+    tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
+    assert len(tops) >= 6 and max(tops) < 3000

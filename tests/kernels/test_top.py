@@ -29,6 +29,14 @@ def test_top_tokens(vocabulary, dtype):
     assert tokens[0].tolist() == [0, 1, 2] and not highest[0].isfinite()
 
 
+@pytest.mark.parametrize("count", [8, 9, 70, 255])
+def test_top_tokens_of_wide_trees(count):
+    logits = torch.randperm(5001, generator=torch.Generator().manual_seed(count)).float()
+    wanted = logits.topk(count)
+    tokens, highest = top.top_tokens(logits[None].to(DEVICE), count)
+    assert tokens[0].tolist() == wanted.indices.tolist() and highest == 5000
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
 def test_choose_children(vocabulary, dtype):

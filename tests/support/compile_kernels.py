@@ -111,6 +111,7 @@ def main() -> None:
             places = torch.full((len(inner), 3), -1)
             logits, finite = model.logits(hidden), torch.ones(len(inner), dtype=torch.bool)
             ops.choose_children(logits, places, tokens[0], finite)
+            ops.choose_children(logits, torch.full((len(inner), 255), -1), tokens[0], finite)
             ops.sample_children(
                 ops.temperature_law(logits, 1.0, finite), places, uniforms, tokens[0]
             )
