@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -225,6 +226,37 @@ def test_random_chooser_accepts_as_enumerated():
         total += len(next(steps)[0]) - 1
     deviation = ((second - wanted**2) / samples) ** 0.5
     assert abs(total / samples - wanted) < 5 * deviation
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree((-1, 0, 0, 1))], ids=str)
+def test_sampled_answers_follow_the_law(tree):
+    """1500 seeds with the decoder's own randomness: four tokens of several calls, as one draw.
+
+    χ² over the 81 answers; its bound has a false-alarm rate of one in a million.
+    """
+    torch.manual_seed(11)
+    tables = torch.randn(2, 3, 3, 3, dtype=torch.float64)
+    target, rule, num_answers = TableTarget(tables[0]), SamplingRule(0.9), 1500
+    decoder = Decoder(target, TableDrafter(tables[1]) if tree.num_nodes > 1 else None, tree)
+    seen = Counter(
+        tuple(decoder.generate(PROMPT, GenerationConfig(4, rule.temperature, seed=seed)).tokens)
+        for seed in range(num_answers)
+    )
+    statistic, rare, num_cells = 0.0, [0.0, 0], 0
+    for answer in itertools.product(range(3), repeat=4):
+        wanted, context = float(num_answers), tuple(PROMPT)
+        for token in answer:
+            wanted *= float(rule.law(target.table[context[-2:]])[token])
+            context += (token,)
+        if wanted < 5:  # too few for χ²: counted together
+            rare = [rare[0] + wanted, rare[1] + seen[answer]]
+        else:
+            statistic += (seen[answer] - wanted) ** 2 / wanted
+            num_cells += 1
+    statistic += (rare[1] - rare[0]) ** 2 / rare[0]
+    half_freedom = torch.tensor(num_cells / 2, dtype=torch.float64)
+    by_chance = torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2).double())
+    assert num_cells > 30 and by_chance > 1e-6
 
 
 # Ten planted mistakes. Each replaces one function of the product by a wrong one.

@@ -21,6 +21,17 @@ def test_law_is_transformers(temperature, top_k, top_p):
     torch.testing.assert_close(law, scores.softmax(-1), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("kept", range(1, 9))
+def test_top_p_keeps_no_token_more_than_reach_it(kept):
+    """Eight tokens of ⅛ each, so that sums are exact."""
+    logits = torch.zeros(1, 8, dtype=torch.float64)
+    law = sampling_law(logits, 1.0, top_p=kept / 8)
+    assert law.sort().values[0].tolist() == [0.0] * (8 - kept) + [1 / kept] * kept
+    if kept < 8:  # transformers takes 1 for "off"
+        theirs = TopPLogitsWarper(kept / 8)(None, logits)
+        assert int(theirs.isfinite().sum()) == kept
+
+
 def test_chooser_follows_the_law_and_the_seed():
     law = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
     drawn = RandomChooser(3)(law.expand(20_000, 4))
