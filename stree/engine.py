@@ -445,18 +445,18 @@ class Decoder:
 
     def _follow_weights(self) -> None:
         """Drop graphs of weights that have moved; refuse models that do not fit their caches."""
-        for name, (model, cache) in self._models().items():
-            if (model.dtype, model.device) != (cache.dtype, cache.device):
-                raise UsageError(
-                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
-                    f"for {cache.dtype} on {cache.device}: make a new decoder"
-                )
         if self._weights not in (None, self._addresses()):
             self._steps.clear()
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.captured.clear()
             if isinstance(self._verify, CapturedTree):
                 self._verify.captures.clear()
+        for name, (model, cache) in self._models().items():
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
+                raise UsageError(
+                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
+                    f"for {cache.dtype} on {cache.device}: make a new decoder"
+                )
 
     def _require_room(self, sequence: list[int], generation: GenerationConfig) -> None:
         needed = len(sequence) + generation.max_new_tokens + self.tree.max_depth + 1

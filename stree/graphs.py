@@ -76,7 +76,7 @@ class CapturedTree:
     def __init__(self, model: HybridModel, tree: TokenTree, cache: HybridCache) -> None:
         self.model, self.tree, self.cache = model, tree, cache
         self.tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long, device=model.device)
-        self.captures: LastUsed[int, Capture] = LastUsed()
+        self.captures: dict[int, Capture] = {}
         # Graphs read it by address: it must outlive the function's own cache
         self.topology = topology_of(tree, model.config.d_conv, model.device)
 
