@@ -16,17 +16,21 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from stree.errors import CannotWrite, CheckpointRefused
-from stree.plain_data import read_json
+from stree.plain_data import MAX_BYTES, read_json
 
 MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_VERSION = 1
+# Read whole, by us or by the libraries that we hand a checkpoint to; weights are mapped instead.
+_READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_READ_SUBFOLDER = "additional_chat_templates"  # the only one that `transformers` looks into
 
 _LEFTOVER = re.compile(r"\.tmp-(?P<old>old-)?(?P<pid>\d+)-[0-9a-f]{8}-(?P<host>.*)")
 _FOREIGN_LEFTOVER_AGE_S = 24 * 3600.0
@@ -167,22 +171,20 @@ def verify_manifest(directory: str | os.PathLike[str]) -> dict:
     """Return the parsed MANIFEST.json after checking every file of `directory` against it.
 
     Raises CheckpointRefused naming the file that is missing, unlisted, of the wrong size or of
-    the wrong sha256, or a link that leads out of the folder. Hidden files (.gitattributes,
-    .cache/) are nobody's and are not looked at.
+    the wrong sha256, or that `require_own_files` refuses. Hidden files (.gitattributes, .cache/)
+    are nobody's and are not looked at.
     """
     directory = Path(directory)
+    require_own_files(directory)
     manifest = read_manifest(directory)
     again = "copy or export the checkpoint again"
     present = set(_relative_files(directory))
+    require_own_files(directory, present & manifest["files"].keys())
     for name, expected in manifest["files"].items():
         file = directory / name
         # By what is there, and not by where a name may lead: `../x` is no file of this folder.
-        if name not in present or not file.is_file():
+        if name not in present:
             raise CheckpointRefused(f"{file} is missing, {MANIFEST_NAME} lists it: {again}")
-        if not _is_inside(file, directory):
-            raise CheckpointRefused(
-                f"{file} is a link to {file.resolve()}, out of the checkpoint: put the file there"
-            )
         size = file.stat().st_size
         if size != expected["size_bytes"]:
             raise CheckpointRefused(
@@ -203,6 +205,40 @@ def verify_manifest(directory: str | os.PathLike[str]) -> dict:
                 f"or delete {MANIFEST_NAME} if you changed it on purpose"
             )
     return manifest
+
+
+def require_own_files(
+    directory: str | os.PathLike[str], names: Iterable[str] | None = None
+) -> None:
+    """Refuse a checkpoint folder for what must not even be opened in it.
+
+    Each file has to be a regular one that lies in the folder, links of the Hub's cache into its own
+    blobs excepted, and of at most `MAX_BYTES` when it is read whole. A device would be read without
+    end, a pipe waited for. `names` are the files to look at, relative to the folder; None are those
+    that libraries may open: all that are not hidden, at its top and among its chat templates.
+    Raises CheckpointRefused, naming the file.
+    """
+    directory = Path(directory)
+    for name in _opened_files(directory) if names is None else sorted(names):
+        file = directory / name
+        if not _is_inside(file, directory):
+            raise CheckpointRefused(
+                f"{file} is a link to {os.path.realpath(file)}, out of the checkpoint: put the "
+                "file itself there"
+            )
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise CheckpointRefused(f"{file} cannot be read ({error}): copy it again") from error
+        if stat.S_ISDIR(found.st_mode):
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointRefused(f"{file} is no regular file: put the file itself there")
+        if file.suffix in _READ_WHOLE and found.st_size > MAX_BYTES:
+            raise CheckpointRefused(
+                f"{file} has {found.st_size:,} bytes, at most {MAX_BYTES:,} are read: copy it "
+                "again, or move it elsewhere if it is no part of the checkpoint"
+            )
 
 
 def sweep_leftovers(parent: str | os.PathLike[str]) -> list[Path]:
@@ -302,7 +338,16 @@ def _is_inside(file: Path, directory: Path) -> bool:
     snapshots (snapshots/REVISION/NAME links to ../../blobs/SHA)."""
     folder = directory.resolve()
     cache = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
-    return any(file.resolve().is_relative_to(place) for place in (folder, *cache))
+    # realpath, because Path.resolve raises for links in a circle.
+    return any(Path(os.path.realpath(file)).is_relative_to(place) for place in (folder, *cache))
+
+
+def _opened_files(directory: Path) -> Iterator[str]:
+    for folder in (directory, directory / _READ_SUBFOLDER):
+        if folder.is_dir():
+            for name in sorted(os.listdir(folder)):
+                if not name.startswith("."):
+                    yield str((folder / name).relative_to(directory))
 
 
 def _relative_files(directory: Path) -> list[str]:

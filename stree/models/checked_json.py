@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ LARGEST = 2**31 - 1  # of a whole number in a config
 
 
 class CheckedJson(Mapping[str, Any]):
-    """A JSON object that knows its file, so that every refusal can name it. Null is absent."""
+    """A JSON object that knows its file, so that every refusal can name it. Null is absent.
+
+    It also knows which keys were asked for: `refuse_unread` refuses all others.
+    """
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
         self._content = {name: value for name, value in content.items() if value is not None}
+        self._given = dict(content)
+        self._read: set[str] = set()
         self.path = path
 
     @classmethod
@@ -35,6 +40,7 @@ class CheckedJson(Mapping[str, Any]):
         return cls(content, path)
 
     def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
         return self._content[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -43,8 +49,9 @@ class CheckedJson(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._content)
 
-    def with_value(self, name: str, value: Any) -> CheckedJson:
-        return CheckedJson({**self._content, name: value}, self.path)
+    def set(self, name: str, value: Any) -> None:
+        """Let what another file says of a key be what this one does."""
+        self._content[name] = value
 
     def section(self, name: str) -> CheckedJson:
         if not isinstance(self.get(name), dict):
@@ -75,6 +82,14 @@ class CheckedJson(Mapping[str, Any]):
                 f"{self.path} has {name} = {value!r:.99}, more than a number can be: copy it again"
             ) from None
 
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointRefused(
+                f"{self.path} has {name} = {value!r:.99}, wanted true or false: copy it again"
+            )
+        return value
+
     def limits(self, name: str) -> tuple[float, float]:
         value = self.get(name, [0.0, math.inf])
         if not isinstance(value, list) or len(value) != 2:
@@ -89,20 +104,27 @@ class CheckedJson(Mapping[str, Any]):
             # −1 is how some configs say that there is none.
             if not isinstance(index, int) or isinstance(index, bool) or not -1 <= index <= LARGEST:
                 raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted token ids")
-        return ids
+        return tuple(index for index in ids if index >= 0)
 
     def require(self, name: str, wanted: Any, default: Any) -> None:
-        value = self.get(name, default)
-        if value != wanted:
+        """Refuse any value but one; null is another, for what takes null to be false."""
+        self._read.add(name)
+        value = self._given.get(name, default)
+        if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):  # 0 is no false
             raise CheckpointRefused(
-                f"{self.path} asks for {name} = {value!r}; only {wanted!r} is supported"
+                f"{self.path} asks for {name} = {value!r:.99}; only {wanted!r} is supported"
             )
 
     def refuse_if_set(self, name: str, remedy: str) -> None:
         if self.get(name):
-            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r}: {remedy}")
+            raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r:.99}: {remedy}")
 
-    def refuse_unknown(self, *known: str) -> None:
-        """A key that is unknown but switched off (null, false, 0) asks for nothing."""
-        for name in sorted(set(self) - set(known)):
-            self.refuse_if_set(name, f"unknown here; known: {', '.join(sorted(known))}")
+    def refuse_unread(self, without_effect: Container[str] = ()) -> None:
+        """Refuse a key that nobody asked for and that is not known to be without effect, whatever
+        its value: of a key that is not known, not even null says that it changes nothing."""
+        for name, value in self._given.items():
+            if name not in self._read and name not in without_effect:
+                raise CheckpointRefused(
+                    f"{self.path} sets {name:.99} = {value!r:.99}: unknown here; use a checkpoint "
+                    "without it, or delete the key if you know that the model does without"
+                )

@@ -1,22 +1,24 @@
 """A checkpoint folder's config.json (and mamba_config.json) to HybridConfig, and back.
 
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
-Mamba2, state-spaces/mamba2. Whatever a config asks for and the model cannot do is refused with
-its name; nothing that changes the function is ignored.
+Mamba2, state-spaces/mamba2. Every key is read, known to be without effect (config_keys.py), or
+refused with its name; nothing that changes the function is ignored.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused, UsageError
+from stree.files import require_own_files
+from stree.models import config_keys
 from stree.models.checked_json import CheckedJson
-from stree.models.config import HybridConfig
+from stree.models.config import ROPE_LENGTH, ROPE_NUMBERS, HybridConfig
 
 MAMBA_IN_LLAMA = "MambaInLlama"
 LLAMA = "transformers Llama"
@@ -24,14 +26,10 @@ MAMBA2 = "transformers Mamba2"
 STATE_SPACES = "state-spaces/mamba2"
 LAYOUTS = (MAMBA_IN_LLAMA, LLAMA, MAMBA2, STATE_SPACES)
 
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
-_ROPE_LENGTH = "original_max_position_embeddings"
-# Keyword arguments of the mixers that only matter when weights are initialised or spread.
-_WITHOUT_EFFECT = {
-    "layer", "A_init_range", "D_init", "conv_init", "dt_min", "dt_max", "dt_init_floor",
-    "dt_init", "dt_rank", "dt_scale", "use_fast_path", "use_mem_eff_path", "layer_idx",
-    "device", "dtype", "expand",
-}  # fmt: skip
+# What our own exports with Mamba layers say they are. Published MambaInLlama checkpoints say
+# "llama", and AutoModelForCausalLM then loads them with attention weights drawn at random.
+MODEL_TYPE = "stree_hybrid"
+MIXER_CONFIG_NAME = "mamba_config.json"
 
 
 @dataclass(frozen=True)
@@ -51,46 +49,57 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     """
     if not directory.is_dir():
         raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+    require_own_files(directory)
     values = CheckedJson.load(directory / "config.json")
-    if (directory / "mamba_config.json").exists():
-        layout = MAMBA_IN_LLAMA
-    elif "model_type" in values:
-        layout = {"llama": LLAMA, "mamba2": MAMBA2}.get(values["model_type"], "")
-    else:
-        layout = STATE_SPACES if "ssm_cfg" in values and "d_model" in values else ""
-    if not layout:
-        raise CheckpointRefused(
-            f"{values.path} describes a {values.get('model_type', 'nameless')!r} model, wanted "
-            f"one of: {', '.join(LAYOUTS)}"
-        )
+    layout = _layout_of(values)
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
     for name in ("auto_map", "trust_remote_code"):
         values.refuse_if_set(name, "code that comes with a checkpoint is not run")
+    read, without_effect = _LAYOUTS[layout]
     try:
-        if layout == MAMBA_IN_LLAMA:
-            mamba_values = CheckedJson.load(directory / "mamba_config.json")
-            model = _mamba_in_llama(values, mamba_values)
-        else:
-            model = {LLAMA: _llama, MAMBA2: _mamba2, STATE_SPACES: _state_spaces}[layout](values)
+        model = read(values)
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     padded = model.vocab_size
     if layout == STATE_SPACES:
         multiple = max(values.integer("pad_vocab_size_multiple", 8), 1)
         padded = -(-padded // multiple) * multiple
+    values.refuse_unread(without_effect)
     return CheckpointConfig(layout, _with_generation_eos(directory, model), padded)
+
+
+def _layout_of(values: CheckedJson) -> str:
+    kind = values.get("model_type")
+    has_mixer_config = values.path.with_name(MIXER_CONFIG_NAME).exists()
+    if kind == MODEL_TYPE and not has_mixer_config:
+        raise CheckpointRefused(
+            f"no {MIXER_CONFIG_NAME} beside {values.path}, whose Mamba layers it describes: copy "
+            "the checkpoint again"
+        )
+    if has_mixer_config:
+        return MAMBA_IN_LLAMA
+    if kind == "llama":
+        return LLAMA
+    if kind == "mamba2":
+        return MAMBA2
+    if kind is None and "ssm_cfg" in values and "d_model" in values:
+        return STATE_SPACES
+    raise CheckpointRefused(
+        f"{values.path} describes a {'nameless' if kind is None else kind!r:.99} model, wanted one "
+        f"of: {', '.join(LAYOUTS)}"
+    )
 
 
 def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
     """The JSON files, by name, from which `read_checkpoint_config` gets `config` back.
 
-    Llama's config.json alone for a pure attention model, else with mamba_config.json beside it.
-    What MambaInLlama's layout cannot say (its head_dim is d_state, its groups follow from d_xb)
-    is written as further keys of `ssm_cfg`, only where needed.
+    Llama's config.json alone for a pure attention model, else one with a model type that only we
+    know, and mamba_config.json beside it. What MambaInLlama's layout cannot say (its head_dim is
+    d_state, its groups follow from d_xb) is written as further keys of `ssm_cfg` where needed.
     """
     has_mamba = len(config.attn_layers) < config.num_layers
     llama: dict[str, Any] = {
-        "model_type": "llama",
+        "model_type": MODEL_TYPE if has_mamba else "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "intermediate_size": config.intermediate_size,
@@ -126,7 +135,7 @@ def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
         "n_layer": config.num_layers,
         "attn_layers": list(config.attn_layers),
     }
-    return {"config.json": _to_json(llama), "mamba_config.json": _to_json(mamba)}
+    return {"config.json": _to_json(llama), MIXER_CONFIG_NAME: _to_json(mamba)}
 
 
 # One reader per layout
@@ -139,18 +148,24 @@ def _llama(values: CheckedJson) -> HybridConfig:
 
 def _llama_fields(values: CheckedJson) -> dict[str, Any]:
     values.require("hidden_act", "silu", default="silu")
-    values.require("attention_bias", False, default=False)
-    values.require("mlp_bias", False, default=False)
-    num_heads = values.integer("num_attention_heads")
+    for name in ("attention_bias", "mlp_bias", "is_encoder_decoder", "rope_interleaved"):
+        values.require(name, False, default=False)
+    values.require("is_causal", True, default=True)
+    values.require("sliding_window", None, default=None)
+    num_heads, num_layers = (
+        values.integer("num_attention_heads"),
+        values.integer("num_hidden_layers"),
+    )
     d_model = values.integer("hidden_size")
+    _require_full_attention(values, num_layers)
     rope_theta, rope_scaling = _rope(values)
     return {
         "vocab_size": values.integer("vocab_size"),
         "d_model": d_model,
-        "num_layers": values.integer("num_hidden_layers"),
+        "num_layers": num_layers,
         "intermediate_size": values.integer("intermediate_size"),
         "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
-        "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
+        "tie_embeddings": values.boolean("tie_word_embeddings", False),
         "num_heads": num_heads,
         "num_kv_heads": values.integer("num_key_value_heads", num_heads),
         "head_dim": values.integer("head_dim", d_model // max(num_heads, 1)),
@@ -161,13 +176,11 @@ def _llama_fields(values: CheckedJson) -> dict[str, Any]:
     }
 
 
-def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
+def _mamba_in_llama(values: CheckedJson) -> HybridConfig:
     """mamba_config.json says what the decoder is; config.json the rest, and null entries."""
-    values.require("model_type", "llama", default="llama")
-    mamba.refuse_unknown(
-        "d_model", "ssm_cfg", "rms_norm_eps", "vocab_size", "d_inner", "d_xb",
-        "intermediate_size", "hidden_act", "n_layer", "attn_layers", "resid_dropout",
-    )  # fmt: skip
+    mamba = CheckedJson.load(values.path.with_name(MIXER_CONFIG_NAME))
+    if values.get("model_type") != MODEL_TYPE:
+        values.require("model_type", "llama", default="llama")
     mamba.require("hidden_act", "silu", default="silu")
     for ours, theirs in (
         ("d_model", "hidden_size"),
@@ -176,7 +189,7 @@ def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
         ("vocab_size", "vocab_size"),
     ):
         if mamba.get(ours) is not None:
-            values = values.with_value(theirs, mamba.integer(ours))
+            values.set(theirs, mamba.integer(ours))
     fields = _llama_fields(values)
     eps = mamba.number("rms_norm_eps", fields["rms_norm_eps"])
     if eps != values.number("rms_norm_eps", eps):
@@ -185,6 +198,7 @@ def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
             "all norms of a model share one; correct the wrong file"
         )
     ssm = mamba.section("ssm_cfg")
+    ssm.require("layer", "Mamba2", default="Mamba2")
     num_ssm_heads, d_state = ssm.integer("ngroups"), ssm.integer("d_state")
     ssm_head_dim = ssm.integer("headdim", d_state)
     d_inner, d_xb = mamba.integer("d_inner"), mamba.integer("d_xb")
@@ -206,11 +220,8 @@ def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
     if not attn_layers:
         fields |= {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
     fields |= {"rms_norm_eps": eps}
-    own_keys = (
-        "num_b_groups", "num_c_groups", "gated_norm_groups", "gated_norm_eps",
-        "repeat_kv_before_conv",
-    )  # fmt: skip
-    return HybridConfig(
+    mamba.refuse_unread(config_keys.MAMBA_CONFIG)
+    config = HybridConfig(
         **fields,
         attn_layers=tuple(attn_layers),
         num_ssm_heads=num_ssm_heads,
@@ -221,30 +232,41 @@ def _mamba_in_llama(values: CheckedJson, mamba: CheckedJson) -> HybridConfig:
         num_c_groups=ssm.integer("num_c_groups", num_ssm_heads),
         gated_norm_groups=ssm.integer("gated_norm_groups", num_ssm_heads),
         gated_norm_eps=ssm.number("gated_norm_eps", 1e-5),
-        repeat_before_conv=bool(ssm.get("repeat_kv_before_conv", False)),
-        **_mixer(ssm, *own_keys),
+        repeat_before_conv=ssm.boolean("repeat_kv_before_conv", False),
+        **_mixer(ssm),
     )
+    # d_inner says what expand would.
+    ssm.refuse_unread(config_keys.MIXER | {"expand"})
+    return config
 
 
 def _mamba2(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
-    values.require("use_bias", False, default=False)
+    # transformers 5 applies rescale_prenorm_residual to weights that it has just loaded.
+    for name in ("use_bias", "is_encoder_decoder", "rescale_prenorm_residual"):
+        values.require(name, False, default=False)
     num_heads, groups = values.integer("num_heads"), values.integer("n_groups")
+    d_model, head_dim = values.integer("hidden_size"), values.integer("head_dim")
+    if values.integer("expand", 2) * d_model != num_heads * head_dim:
+        raise CheckpointRefused(
+            f"{values.path} has num_heads · head_dim = {num_heads} · {head_dim}, wanted expand · "
+            f"hidden_size = {values.integer('expand', 2)} · {d_model}: use an undamaged checkpoint"
+        )
     eps = values.number("layer_norm_epsilon", 1e-5)
     return HybridConfig(
         vocab_size=values.integer("vocab_size"),
-        d_model=values.integer("hidden_size"),
+        d_model=d_model,
         num_layers=values.integer("num_hidden_layers"),
         rms_norm_eps=eps,
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_embeddings=values.boolean("tie_word_embeddings", False),
         num_ssm_heads=num_heads,
-        ssm_head_dim=values.integer("head_dim"),
+        ssm_head_dim=head_dim,
         d_state=values.integer("state_size"),
         num_x_groups=num_heads,
         num_b_groups=groups,
         num_c_groups=groups,
         d_conv=values.integer("conv_kernel", 4),
-        conv_bias=bool(values.get("use_conv_bias", True)),
+        conv_bias=values.boolean("use_conv_bias", True),
         gated_norm_groups=groups,
         gated_norm_eps=eps,
         chunk_size=values.integer("chunk_size", 256),
@@ -261,19 +283,20 @@ def _state_spaces(values: CheckedJson) -> HybridConfig:
     ssm.require("layer", "Mamba2", default="Mamba1")
     d_model, d_state = values.integer("d_model"), ssm.integer("d_state", 128)
     d_inner = ssm.integer("expand", 2) * d_model
-    ssm.require("d_ssm", d_inner, default=d_inner)
+    if ssm.get("d_ssm") is not None:
+        ssm.require("d_ssm", d_inner, default=d_inner)
     head_dim, groups = ssm.integer("headdim", 64), ssm.integer("ngroups", 1)
     if not head_dim or d_inner % head_dim:
         raise CheckpointRefused(
             f"{values.path}: expand · d_model = {d_inner} is no multiple of headdim {head_dim}: "
             "use an undamaged checkpoint"
         )
-    return HybridConfig(
+    config = HybridConfig(
         vocab_size=values.integer("vocab_size"),
         d_model=d_model,
         num_layers=values.integer("n_layer"),
         rms_norm_eps=1e-5,
-        tie_embeddings=bool(values.get("tie_embeddings", True)),
+        tie_embeddings=values.boolean("tie_embeddings", True),
         num_ssm_heads=d_inner // head_dim,
         ssm_head_dim=head_dim,
         d_state=d_state,
@@ -282,16 +305,43 @@ def _state_spaces(values: CheckedJson) -> HybridConfig:
         num_c_groups=groups,
         gated_norm_groups=groups,
         gated_norm_eps=1e-5,
-        **_mixer(ssm, "d_ssm"),
+        **_mixer(ssm),
         **_special_tokens(values),
     )
+    ssm.refuse_unread(config_keys.MIXER)
+    return config
+
+
+# Of each layout: its reader, and the keys of config.json that are without effect.
+_LAYOUTS: dict[str, tuple[Callable[[CheckedJson], HybridConfig], frozenset[str]]] = {
+    MAMBA_IN_LLAMA: (_mamba_in_llama, config_keys.LLAMA),
+    LLAMA: (_llama, config_keys.LLAMA),
+    MAMBA2: (_mamba2, config_keys.MAMBA2),
+    STATE_SPACES: (_state_spaces, config_keys.STATE_SPACES),
+}
 
 
 # Parts
 
 
-def _mixer(ssm: CheckedJson, *also_known: str) -> dict[str, Any]:
-    """The keyword arguments that all mixers of mamba-ssm's kind share; others are refused."""
+def _require_full_attention(values: CheckedJson, num_layers: int) -> None:
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointRefused(
+            f"{values.path} has layer_types = {kinds!r:.99}, wanted a list of {num_layers}: copy "
+            "it again"
+        )
+    if other := [kind for kind in kinds if kind != "full_attention"]:
+        raise CheckpointRefused(
+            f"{values.path} asks for layer_types of {other[0]!r:.99}; only 'full_attention' is "
+            "supported"
+        )
+
+
+def _mixer(ssm: CheckedJson) -> dict[str, Any]:
+    """The keyword arguments that all mixers of mamba-ssm's kind share."""
     for name, only in (
         ("bias", False),
         ("rmsnorm", True),
@@ -300,13 +350,9 @@ def _mixer(ssm: CheckedJson, *also_known: str) -> dict[str, Any]:
         ("activation", "silu"),
     ):
         ssm.require(name, only, default=only)
-    ssm.refuse_unknown(
-        "ngroups", "d_state", "headdim", "d_conv", "conv_bias", "chunk_size", "dt_limit", "bias",
-        "rmsnorm", "norm_before_gate", "D_has_hdim", "activation", *_WITHOUT_EFFECT, *also_known,
-    )  # fmt: skip
     return {
         "d_conv": ssm.integer("d_conv", 4),
-        "conv_bias": bool(ssm.get("conv_bias", True)),
+        "conv_bias": ssm.boolean("conv_bias", True),
         "chunk_size": ssm.integer("chunk_size", HybridConfig.chunk_size),
         "dt_limit": ssm.limits("dt_limit"),
     }
@@ -340,26 +386,46 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
 
 
 def _rope(values: CheckedJson) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling from transformers 4's two keys or transformers 5's `rope_parameters`."""
+    """Base and scaling from transformers 4's two keys or transformers 5's `rope_parameters`.
+
+    Which of the two tables counts where both are given depends on the version of transformers, so
+    they have to say the same.
+    """
     theta = values.number("rope_theta", 10000.0)
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise CheckpointRefused(f"{values.path} has rope settings {scaling!r}, wanted a table")
-    rope = CheckedJson(scaling, values.path)
+    values.require("partial_rotary_factor", 1.0, default=1.0)
+    tables = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
+    said = [_rope_table(values, name, theta) for name in tables]
+    if any(each != said[0] for each in said):
+        raise CheckpointRefused(
+            f"{values.path} has rope_parameters and rope_scaling that differ: delete the one that "
+            "the checkpoint was not trained with"
+        )
+    return said[0] if said else (theta, None)
+
+
+def _rope_table(
+    values: CheckedJson, name: str, theta: float
+) -> tuple[float, dict[str, Any] | None]:
+    table = values[name]
+    if not isinstance(table, Mapping):
+        raise CheckpointRefused(f"{values.path} has {name} = {table!r:.99}, wanted a table")
+    rope = CheckedJson(table, values.path)
     theta = rope.number("rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope.require("partial_rotary_factor", 1.0, default=1.0)
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
+    scaling = None
+    if kind == "llama3":
+        numbers = {name: rope.number(name) for name in ROPE_NUMBERS}
+        length = rope.integer(ROPE_LENGTH)
+        # One beside the table wins over the one in it, at least in some versions of transformers.
+        values.require(ROPE_LENGTH, length, default=length)
+        scaling = {"rope_type": "llama3", **numbers, ROPE_LENGTH: length}
+    elif kind != "default":
         raise CheckpointRefused(
-            f"{values.path} asks for rope type {kind!r}; supported are 'default' and 'llama3'"
+            f"{values.path} asks for rope type {kind!r:.99}; supported are 'default' and 'llama3'"
         )
-    rope.refuse_unknown(
-        "rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS, _ROPE_LENGTH
-    )
-    numbers = {name: rope.number(name) for name in _ROPE_NUMBERS}
-    return theta, {"rope_type": "llama3", **numbers, _ROPE_LENGTH: rope.integer(_ROPE_LENGTH)}
+    rope.refuse_unread()
+    return theta, scaling
 
 
 def _special_tokens(values: CheckedJson) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from stree.errors import UsageError
 from stree_kernels.shapes import MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
+MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square, for whoever wrote the config
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
+ROPE_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class HybridConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be at least 1")
         if self.num_layers > MAX_LAYERS:
             raise UsageError(f"num_layers is {self.num_layers}, it must be at most {MAX_LAYERS}")
+        if self.chunk_size > MAX_CHUNK_SIZE:
+            raise UsageError(
+                f"chunk_size is {self.chunk_size}, it must be at most {MAX_CHUNK_SIZE}"
+            )
         for name in ("rms_norm_eps", "gated_norm_eps", "rope_theta"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
@@ -80,6 +87,7 @@ class HybridConfig:
             self._require_divides("num_kv_heads", "num_heads")
             if self.head_dim % 2:
                 raise UsageError(f"head_dim is {self.head_dim}, rotary embedding needs it even")
+            self._require_possible_rope()
         if len(self.attn_layers) < self.num_layers:
             groups = ("num_x_groups", "num_b_groups", "num_c_groups")
             self._require_positive("Mamba-2", "num_ssm_heads", "ssm_head_dim", "d_state", *groups)
@@ -90,6 +98,20 @@ class HybridConfig:
                 raise UsageError(
                     f"d_conv is {self.d_conv}, a Mamba-2 layer's convolution sees at least 2 tokens"
                 )
+
+    def _require_possible_rope(self) -> None:
+        rope = self.rope_scaling or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "llama3":
+            return
+        names = (*ROPE_NUMBERS, ROPE_LENGTH)
+        factor, low, high, length = numbers = [rope.get(name) for name in names]
+        if not all(isinstance(number, int | float) for number in numbers) or not (
+            1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= length < math.inf
+        ):
+            raise UsageError(
+                f"rope_scaling has {dict(zip(names, numbers, strict=True))}: wanted factor of at "
+                f"least 1, 0 < low_freq_factor < high_freq_factor, {ROPE_LENGTH} of at least 1"
+            )
 
     def _require_positive(self, kind: str, *names: str) -> None:
         missing = [name for name in names if getattr(self, name) < 1]

@@ -9,7 +9,7 @@ import torch
 from damage import flip_last_byte
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from stree.errors import CannotWrite, CheckpointRefused, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
@@ -20,6 +20,10 @@ from stree.tokenizer import fingerprint, load_tokenizer
 
 VOCAB, D_MODEL, D_XB, HEADS, D_STATE, WIDTH = 50, 32, 16, 4, 8, 40
 ATTN_LAYERS = [1]
+LLAMA3_ROPE = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3",
+}  # fmt: skip
 
 
 def write_json(path, **values):
@@ -28,14 +32,10 @@ def write_json(path, **values):
 
 def mamba_in_llama(folder, repeat_before_conv=False, tied=False, old_rope=True):
     """Write a checkpoint as the documentation of the layout describes it; return its weights."""
-    rope = {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_type": "llama3",
-    }  # fmt: skip
     if old_rope:
-        rope_keys = {"rope_theta": 500000.0, "rope_scaling": rope}
+        rope_keys = {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
     else:
-        rope_keys = {"rope_parameters": {**rope, "rope_theta": 500000.0}}
+        rope_keys = {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}}
     write_json(
         folder / "config.json",
         _name_or_path="meta-llama/Llama-3.1-8B-Instruct", architectures=["LlamaForCausalLM"],
@@ -146,10 +146,14 @@ def test_mamba_in_llama_config(tmp_path):
 
 
 def test_rope_keys_of_transformers_4_and_5_mean_the_same(tmp_path):
-    for name, old in (("old", True), ("new", False)):
+    for name, old in (("old", True), ("new", False), ("both", True)):
         (tmp_path / name).mkdir()
         mamba_in_llama(tmp_path / name, old_rope=old)
-    assert load_config(tmp_path / "old") == load_config(tmp_path / "new")
+    edit_json(
+        tmp_path / "both" / "config.json", rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}
+    )
+    old, new, both = (load_config(tmp_path / name) for name in ("old", "new", "both"))
+    assert old == new == both
 
 
 def test_the_published_8b_config_gives_the_documented_shapes(tmp_path):
@@ -262,9 +266,28 @@ def test_everything_a_folder_should_hold(tmp_path):
     assert manifest["tokenizer_fingerprint"] == fingerprint(load_tokenizer(tmp_path / "step"))
 
 
-def test_transformers_reads_the_saved_config(tmp_path):
+@pytest.mark.parametrize("name", [name for name in ROUND_TRIPS if name != "attention-only"])
+def test_transformers_refuses_what_it_would_load_with_random_weights(tmp_path, name):
+    save_model(HybridModel(ROUND_TRIPS[name]), tmp_path / "step", make_tokenizer())
+    with pytest.raises(ValueError, match="model type `stree_hybrid`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "step")
+    assert AutoTokenizer.from_pretrained(tmp_path / "step").eos_token_id == 1
+
+
+def test_older_exports_which_say_llama_are_the_same_model(tmp_path):
+    model = HybridModel(ROUND_TRIPS["hybrid"])
+    save_model(model, tmp_path / "step")
+    (tmp_path / "step" / MANIFEST_NAME).unlink()
+    edit_json(tmp_path / "step" / "config.json", model_type="llama")
+    assert_same_model(load_model(tmp_path / "step"), model)
+
+
+def test_an_export_without_its_mixers_config_is_refused(tmp_path):
     save_model(HybridModel(ROUND_TRIPS["pure-mamba-drafter"]), tmp_path / "step")
-    assert LlamaConfig.from_pretrained(tmp_path / "step").eos_token_id == [3, 4]
+    (tmp_path / "step" / MANIFEST_NAME).unlink()
+    (tmp_path / "step" / "mamba_config.json").unlink()
+    with pytest.raises(CheckpointRefused, match=r"no mamba_config\.json beside"):
+        load_model(tmp_path / "step")
 
 
 def test_saving_never_replaces_unasked(tmp_path):
@@ -443,6 +466,8 @@ def test_a_flipped_bit_is_refused_by_the_manifest(tmp_path):
 
 
 CONFIG_DAMAGES = {
+    "kind-list": ({"model_type": ["llama"]}, r"a \['llama'\] model, wanted one of: MambaInLlama"),
+    "kind-table": ({"model_type": {"a": 1}}, r"a \{'a': 1\} model, wanted one of: MambaInLlama"),
     "foreign": ({"model_type": "bamba"}, "'bamba' model, wanted one of: MambaInLlama"),
     "nameless": ({"model_type": None}, "'nameless' model, wanted"),
     "attention-bias": ({"attention_bias": True}, "attention_bias = True; only False"),
@@ -452,13 +477,40 @@ CONFIG_DAMAGES = {
     "rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
     "rope-incomplete": ({"rope_scaling": {"rope_type": "llama3"}}, "has factor = None, wanted"),
     "rope-extra": (
-        {"rope_parameters": {"rope_type": "llama3", "attention_factor": 0.5}},
+        {"rope_scaling": {**LLAMA3_ROPE, "attention_factor": 0.5}},
         "attention_factor = 0.5: unknown",
     ),
     "rope-partial": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor = 0.5; only 1.0",
     ),
+    "rope-bands": (
+        {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 5.0}},
+        "0 < low_freq_factor < high",
+    ),
+    "rope-band-of-none": (
+        {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}},
+        "0 < low_freq_factor < high",
+    ),
+    "rope-list": ({"rope_parameters": [1]}, r"rope_parameters = \[1\], wanted a table"),
+    "rope-twice": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        "rope_parameters and rope_scaling that differ",
+    ),
+    "rope-length": (
+        {"original_max_position_embeddings": 4096},
+        "original_max_position_embeddings = 4096; only 8192",
+    ),
+    "sliding-layers": (
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types of 'sliding_attention'; only 'full_attention'",
+    ),
+    "layers-of-another-depth": ({"layer_types": ["full_attention"]}, "wanted a list of 3"),
+    "sliding-window": ({"sliding_window": 16}, "sliding_window = 16"),
+    "both-ways": ({"is_causal": False}, "is_causal = False; only True"),
+    "both-ways-by-null": ({"is_causal": None}, "is_causal = None; only True"),
+    "tied-by-text": ({"tie_word_embeddings": "false"}, "wanted true or false"),
+    "unknown": ({"attention_chunk_size": 0}, "attention_chunk_size = 0: unknown here"),
     "text": ({"hidden_size": "32"}, "hidden_size = '32', wanted a whole number"),
     "absent": ({"num_attention_heads": None}, "num_attention_heads = None, wanted"),
     "eos": ({"eos_token_id": ["</s>"]}, "eos_token_id = .*, wanted token ids"),
@@ -489,6 +541,8 @@ MAMBA_DAMAGES = {
     "groups": ({"d_xb": 24}, "num_ssm_heads = 4 is no multiple of num_x_groups = 3"),
 }
 MIXER_DAMAGES = {
+    "chunk": ({"chunk_size": 10**8}, "chunk_size is 100000000, it must be at most 4096"),
+    "mamba-1": ({"layer": "Mamba1"}, "layer = 'Mamba1'; only 'Mamba2'"),
     "bias": ({"bias": True}, "bias = True; only False"),
     "norm": ({"norm_before_gate": True}, "norm_before_gate = True"),
     "no-norm": ({"rmsnorm": False}, "rmsnorm = False"),
@@ -523,11 +577,19 @@ def test_mambas_in_other_models_than_llama_are_refused(tmp_path):
         load_config(tmp_path)
 
 
-def test_unknown_keys_that_are_switched_off_pass(tmp_path):
+def test_keys_without_effect_pass_and_unknown_ones_do_not_even_when_switched_off(tmp_path):
     mamba_in_llama(tmp_path)
     wanted = load_config(tmp_path)
-    edit_json(tmp_path / "mamba_config.json", bidirectional=False, resid_dropout=0.0, extra=None)
+    edit_json(tmp_path / "mamba_config.json", resid_dropout=0.1, vocab_size=None)
+    edit_json(tmp_path / "config.json", use_cache=False, attention_dropout=0.1, pretraining_tp=2)
     assert load_config(tmp_path) == wanted
+    for file in ("config.json", "mamba_config.json"):
+        whole = (tmp_path / file).read_text()
+        for value in (True, False, 0, None, {}):
+            edit_json(tmp_path / file, bidirectional=value)
+            with pytest.raises(CheckpointRefused, match=f"{file} sets bidirectional = {value}: un"):
+                load_config(tmp_path)
+        (tmp_path / file).write_text(whole)
 
 
 @pytest.mark.parametrize(
