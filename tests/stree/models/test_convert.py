@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import oracle
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from stree.errors import CannotWrite, CheckpointRefused, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
+from stree.models.checkpoint_configs import config_files
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model, save_model
 from stree.models.hybrid import HybridModel
@@ -272,6 +274,13 @@ def test_transformers_refuses_what_it_would_load_with_random_weights(tmp_path, n
     with pytest.raises(ValueError, match="model type `stree_hybrid`"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "step")
     assert AutoTokenizer.from_pretrained(tmp_path / "step").eos_token_id == 1
+
+
+def test_the_shipped_checkpoint_is_what_its_manifest_says_and_an_export_of_today():
+    folder = Path(__file__).parents[3] / "checkpoints" / "python-docs-hybrid"
+    verify_manifest(folder)
+    for name, text in config_files(load_config(folder), "bfloat16").items():
+        assert (folder / name).read_text() == text
 
 
 def test_older_exports_which_say_llama_are_the_same_model(tmp_path):
