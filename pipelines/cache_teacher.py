@@ -17,6 +17,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
@@ -24,7 +25,7 @@ from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.dry_run import config_lines, memory_line, model_line, require_writable
 from stree_pipelines.estimates import forward_memory, size
-from stree_pipelines.evaluation.context import Workers, checkpoint_sha256, pick_device
+from stree_pipelines.evaluation.context import Workers, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.training.cli import quieten
 from stree_pipelines.training.distillation import Distillation

@@ -16,12 +16,12 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint
 from stree_pipelines.dry_run import ModelPlan
-from stree_pipelines.evaluation.context import checkpoint_sha256
 from stree_pipelines.training.cli import TrainingCLI
 from stree_pipelines.training.distillation import (
     Distillation,

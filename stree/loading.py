@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.engine import Decoder
 from stree.errors import CheckpointRefused, UsageError, naming_what_does_not_fit
 from stree.models.convert import load_model
@@ -33,7 +34,8 @@ def load(
 
     Args: tree, a tree or its name; None takes the one that the drafter's measured profile
     recommends for this kind of device and temperature (no drafter at all where plain decoding was
-    fastest), and the paper's where nothing fitting was measured; a warning says which of the two.
+    fastest), and the paper's where nothing fitting was measured, or with other files than these
+    two checkpoints; a warning says which of the two.
     temperature, what is going to be decoded with. device, "auto" is a GPU if there is one.
     Raises `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
     than the target's.
@@ -50,7 +52,7 @@ def load(
         drafter_folder = _folder(drafter)
         require_same_tokenizer(target_folder, drafter_folder)
         if tree is None:
-            tree, remark = _measured_tree(drafter_folder, device, temperature, dtype)
+            tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
             if remark:
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         elif isinstance(tree, str):
@@ -65,13 +67,22 @@ def load(
 
 
 def _measured_tree(
-    drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
+    target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
 ) -> tuple[TokenTree, str]:
     """The tree to decode with, and what the user did not ask for in it."""
     profile = load_profile(drafter)
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
         return TokenTree.paper(), f"no speculation_profile.json, so {otherwise}"
+    for role, folder, sha256 in (
+        (f"target ({profile.target})", target, profile.target_sha256),
+        ("drafter", drafter, profile.checkpoint_sha256),
+    ):
+        if checkpoint_sha256(folder) != sha256:
+            return TokenTree.paper(), (
+                f"its speculation_profile.json was measured with another {role} than {folder}, so "
+                f"{otherwise}"
+            )
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     dtype_name = str(dtype).removeprefix("torch.")
     found = profile.recommended(device.type, temperature, dtype_name, device=gpu)

@@ -1,8 +1,7 @@
-"""Where an evaluation runs: its processes, its device, and what identifies both and the weights."""
+"""Where an evaluation runs: its processes, its device, and what identifies both."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
@@ -20,18 +19,12 @@ import torch
 import torch.distributed as dist
 
 from stree.errors import CheckpointRefused, UsageError
-from stree.files import MANIFEST_NAME, read_manifest, sha256_of_file
 from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
-from stree.speculation_profile import PROFILE_NAME
 from stree_pipelines.evaluation.records import Environment
 from stree_pipelines.evaluation.worker_watch import WorkerWatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
-CURVE_NAME = "tau_vs_step.svg"  # beside a model card
-# Files of an export that say something about it, and change nothing that it computes.
-UNCOUNTED = (MANIFEST_NAME, "provenance.json", PROFILE_NAME, CURVE_NAME)
 _CPU_NAME = "CPU: "
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.
@@ -124,30 +117,6 @@ def pick_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
-    """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
-    tokenizer and chat template. Only where it comes from (provenance.json), what was measured of
-    it, and what it says to people (*.md) do not count.
-
-    Taken from the manifest where there is one (loading verifies that it is true), else read from
-    the files. Raises CheckpointRefused when there are no weights.
-    """
-    directory = Path(directory)
-    manifest = directory / MANIFEST_NAME
-    if not directory.is_dir():
-        raise CheckpointRefused(f"no checkpoint folder {directory}")
-    names = sorted(path.name for path in directory.iterdir() if path.is_file())
-    if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
-        raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
-    listed = read_manifest(directory)["files"] if manifest.exists() else {}
-    parts = [
-        f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
-        for name in names
-        if not name.startswith(".") and not name.endswith(".md") and name not in UNCOUNTED
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def checkpoint_step(directory: str | os.PathLike[str]) -> int | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.engine import Decoder
 from stree.errors import (
     InvariantBroken,
@@ -34,7 +35,6 @@ from stree_pipelines.evaluation.answers import Answerer, timing_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import (
     Workers,
-    checkpoint_sha256,
     describe_environment,
     device_name,
 )

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
-from stree_pipelines.evaluation.context import checkpoint_sha256, checkpoint_step
+from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from damage import flip_last_byte
 
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.engine import Decoder
 from stree.errors import BadData, CheckpointRefused, InvariantBroken, OutOfMemory, UsageError
 from stree.models.config import HybridConfig
@@ -28,7 +29,7 @@ from stree.models.hybrid import HybridModel
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation import answers
-from stree_pipelines.evaluation.context import Workers, checkpoint_sha256
+from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
 from stree_pipelines.evaluation.plan import EvaluationSettings, prompt_seed, resolve
 from stree_pipelines.evaluation.records import Divergence, ResultStore

@@ -13,11 +13,11 @@ from hand_made_run import CALL_S, TREES, make_run
 from toys import tiny_model
 
 from stree import metrics
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
 from stree.speculation_profile import PROFILE_NAME, load_profile
-from stree_pipelines.evaluation.context import checkpoint_sha256
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.profile_drafter import main
 from stree_pipelines.reports.drafter_profile import profile_of

@@ -11,6 +11,7 @@ import torch
 from tiny_run import make_workspace
 
 import stree
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import CheckpointRefused
 from stree.files import add_files
 from stree.models.convert import load_model, save_model
@@ -50,10 +51,16 @@ def recommendation(tree: Tree | None, temperature: float = 0.0, **changes) -> Re
     return Recommendation(**{**values, **changes})
 
 
-def give_profile(drafter: Path, *recommendations: Recommendation) -> None:
+def give_profile(
+    workspace: Path, drafter: Path, *recommendations: Recommendation, **changes
+) -> None:
+    shas = {
+        "checkpoint_sha256": checkpoint_sha256(drafter),
+        "target_sha256": checkpoint_sha256(workspace / "target"),
+    }
     profile = SpeculationProfile(
-        step=1, checkpoint_sha256="", target="", target_sha256="", measurements=(),
-        recommendations=recommendations, suggested_trees=(),
+        step=1, target="runs/some/target", measurements=(), recommendations=recommendations,
+        suggested_trees=(), **{**shas, **changes},
     )  # fmt: skip
     add_files(drafter, {PROFILE_NAME: profile.model_dump_json()})
 
@@ -65,7 +72,7 @@ def load_quietly(*arguments, **options) -> stree.Decoder:
 
 
 def test_the_profile_decides_on_the_tree_by_temperature(workspace, drafter):
-    give_profile(drafter, recommendation(WIDE), recommendation(DEEP, temperature=1.0))
+    give_profile(workspace, drafter, recommendation(WIDE), recommendation(DEEP, temperature=1.0))
     greedy = load_quietly(workspace / "target", drafter)
     assert greedy.tree == WIDE.to_token_tree()
     sampled = load_quietly(str(workspace / "target"), str(drafter), temperature=0.7)
@@ -93,22 +100,38 @@ def test_without_a_fitting_measurement_the_papers_tree_is_used_and_that_is_said(
     workspace, drafter, given, warning
 ):
     if given is not None:
-        give_profile(drafter, *given)
+        give_profile(workspace, drafter, *given)
     with pytest.warns(UserWarning, match=f"{drafter}: {warning}.*the paper's tree") as said:
         decoder = stree.load(workspace / "target", drafter, device="cpu")
     assert decoder.tree == TokenTree.paper() and len(said) == 1
     assert said[0].filename == __file__
 
 
+@pytest.mark.parametrize(
+    ("changes", "other"),
+    [
+        ({"target_sha256": "7a"}, r"another target \(runs/some/target\) than .*/target"),
+        ({"checkpoint_sha256": "7a"}, r"another drafter than .*/drafter"),
+    ],
+)
+def test_what_was_measured_of_others_is_not_followed(workspace, drafter, changes, other):
+    give_profile(workspace, drafter, recommendation(WIDE), **changes)
+    with pytest.warns(UserWarning, match=f"measured with {other}, so the paper's tree") as said:
+        decoder = stree.load(workspace / "target", drafter, device="cpu")
+    assert decoder.tree == TokenTree.paper() and len(said) == 1
+    named = load_quietly(workspace / "target", drafter, tree="chain-2")
+    assert named.tree.num_nodes == 3
+
+
 def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, drafter):
-    give_profile(drafter, recommendation(None))
+    give_profile(workspace, drafter, recommendation(None))
     with pytest.warns(UserWarning, match="Measured so"):
         decoder = stree.load(workspace / "target", drafter, device="cpu")
     assert decoder.drafter is None and decoder.tree.num_nodes == 1
 
 
 def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
-    give_profile(drafter, recommendation(None))
+    give_profile(workspace, drafter, recommendation(None))
     (drafter / "MANIFEST.json").unlink()
     (drafter / PROFILE_NAME).write_text("{")
     assert load_quietly(workspace / "target", drafter, tree="chain-3").tree.num_nodes == 4
