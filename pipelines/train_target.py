@@ -67,7 +67,8 @@ class TargetCLI(TrainingCLI):
         architecture = self.options["model"]["architecture"]
         loaded = load_tokenizer(data["tokenizer"])
         if not architecture["eos_token_ids"]:
-            architecture["eos_token_ids"] = (loaded.eos_token_id,)
+            end = loaded.eos_token_id
+            architecture["eos_token_ids"] = () if end is None else (end,)
             architecture["pad_token_id"] = loaded.pad_token_id
 
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:

@@ -25,6 +25,7 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.sampling import Chooser, RandomChooser
 from stree.steps import DeviceSteps
+from stree.tokenizer import eos_token_ids
 from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_sampled
 from stree_kernels import ops
@@ -39,10 +40,10 @@ _NUMBERS = {
 class GenerationConfig:
     """How to generate, under the names of `transformers`' GenerationConfig.
 
-    temperature 0 is greedy. eos_token_id None means the model's own. Generation stops at EOS
-    (also inside an accepted block), at the first token that completes one of stop_strings, or
-    after max_new_tokens; ignore_eos is for speed runs. Raises `UsageError` for values out of
-    range.
+    temperature 0 is greedy. eos_token_id None means the model's own, or its tokenizer's where the
+    model's config names none. Generation stops at EOS (also inside an accepted block), at the first
+    token that completes one of stop_strings, or after max_new_tokens; ignore_eos is for speed runs.
+    Raises `UsageError` for values out of range.
     """
 
     max_new_tokens: int = 256
@@ -206,6 +207,7 @@ class Decoder:
             self.cache = target.new_cache(max_length, tree.num_nodes)
         self.target, self.drafter, self.tree = target, drafter, tree
         self.max_length, self.tokenizer = max_length, tokenizer
+        self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self._random = RandomChooser(0, target.device)  # one for all graphs, seeded anew each time
         self._steps: LastUsed[SamplingRule, DeviceSteps] = LastUsed()
         self._weights: list[int] | None = None  # where they were when a generation last ended
@@ -271,7 +273,7 @@ class Decoder:
         if choose is None:
             self._random.reseed(generation.seed)
             choose = self._random
-        stop = StopRule(generation, self.target.config.eos_token_ids, self.tokenizer)
+        stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         steps = self._device_steps(rule) if self._on_device(choose) else None
         clock = PhaseClock(device)
 

@@ -14,7 +14,7 @@ from stree.engine import Decoder
 from stree.errors import CheckpointRefused, UsageError, naming_what_does_not_fit
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
-from stree.tokenizer import load_tokenizer, require_same_tokenizer
+from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -63,6 +63,12 @@ def load(
         tree = TokenTree.load(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
+    if not eos_token_ids(model.config, tokenizer):
+        warnings.warn(
+            f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "
+            "max_new_tokens; name one with GenerationConfig(eos_token_id=…)",
+            stacklevel=2,
+        )
     return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
 
 

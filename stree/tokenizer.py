@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused
+from stree.models.config import HybridConfig
 from stree.plain_data import read_json
 
 TOKENIZER_FILES = (
@@ -61,6 +62,14 @@ def _refuse_own_code(path: Path) -> None:
     config = read_json(path) if path.exists() else {}
     if not isinstance(config, dict) or config.get("auto_map"):
         raise ValueError(f"{path.name} asks for code of its own, which is not run, or is no object")
+
+
+def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: those that a model's config names, else its tokenizer's, since
+    some layouts (state-spaces) name none. Empty when neither does."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    of_tokenizer = () if end is None or end >= config.vocab_size else (end,)
+    return config.eos_token_ids or of_tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:

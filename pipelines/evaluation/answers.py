@@ -13,8 +13,8 @@ import torch
 from stree import metrics
 from stree.engine import Decoder, GenerationConfig
 from stree.errors import InvariantBroken, UsageError
-from stree.models.convert import load_model
-from stree.tokenizer import load_tokenizer
+from stree.models.convert import load_config, load_model
+from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
@@ -76,6 +76,17 @@ class Answerer:
         buffers) outside of every measurement."""
         with _naming(job, prompt, 0):
             self._warm_decoder(job, self._prompt_ids(prompt, (), 0))
+
+    def require_end(self) -> None:
+        """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
+        would say that they had."""
+        model = self._target
+        config = load_config(self.settings.target) if model is None else model.config
+        if not self.settings.ignore_eos and not eos_token_ids(config, self.tokenizer):
+            raise UsageError(
+                f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
+                "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
+            )
 
     def answer(self, job: Job, prompt: BenchmarkPrompt, baseline: SampleRow | None) -> SampleRow:
         """Hold the prompt's conversation by the job's method. `baseline` is the autoregressive run

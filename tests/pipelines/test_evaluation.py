@@ -24,8 +24,9 @@ from stree.checkpoint_identity import checkpoint_sha256
 from stree.engine import Decoder
 from stree.errors import BadData, CheckpointRefused, InvariantBroken, OutOfMemory, UsageError
 from stree.models.config import HybridConfig
-from stree.models.convert import save_model
+from stree.models.convert import load_model, save_model
 from stree.models.hybrid import HybridModel
+from stree.tokenizer import load_tokenizer
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation import answers
@@ -135,6 +136,20 @@ def row_of(store: ResultStore, step, method, temperature=0.0):
         if (r.step, r.method, r.temperature) == (step, method, temperature)
     )
     return row
+
+
+def test_a_target_of_which_no_eos_is_known_is_refused_unless_eos_is_ignored(world, tmp_path):
+    """Its rows would say that answers end at EOS."""
+    model, tokenizer = load_model(world / "target"), load_tokenizer(world / "target")
+    model.config = model.config.replace(eos_token_ids=())
+    save_model(model, tmp_path / "asked", tokenizer)
+    tokenizer.eos_token = None
+    save_model(model, tmp_path / "endless", tokenizer)
+    quiet(settings_for(world, tmp_path / "out", target=str(tmp_path / "asked"), ignore_eos=False))
+    settings = {"target": str(tmp_path / "endless"), "chat_template": "stree-chat"}
+    quiet(settings_for(world, tmp_path / "out", **settings))
+    with pytest.raises(UsageError, match=r"neither the config of .*/endless nor its tokenizer"):
+        quiet(settings_for(world, tmp_path / "out", **settings, ignore_eos=False))
 
 
 def test_one_row_per_checkpoint_method_and_temperature(complete):

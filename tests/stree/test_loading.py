@@ -139,6 +139,40 @@ def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
         stree.load(workspace / "target", drafter, device="cpu")
 
 
+def without_eos(workspace: Path, folder: Path, **changes) -> Path:
+    """The target, with a config that names no EOS and another tokenizer's EOS."""
+    model, tokenizer = load_model(workspace / "target"), load_tokenizer(workspace / "target")
+    model.config = model.config.replace(eos_token_ids=())
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    save_model(model, folder, tokenizer)
+    return folder
+
+
+def test_where_the_config_names_no_eos_the_tokenizers_ends_an_answer(workspace, tmp_path):
+    decoder = load_quietly(workspace / "target")
+    prompt = decoder.tokenizer("What is 1 plus 2?")["input_ids"]
+    free = decoder.generate(prompt, stree.GenerationConfig(40, ignore_eos=True)).tokens
+    end = free[12]
+    named = decoder.tokenizer.convert_ids_to_tokens(end)
+    folder = without_eos(workspace, tmp_path / "target", eos_token=named)
+    decoder = load_quietly(folder)
+    assert decoder.target.config.eos_token_ids == () and decoder.eos_token_ids == (end,)
+    out = decoder.generate(prompt, stree.GenerationConfig(40))
+    assert out.finish_reason == "eos" and out.tokens == free[: free.index(end) + 1]
+    out = decoder.generate(prompt, stree.GenerationConfig(40, ignore_eos=True))
+    assert out.finish_reason == "length" and out.tokens == free
+
+
+def test_where_neither_names_one_that_is_said(workspace, tmp_path):
+    folder = without_eos(workspace, tmp_path / "target", eos_token=None)
+    with pytest.warns(
+        UserWarning, match=f"{folder}: neither its config nor its tokenizer names an"
+    ):
+        decoder = stree.load(folder, device="cpu")
+    assert decoder.eos_token_ids == ()
+
+
 def test_a_drafter_with_another_tokenizer_is_refused(workspace, drafter, tmp_path):
     tokenizer = load_tokenizer(workspace / "target")
     tokenizer.chat_template = "{{ messages }}"
