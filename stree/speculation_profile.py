@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stree.errors import CheckpointRefused
+from stree.files import require_own_files
 from stree.plain_data import read_text
 from stree.tree import TokenTree
 
@@ -149,6 +150,7 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
     Raises CheckpointRefused, naming the file, when it cannot be read or its trees are none.
     """
     path = Path(directory) / PROFILE_NAME
+    require_own_files(directory)
     if not path.is_file():
         return None
     try:

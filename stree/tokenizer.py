@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stree.errors import CheckpointRefused
+from stree.files import require_own_files
 from stree.models.config import HybridConfig
 from stree.plain_data import read_json
 
@@ -22,16 +24,36 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+# Steps of a tokenizer that take time in proportion to the text, and its most common patterns that
+# do: GPT-2's, Llama 3's with three digits and with one (Qwen 2's, and that of our own tokenizers).
+_LINEAR_STEPS = {
+    "BertNormalizer", "BertPreTokenizer", "ByteFallback", "ByteLevel", "CTC", "Digits", "Fuse",
+    "Lowercase", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Punctuation", "Strip",
+    "StripAccents", "Whitespace", "WhitespaceSplit", "WordPiece", "BPEDecoder",
+}  # fmt: skip
+_REWRITING_STEPS = {"Prepend", "Replace"}
+_MOST_STEPS, _MOST_REWRITING_STEPS, _MOST_REWRITTEN_CHARS = 8, 3, 4
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KNOWN_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    _LLAMA_3,
+    _LLAMA_3.replace("{1,3}", ""),
+}
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """Return the `transformers` tokenizer stored in `directory`; no network, no remote code.
 
-    Raises CheckpointRefused when the folder or its tokenizer files are absent or unreadable.
+    Raises CheckpointRefused when the folder or its tokenizer files are absent or unreadable, or
+    when `require_own_files` refuses one of those that the library may open.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+    require_own_files(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointRefused(
             f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}): "
@@ -40,13 +62,21 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        _refuse_own_code(directory / "tokenizer_config.json")
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            _refuse_what_lies_elsewhere(directory / name)
         # AutoTokenizer would ask config.json for a class; tokenizer.json says everything itself.
         if (directory / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        return AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        _require_text_templates(tokenizer)
+        # Texts are decoded in place, token by token as they come.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and not _is_linear(backend.decoder):
+            raise ValueError("its decoder searches by regular expressions or lengthens the text")
+        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -58,10 +88,66 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def _refuse_own_code(path: Path) -> None:
+def encodes_in_linear_time(backend: Any) -> bool:
+    """Whether each step of a `tokenizers.Tokenizer` is known to take time in proportion to the
+    text; others may search it, or lengthen it, without end."""
+    return type(backend.model).__name__ == "BPE" and all(
+        _is_linear(part) for part in (backend.normalizer, backend.pre_tokenizer)
+    )
+
+
+def _refuse_what_lies_elsewhere(path: Path) -> None:
+    """Code that comes with a tokenizer, and files that its config names outside of its folder."""
     config = read_json(path) if path.exists() else {}
     if not isinstance(config, dict) or config.get("auto_map"):
         raise ValueError(f"{path.name} asks for code of its own, which is not run, or is no object")
+    # Where the last owner's special_tokens_map_file was is written by transformers, and not read.
+    for key in config.keys() - {"special_tokens_map_file"}:
+        named = config[key] if isinstance(config[key], list) else [config[key]]
+        for name in named:
+            if "file" not in key or not isinstance(name, str) or Path(name).name == name:
+                continue
+            if any(os.path.exists(place) for place in (name, path.parent / name)):
+                raise ValueError(f"{path.name} names the file {name:.99} elsewhere in {key}")
+
+
+def _require_text_templates(tokenizer: Any) -> None:
+    found = getattr(tokenizer, "chat_template", None)
+    for template in found.values() if isinstance(found, dict) else [found]:
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"its chat template is a {type(template).__name__}, wanted text")
+
+
+def _is_linear(component: Any) -> bool:
+    """Of a normaliser, pre-tokeniser or decoder of the `tokenizers` library, or None."""
+    steps = [] if component is None else list(_steps(json.loads(component.__getstate__())))
+    num_rewriting = sum(step["type"] in _REWRITING_STEPS for step in steps)
+    return (
+        len(steps) <= _MOST_STEPS
+        and num_rewriting <= _MOST_REWRITING_STEPS
+        and all(map(_is_linear_step, steps))
+    )
+
+
+def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if component["type"] != "Sequence":
+        yield component
+        return
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        for part in component.get(name, ()):
+            yield from _steps(part)
+
+
+def _is_linear_step(step: dict[str, Any]) -> bool:
+    kind = step["type"]
+    if kind in _REWRITING_STEPS:
+        written = step["prepend"] if kind == "Prepend" else step["content"]
+        if len(written) > _MOST_REWRITTEN_CHARS:
+            return False
+    elif kind != "Split":
+        return kind in _LINEAR_STEPS
+    pattern = step.get("pattern", {"String": " "})
+    return bool(pattern.get("String")) or pattern.get("Regex") in _KNOWN_PATTERNS
 
 
 def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -18,12 +18,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from stree.errors import BadData, CheckpointRefused, UsageError, exit_with_reason
 from stree.plain_data import read_text
+from stree.tokenizer import encodes_in_linear_time
 from stree_pipelines.command_line import PlainParser
 from stree_pipelines.data.conversations import Turn, read_conversations
+from stree_pipelines.data.encoding import ChildEncoder, Encoder
+from stree_pipelines.data.limited_child import ChildEnded
 from stree_pipelines.data.template_rendering import (
     DATA,
     GENERATION_MARK,
@@ -133,9 +135,9 @@ class ChatEncoder:
         self.specials = tuple(token.content for token in added if token.special and token.content)
         longest_first = sorted(self.specials, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._backend = _own_copy(tokenizer.backend_tokenizer)
-        self._plain_backend = _own_copy(tokenizer.backend_tokenizer)
-        self._plain_backend.encode_special_tokens = True
+        backend = tokenizer.backend_tokenizer
+        kind = Encoder if encodes_in_linear_time(backend) else ChildEncoder
+        self._encoder = kind(backend.to_str())
         # SentencePiece-like tokenizers put a space before every text (and behind control tokens); a
         # piece that continues a text is encoded behind an anchor, whose ids are then dropped.
         anchor = "\n"
@@ -246,8 +248,13 @@ class ChatEncoder:
         return not piece.plain and piece.text.endswith(self.specials)
 
     def _ids(self, texts: list[str], plain: bool = False) -> list[list[int]]:
-        backend = self._plain_backend if plain else self._backend
-        return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return self._encoder(texts, plain)
+        except ChildEnded as ended:
+            raise CheckpointRefused(
+                f"the tokenizer cannot be used: on {sum(map(len, texts)):,} characters {ended}; "
+                "copy the tokenizer files of the model that it was trained with"
+            ) from ended
 
     def _encode_pieces(self, pieces: list[Piece], owners: list[int]) -> list[list[int]]:
         firsts = set(np.cumsum([0, *owners[:-1]]).tolist()) if self._anchor else set()
@@ -272,14 +279,6 @@ class ChatEncoder:
                     )
                 ids[number] = piece_ids[len(self._anchor_ids) :] if behind else piece_ids
         return ids
-
-
-def _own_copy(backend: Tokenizer) -> Tokenizer:
-    """A copy without the truncation and padding that a tokenizer.json may carry."""
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
 
 
 def _cut(text: str, assistant: bool, sentinel: str) -> Iterator[Piece]:

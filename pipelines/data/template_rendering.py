@@ -8,19 +8,14 @@ which a busy machine does not use up, and by its address space. The two speak JS
 
 from __future__ import annotations
 
-import json
 import re
-import resource
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from stree_pipelines.data.limited_child import ChildEnded, LimitedChild, serve
 
 RENDER_CPU_S = 1.0  # a conversation of 200,000 characters takes some hundredths
 MEMORY_BYTES = 512 << 20
@@ -87,78 +82,31 @@ class ChildRenderer:
     takes more than RENDER_CPU_S or MEMORY_BYTES."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[str] | None = None
+        self._child = LimitedChild(__file__)
 
     def __call__(
         self, template: str, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any]
     ) -> Rendering:
-        child = self._child = self._child or self._start()
-        assert child.stdin is not None and child.stdout is not None
         try:
-            child.stdin.write(json.dumps([template, messages, prompt, variables]) + "\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self._child = None
-            raise Refused(TEMPLATE, _reason_of_end(child.wait()))
-        answer = json.loads(line)
+            answer = self._child.ask([template, messages, prompt, variables], RENDER_CPU_S)
+        except ChildEnded as ended:
+            raise Refused(TEMPLATE, str(ended)) from ended
         if "text" not in answer:
             raise Refused(answer["culprit"], answer["reason"])
         return Rendering(answer["text"], [tuple(span) for span in answer["spans"]])
 
-    def _start(self) -> subprocess.Popen[str]:
-        # By its path: the child needs nothing of this package, whose import brings PyTorch along.
-        child = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii",
-            start_new_session=True,
-        )  # fmt: skip
-        weakref.finalize(self, _end, child)
-        assert child.stdout is not None
-        if child.stdout.readline() != "ready\n":
-            raise RuntimeError("the process that renders chat templates did not start")
-        return child
-
-
-def _reason_of_end(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"it takes more than {RENDER_CPU_S:g} s of processor time"
-    return f"the process that rendered it ended with code {code}"
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None and child.stdout is not None
-    child.kill()  # it holds nothing that could be lost
-    child.wait()
-    child.stdin.close()
-    child.stdout.close()
-
 
 def _serve() -> None:
-    """The child: a rendering for each line, until there are no more."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the parent, with whom it ends
-    print("ready", flush=True)
-    _limit_memory(MEMORY_BYTES)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)  # SIGPROF ends a process
-        template, messages, prompt, variables = json.loads(line)
+    """The child: a rendering for each question."""
+
+    def answer(question: Any) -> Any:
+        template, messages, prompt, variables = question
         try:
-            answer: dict[str, Any] = render(template, messages, prompt, variables)._asdict()
+            return render(template, messages, prompt, variables)._asdict()
         except Refused as refused:
-            answer = {"culprit": refused.culprit, "reason": str(refused)}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(answer), flush=True)
+            return {"culprit": refused.culprit, "reason": str(refused)}
 
-
-def _limit_memory(more_bytes: int) -> None:
-    """Allow the process so much address space beyond what it has (where the system tells)."""
-    pages = Path("/proc/self/statm")
-    if pages.exists():
-        used = int(pages.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
+    serve(answer, MEMORY_BYTES)
 
 
 if __name__ == "__main__":

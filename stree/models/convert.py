@@ -290,14 +290,15 @@ def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"it names {outside[0]!r}, wanted files beside it")
+        # Hidden files are in no manifest, and what they are was not looked at.
+        if outside := [name for name in names if Path(name).name != name or name.startswith(".")]:
+            raise ValueError(f"it names {outside[0]!r:.99}, wanted files beside it")
         paths = [index.parent / name for name in names]
+        missing = [path for path in paths if not path.is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(index, error) from error
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointRefused(f"{path} is missing, {index.name} lists it: copy it again")
+    if missing:
+        raise CheckpointRefused(f"{missing[0]} is missing, {index.name} lists it: copy it again")
     return paths
 
 

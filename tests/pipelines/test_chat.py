@@ -1,11 +1,24 @@
 """Chat encoding: the mask is exact, and a prompt's ids are the first ids of its training sample."""
 
+import json
+
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
-from stree.errors import BadData, UsageError
+from stree.errors import BadData, CheckpointRefused, UsageError
+from stree.tokenizer import encodes_in_linear_time
+from stree_pipelines.data import encoding
 from stree_pipelines.data.chat import (
     CHATML,
     STREE_CHAT,
@@ -15,6 +28,7 @@ from stree_pipelines.data.chat import (
     resolve_template,
     show_mask,
 )
+from stree_pipelines.data.encoding import ChildEncoder, Encoder
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the dog.", "What is 12 plus 30? It is 42.\n\nGood."] * 4
@@ -207,6 +221,56 @@ def test_truncation_stored_with_the_tokenizer_does_not_cut(tokenizer):
         tokenizer_object=backend, eos_token="<|end|>", chat_template=STREE_CHAT
     )
     assert np.array_equal(encode(cutting, TURNS).tokens, whole)
+
+
+def with_pattern(tokenizer, pattern):
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {**split, "pattern": {"Regex": pattern}}
+    backend = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", chat_template=STREE_CHAT
+    )
+
+
+def test_which_tokenizers_are_known_to_be_quick(tokenizer):
+    assert encodes_in_linear_time(tokenizer.backend_tokenizer)
+    made = metaspace_tokenizer().backend_tokenizer
+    replace = normalizers.Replace
+    for steps, quick in (
+        ([normalizers.NFC()], True),
+        ([normalizers.Prepend("▁"), replace(" ", "▁")], True),  # Llama 2's
+        ([replace(Regex(" {2,}"), " ")], False),
+        ([replace(" ", "▁" * 5)], False),
+        ([replace("", "▁")], False),
+        ([replace("a", "aa")] * 4, False),
+        ([normalizers.NFC()] * 9, False),
+    ):
+        made.normalizer = normalizers.Sequence(steps)
+        assert encodes_in_linear_time(made) == quick, steps
+    assert not encodes_in_linear_time(Tokenizer(models.Unigram()))
+
+
+def test_the_others_are_encoded_alike_in_a_process_of_their_own(tokenizer):
+    other = with_pattern(tokenizer, r"\w+|\W").backend_tokenizer
+    assert not encodes_in_linear_time(other)
+    texts = ["Say <|end|> twice, été 🌲.", "", "x" * 3000]
+    child, here = ChildEncoder(other.to_str()), Encoder(other.to_str())
+    for plain in (False, True):
+        assert child(texts, plain) == here(texts, plain)
+    assert here(texts, False) != here(texts, True)
+
+
+def test_a_pattern_that_searches_too_long_is_stopped_and_a_later_text_is_encoded(
+    tokenizer, monkeypatch
+):
+    """Searching n letters for what is not there takes n² steps."""
+    monkeypatch.setattr(encoding, "CPU_S_PER_CHAR", 0.0)
+    monkeypatch.setattr(encoding, "CPU_S", 0.3)
+    slow = ChatEncoder(with_pattern(tokenizer, "[ab]*(?<=c)"))
+    with pytest.raises(CheckpointRefused, match=r"100,0.. characters it takes more than 0\.3 s"):
+        slow.encode_prompt([("user", "ab" * 50_000)])
+    assert slow.encode_prompt([("user", "ab")])
 
 
 def test_the_date_of_a_template_is_fixed(tokenizer):

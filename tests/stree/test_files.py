@@ -21,10 +21,12 @@ from stree.files import (
     add_files,
     make_directory,
     publish_directory,
+    require_own_files,
     sweep_leftovers,
     verify_manifest,
     write_atomically,
 )
+from stree.plain_data import MAX_BYTES
 
 
 def publish(path, content, **options):
@@ -292,6 +294,47 @@ def test_hidden_files_of_others_do_not_matter(tmp_path):
 
 
 # Leftovers
+
+
+def hub_cache(tmp_path):
+    """A snapshot as huggingface_hub keeps it: links to blobs that all revisions share."""
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / "abc"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, name in enumerate(("config.json", "additional_chat_templates/rag.jinja")):
+        (repository / "blobs" / str(number)).write_text("{}")
+        up = "../" * (2 + name.count("/"))
+        (snapshot / name).symlink_to(f"{up}blobs/{number}")
+    return snapshot
+
+
+def test_links_of_the_hubs_cache_into_its_own_blobs_are_followed(tmp_path):
+    snapshot = hub_cache(tmp_path)
+    require_own_files(snapshot)
+    (tmp_path / "latest").symlink_to(snapshot)
+    require_own_files(tmp_path / "latest")
+
+
+@pytest.mark.parametrize("name", ["config.json", "additional_chat_templates/rag.jinja"])
+@pytest.mark.parametrize("to", ["/dev/zero", "outside", "models--other--model/blobs/0"])
+def test_links_elsewhere_are_not(tmp_path, name, to):
+    snapshot = hub_cache(tmp_path)
+    (tmp_path / "outside").write_text("{}")
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(tmp_path / to)
+    with pytest.raises(CheckpointRefused, match=f"{name} is a link to .*{to}, out of the check"):
+        require_own_files(snapshot)
+
+
+def test_what_is_read_whole_has_a_sane_size_and_weights_any(tmp_path):
+    for name in ("model.safetensors", "tokenizer.model", ".cache.json"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, MAX_BYTES + 1)
+    with pytest.raises(CheckpointRefused, match=r"tokenizer\.model has 67,108,865 bytes, at most"):
+        require_own_files(tmp_path)
+    os.truncate(tmp_path / "tokenizer.model", MAX_BYTES)
+    require_own_files(tmp_path)
 
 
 def test_sweep_removes_the_dead_and_spares_the_living(tmp_path):

@@ -3,8 +3,8 @@
 `install` cannot be undone, so it belongs into a process of its own. The first forbidden event ends
 the process with code 99 and its name: running a program or foreign code, a connection, a write
 outside the given folder. Code that the interpreter itself imports from its own or the project's
-folders is allowed, and so is the one child that renders chat templates; that child is watched too
-(through `audited_child/sitecustomize.py`) and may run what Jinja made of the template.
+folders is allowed, and so are the children that render chat templates and encode texts; they are
+watched too (through `audited_child/sitecustomize.py`) and may run what Jinja made of the template.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from typing import Any
 
 FORBIDDEN_CODE = 99
 REPOSITORY = Path(__file__).parents[2]
-RENDERER = str(REPOSITORY / "pipelines" / "data" / "template_rendering.py")
+CHILDREN = [
+    str(REPOSITORY / "pipelines" / "data" / name)
+    for name in ("template_rendering.py", "encoding.py")
+]
 CHILD_PATH = Path(__file__).parent / "audited_child"
 OWN_FOLDERS = tuple(
     {str(REPOSITORY), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
@@ -75,14 +78,14 @@ def watch(folder: str, allowed_code: Sequence[str] = ()) -> None:
 def _is_allowed(
     event: str, arguments: tuple[Any, ...], folder: str, names_of_code: tuple[str, ...]
 ) -> bool:
-    if event == "os.kill":  # of a child of its own, the renderer
+    if event == "os.kill":  # of a child of its own
         return sys._getframe(2).f_code.co_filename == subprocess.__file__
     if event == "ctypes.dlopen":
         return _is_for_own_code()
     if event in FORBIDDEN:
         return False
     if event == "subprocess.Popen":
-        return list(arguments[1]) == [sys.executable, "-P", RENDERER]
+        return list(arguments[1]) in [[sys.executable, "-P", child] for child in CHILDREN]
     if event == "exec":
         return arguments[0].co_filename.startswith(names_of_code) or _is_for_own_code()
     if event in ("compile", "code.__new__"):

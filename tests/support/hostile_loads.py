@@ -58,6 +58,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "model": load_model,
     "tokenizer": load_tokenizer,
     "template": render,
+    "encoding": render,  # with a template that came with the package
     "evaluation": evaluate,
     "training state": SafeCheckpointIO().load_checkpoint,
     "resume": latest_valid,

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 from hostile_files import (
     CANARY,
@@ -37,7 +38,11 @@ mixer_case("of 2^31 numbers each", r"no possible model|does not hold", d_model=2
 mixer_case("with negative sizes", r"wanted a whole number", d_model=-1)
 mixer_case("without a state", r"wanted a multiple of the head dim 0", d_inner=0, ssm_cfg={
     "expand": 1, "ngroups": 4, "d_state": 0})  # fmt: skip
+mixer_case("of chunks of 10^8", r"chunk_size is 100000000, it must be at most", ssm_cfg={
+    "expand": 1, "ngroups": 4, "d_state": 8, "chunk_size": 10**8})  # fmt: skip
 config_case("of another kind", r"only 'llama' is supported", model_type="gpt2")
+config_case("of a list of kinds", r"model_type = \['llama'\]", model_type=["llama"])
+config_case("with a key of its own", r"use_my_norm = False: unknown here", use_my_norm=False)
 
 
 @case("config with NaN", "model", CHECKPOINT, r"NaN is no number")
@@ -62,6 +67,49 @@ def _(folder: Path) -> Path:
     (copy / "config.json").unlink()
     os.mkfifo(copy / "config.json")
     return copy
+
+
+def linked(folder: Path, name: str, to: str | Path) -> Path:
+    """The good checkpoint, with one file a link."""
+    copy = checkpoint(folder)
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(to)
+    return copy
+
+
+for _name, _entry in {
+    "config.json": "model",
+    "mamba_config.json": "model",
+    "generation_config.json": "model",
+    "model.safetensors": "model",
+    "tokenizer.json": "tokenizer",
+    "tokenizer_config.json": "tokenizer",
+    "special_tokens_map.json": "tokenizer",
+    "chat_template.jinja": "template",
+}.items():
+    case(f"{_name} that is a device", _entry, CHECKPOINT, r"is a link to /dev/zero, out of")(
+        lambda folder, name=_name: linked(folder, name, "/dev/zero")  # type: ignore[misc]
+    )
+
+
+@case("config that is a device, of a tokenizer", "tokenizer", CHECKPOINT, r"a link to /dev/zero")
+def _(folder: Path) -> Path:
+    return linked(folder, "config.json", "/dev/zero")
+
+
+@case("config elsewhere", "model", CHECKPOINT, r"a link to .*/target/config\.json, out of")
+def _(folder: Path) -> Path:
+    return linked(folder, "config.json", folder / "target" / "config.json")
+
+
+@case("config in a circle", "model", CHECKPOINT, r"config\.json (cannot be read|is a link)")
+def _(folder: Path) -> Path:
+    return linked(folder, "config.json", "config.json")
+
+
+@case("templates in a folder elsewhere", "tokenizer", CHECKPOINT, r"chat_templates is a link to")
+def _(folder: Path) -> Path:
+    return linked(folder, "additional_chat_templates", folder / "target")
 
 
 @case("config of 10 GB", "model", CHECKPOINT, r"at most .* are read")
@@ -112,7 +160,65 @@ def _(folder: Path) -> Path:
     return with_text(folder, "chat_template.jinja", "{{ messages }}")
 
 
+for _name in ("tokenizer.json", "tokenizer.model", "special_tokens_map.json"):
+
+    @case(f"{_name} of 3 GB", "tokenizer", CHECKPOINT, r"3,221,225,472 bytes, at most .* are read")
+    def _(folder: Path, name: str = _name) -> Path:
+        copy = checkpoint(folder)
+        (copy / name).touch()
+        os.truncate(copy / name, 3 << 30)
+        return copy
+
+
+for _key in ("merges_file", "fast_tokenizer_files"):
+
+    @case(f"tokenizer with {_key} elsewhere", "tokenizer", CHECKPOINT, rf"elsewhere in {_key}")
+    def _(folder: Path, key: str = _key) -> Path:
+        named = "../target/tokenizer.json"
+        named = [named] if key.endswith("s") else named  # type: ignore[assignment]
+        return with_json(folder, "tokenizer_config.json", **{key: named})
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@case("tokenizer whose pattern explodes", "encoding", CHECKPOINT, r"tokenizer .*retry-limit")
+def _(folder: Path) -> Path:
+    return with_json(folder, "tokenizer.json", pre_tokenizer=split(r"((((((.+)+)+)+)+)+)+(?<=~)"))
+
+
+@case("tokenizer that doubles its text", "encoding", CHECKPOINT, r"tokenizer .*(more than|ended)")
+def _(folder: Path) -> Path:
+    steps = [replace({"String": "e"}, "ee")] * 60
+    return with_json(
+        folder, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps}
+    )
+
+
+@case("tokenizer that searches when it decodes", "tokenizer", CHECKPOINT, r"its decoder searches")
+def _(folder: Path) -> Path:
+    return with_json(folder, "tokenizer.json", decoder=replace({"Regex": "(a+)+$"}, ""))
+
+
 # Chat templates
+
+
+def own_template(name: str, template: Any) -> None:
+    @case(f"template {name}", "template", CHECKPOINT, r"its chat template is a \w+, wanted text")
+    def _(folder: Path) -> Path:
+        copy = with_json(folder, "tokenizer_config.json", chat_template=template)
+        (copy / "chat_template.jinja").unlink()
+        return copy
+
+
+own_template("that is a number", 3)
+own_template("that is true", True)
+own_template("that is a number by name", [{"name": "default", "template": 3}])
 
 TOO_LONG, TOO_LARGE = r"more than 1 s of processor time", r"more than 512 MiB"
 template_case("of 10^12 rounds", r"Range too big", "{% for i in range(10**12) %}.{% endfor %}")

@@ -213,7 +213,47 @@ def _(folder: Path) -> Path:
     return copy
 
 
+def shard(folder: Path, name: str) -> Path:
+    copy = checkpoint(folder)
+    (copy / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": name}}
+    return written(copy, "model.safetensors.index.json", json.dumps(index)).parent
+
+
+@case("shard with a name of 9,999 letters", "model", CHECKPOINT, r"index\.json .*too long")
+def _(folder: Path) -> Path:
+    return shard(folder, "x" * 9999)
+
+
+@case("shard that is hidden", "model", CHECKPOINT, r"it names '\.own', wanted files beside it")
+def _(folder: Path) -> Path:
+    return shard(folder, ".own")
+
+
 # Manifests
+
+
+@case("manifest elsewhere", "model", CHECKPOINT, r"MANIFEST\.json is a link to .*, out of")
+def _(folder: Path) -> Path:
+    copy = checkpoint(folder, sealed=True)
+    (copy / MANIFEST_NAME).unlink()
+    (copy / MANIFEST_NAME).symlink_to(folder / "target" / MANIFEST_NAME)
+    return copy
+
+
+@case("tokenizer out of a sealed checkpoint", "tokenizer", CHECKPOINT, r"tokenizer\.json is a link")
+def _(folder: Path) -> Path:
+    copy = checkpoint(folder, sealed=True)
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").symlink_to(folder / "target" / "tokenizer.json")
+    return copy
+
+
+@case("folder out of a sealed checkpoint", "model", CHECKPOINT, r"more is a link to .*, out of")
+def _(folder: Path) -> Path:
+    copy = checkpoint(folder, sealed=True)
+    (copy / "more").symlink_to(folder / "target")
+    return copy
 
 
 @case("wrong hash", "model", CHECKPOINT, r"model\.safetensors has sha256")
