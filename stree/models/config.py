@@ -104,7 +104,8 @@ class HybridConfig:
         if rope.get("rope_type", rope.get("type", "default")) != "llama3":
             return
         names = (*ROPE_NUMBERS, ROPE_LENGTH)
-        factor, low, high, length = numbers = [rope.get(name) for name in names]
+        numbers: list[Any] = [rope.get(name) for name in names]
+        factor, low, high, length = numbers
         if not all(isinstance(number, int | float) for number in numbers) or not (
             1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= length < math.inf
         ):
