@@ -233,7 +233,7 @@ template_case(
 template_case("of an endless number", TOO_LONG, "{{ 9 ** (9 ** 9) }}")
 template_case("of 10^10 letters", TOO_LARGE, "{{ 'a' * 10**10 }}")
 template_case(
-    "that doubles its text", TOO_LARGE,
+    "that doubles its text", f"{TOO_LARGE}|{TOO_LONG}",  # whichever a busy machine meets first
     "{% set n = namespace(a='a' * 999) %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}"
     "{% endfor %}{{ n.a }}",
 )  # fmt: skip

@@ -177,6 +177,25 @@ def test_the_published_8b_config_gives_the_documented_shapes(tmp_path):
         assert HybridModel(config).num_parameters() == 8_301_352_448
 
 
+def test_the_keys_of_the_published_mamba2_config_are_known(tmp_path):
+    """Those of Mamba-Codestral-7B, as transformers 4.44 wrote them."""
+    write_json(
+        tmp_path / "config.json",
+        _name_or_path="/raid/", architectures=["Mamba2ForCausalLM"], bos_token_id=0, chunk_size=256,
+        conv_kernel=4, eos_token_id=0, expand=2, head_dim=64, hidden_act="silu", hidden_size=4096,
+        initializer_range=0.1, intermediate_size=8192, layer_norm_epsilon=1e-05,
+        model_type="mamba2", n_groups=8, norm_before_gate=True, num_heads=128,
+        num_hidden_layers=64, pad_token_id=0, rescale_prenorm_residual=False,
+        residual_in_fp32=True, rms_norm=True, state_size=128, tie_word_embeddings=False,
+        time_step_floor=0.0001, time_step_init_scheme="random", time_step_limit=[0.0, math.inf],
+        time_step_max=0.1, time_step_min=0.001, time_step_rank=256, time_step_scale=1.0,
+        torch_dtype="bfloat16", transformers_version="4.44.0.dev0", use_bias=False, use_cache=True,
+        use_conv_bias=True, vocab_size=32768,
+    )  # fmt: skip
+    config = load_config(tmp_path)
+    assert config.num_ssm_heads == 128 and config.dt_limit == (0.0, math.inf)
+
+
 def test_generation_config_names_more_ends(tmp_path):
     mamba_in_llama(tmp_path)
     write_json(tmp_path / "generation_config.json", eos_token_id=[7, 8, 9])
