@@ -23,6 +23,11 @@ class UsageError(StreeError):
     """Wrong arguments or configuration."""
 
 
+class NotFound(UsageError):
+    """A file or folder that was named and is not there, whatever it was to hold: what is there and
+    is wrong has the code of its kind."""
+
+
 class BadData(StreeError):
     """Conversations or benchmark files that cannot be used."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stree.errors import CheckpointRefused
+from stree.errors import CheckpointRefused, NotFound
 from stree.files import require_own_files
 from stree.models.config import HybridConfig
 from stree.plain_data import read_json
@@ -47,12 +47,12 @@ _KNOWN_PATTERNS = {
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """Return the `transformers` tokenizer stored in `directory`; no network, no remote code.
 
-    Raises CheckpointRefused when the folder or its tokenizer files are absent or unreadable, or
-    when `require_own_files` refuses one of those that the library may open.
+    Raises NotFound without the folder, CheckpointRefused when its tokenizer files are absent or
+    unreadable, or when `require_own_files` refuses one of those that the library may open.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointRefused(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stree.errors import UsageError
+from stree.errors import NotFound, UsageError
 from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 256
@@ -71,7 +71,7 @@ class TokenTree:
             return cls.paper()
         path = Path(name)
         if not path.is_file():
-            raise UsageError(f"no tree {name!r}: give paper, chain-N, or the path of a YAML file")
+            raise NotFound(f"no tree {name!r}: give paper, chain-N, or the path of a YAML file")
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stree.errors import BadData
+from stree.errors import BadData, NotFound
 
 Turn = tuple[str, str]  # (role, text), role one of "system", "user", "assistant"
 
@@ -102,8 +102,8 @@ def read_conversations(
     limit: stop after this many accepted conversations.
     max_chars: characters of text above which a row counts as huge.
 
-    Raises `BadData`: the source cannot be opened, an archive breaks off, a bad row in strict mode,
-    and, when the rows run out, if none was accepted.
+    Raises `NotFound` when there is no such source, and `BadData`: it cannot be read, an archive
+    breaks off, a bad row in strict mode, and, when the rows run out, if none was accepted.
     """
     report = ReadReport(str(source))
     return _accepted(_rows(source, max_chars), report, strict, limit, max_chars), report
@@ -209,7 +209,7 @@ def _rows(source: str | Path, max_chars: int) -> Iterator[tuple[str, Any]]:
         (*LINE_SUFFIXES, ".parquet", ".json")
     )
     if looks_local or not DATASET_NAME.fullmatch(name):
-        raise BadData(f"{name}: no such file or folder")
+        raise NotFound(f"{name}: no such file or folder")
     return _dataset_rows(name, on_disk=False)
 
 
@@ -309,6 +309,7 @@ def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
     import datasets
 
     path, _, split = (name, "", "") if on_disk else name.partition(":")
+    dataset: Any = None
     try:
         if on_disk:
             dataset = datasets.load_from_disk(path)
@@ -323,6 +324,11 @@ def _dataset_rows(name: str, on_disk: bool) -> Iterator[tuple[str, Any]]:
     except BadData:
         raise
     except Exception as error:  # a damaged folder makes it raise whatever Python can
+        if dataset is None and not on_disk:
+            raise NotFound(
+                f"{name}: no such file or folder, and `datasets` cannot fetch it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         raise BadData(
             f"{name}: `datasets` cannot load it: {type(error).__name__}: {error}"
         ) from error

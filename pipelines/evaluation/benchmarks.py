@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stree.errors import BadData, UsageError
+from stree.errors import BadData, NotFound, UsageError
 from stree.plain_data import parse_json
 from stree_pipelines.evaluation.records import config_hash
 
@@ -80,7 +80,7 @@ def _find(name_or_path: str, directory: Path) -> Path:
         if given.is_dir():
             given = given / CORPUS_PROMPTS
         if not given.is_file():
-            raise UsageError(f"no benchmark file {given}")
+            raise NotFound(f"no benchmark file {given}")
         return given
     candidates = [directory / f"{name_or_path}.jsonl"]
     if name_or_path == CORPUS_BENCHMARK:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.errors import CheckpointRefused, UsageError
+from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import verify_manifest
 from stree.plain_data import read_json
 from stree_pipelines.data.packing import Packing, TokenTable
@@ -198,11 +198,14 @@ def read_cache_file(cache: Path) -> dict[str, Any] | None:
 
 
 class TeacherCache:
-    """A finished cache, open for reading. Raises CheckpointRefused when there is none."""
+    """A finished cache, open for reading. Raises NotFound without the folder, CheckpointRefused
+    when it holds none."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         content = read_cache_file(self.directory)
+        if content is None and not self.directory.is_dir():
+            raise NotFound(f"no folder {self.directory}: {AGAIN}")
         if content is None:
             raise CheckpointRefused(f"{self.directory} holds no teacher cache: {AGAIN}")
         self.content = content

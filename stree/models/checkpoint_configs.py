@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stree.errors import CheckpointRefused, UsageError
+from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import require_own_files
 from stree.models import config_keys
 from stree.models.checked_json import CheckedJson
@@ -44,11 +44,11 @@ class CheckpointConfig:
 def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     """Read the config files of `directory`.
 
-    Raises CheckpointRefused when they are absent, unreadable, foreign, incomplete, or ask for
-    something that the model does not do.
+    Raises NotFound without the folder, and CheckpointRefused when they are absent, unreadable,
+    foreign, incomplete, or ask for something that the model does not do.
     """
     if not directory.is_dir():
-        raise CheckpointRefused(f"no folder {directory}: give the path of a checkpoint")
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
     values = CheckedJson.load(directory / "config.json")
     layout = _layout_of(values)

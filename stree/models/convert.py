@@ -49,7 +49,7 @@ _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def load_config(path: str | os.PathLike[str]) -> HybridConfig:
-    """The config of the checkpoint folder `path`; raises CheckpointRefused as `load_model` does."""
+    """The config of the checkpoint folder `path`; raises as `load_model` does."""
     return read_checkpoint_config(Path(path)).model
 
 
@@ -65,8 +65,9 @@ def load_model(
     state-spaces adds to round its vocabulary up are dropped. The manifest's tokenizer fingerprint
     stays with the model, so that a `Decoder` can compare.
 
-    Raises CheckpointRefused, with what was found and what was wanted, for a foreign or
-    unsupported config, a damaged file, and missing, unexpected or misshapen tensors.
+    Raises NotFound without the folder, and CheckpointRefused, with what was found and what was
+    wanted, for a foreign or unsupported config, a damaged file, and missing, unexpected or
+    misshapen tensors.
     """
     directory = Path(path)
     if directory.is_symlink():

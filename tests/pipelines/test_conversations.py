@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from stree.errors import BadData
+from stree.errors import BadData, NotFound
 from stree_pipelines.data.conversations import REASONS, Conversation, read_conversations
 
 HUMAN = {"from": "human", "value": "hi"}
@@ -188,7 +188,7 @@ def test_a_line_too_long_is_never_held(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "two words"])
 def test_missing_source_is_named(name):
-    with pytest.raises(BadData, match="no such file"):
+    with pytest.raises(NotFound, match="no such file"):
         list(read_conversations(name)[0])
 
 
@@ -279,12 +279,19 @@ def test_dataset_by_name_takes_its_split(monkeypatch):
     assert asked == [("owner/chats", "test_sft", True), ("owner/chats", "train", True)]
 
 
-def test_dataset_that_cannot_be_loaded_is_bad_data(monkeypatch):
+def test_dataset_that_is_not_there_is_told_from_one_that_breaks_off(monkeypatch):
     import datasets
 
-    def load_dataset(name, split, streaming):
+    def absent(name, split, streaming):
         raise FileNotFoundError("no such dataset on the hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(BadData, match=r"owner/chats: .*no such dataset"):
+    def breaks_off(name, split, streaming):
+        yield {"conversations": []}
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(datasets, "load_dataset", absent)
+    with pytest.raises(NotFound, match=r"owner/chats: no such file .*no such dataset"):
+        list(read_conversations("owner/chats")[0])
+    monkeypatch.setattr(datasets, "load_dataset", breaks_off)
+    with pytest.raises(BadData, match=r"owner/chats: .*reset by peer"):
         list(read_conversations("owner/chats")[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stree.errors import BadData, CheckpointRefused, UsageError
+from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation, permutation
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.module import real_tokens
@@ -294,8 +294,8 @@ def test_show_mask_prints_a_conversation(paths):
         ({"limit": 0}, UsageError, "limit must be at least 1"),
         ({"seed": -1}, UsageError, "seed must not be negative"),
         ({"train": []}, UsageError, "names no data"),
-        ({"train": "missing.jsonl"}, BadData, "no such file"),
-        ({"tokenizer": "missing"}, CheckpointRefused, "missing"),
+        ({"train": "missing.jsonl"}, NotFound, "no such file"),
+        ({"tokenizer": "missing"}, NotFound, "missing"),
         ({"template": "missing"}, UsageError, "no chat template"),
         ({"sequence_length": 2}, BadData, "raise it"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace
 
-from stree.errors import BadData, InvariantBroken
+from stree.errors import InvariantBroken, NotFound
 from stree_pipelines import distill
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.restarts import note_start
@@ -67,7 +67,7 @@ def test_three_restarts_without_progress_end_the_chain(workspace, tmp_path, monk
 def test_what_is_refused_is_no_restart(workspace, tmp_path):
     absent = ("--data.train", str(tmp_path / "absent.jsonl"))
     for _ in range(2):
-        with pytest.raises(BadData, match="absent"):
+        with pytest.raises(NotFound, match="absent"):
             distill.main(distill_arguments(workspace, tmp_path / "run", *absent, steps=1))
     assert not (tmp_path / "run/restarts.json").exists()
 

@@ -300,7 +300,7 @@ def test_a_stale_cache_is_refused(workspace, small, tmp_path):
     refuses(
         workspace, small, "temperature 1.0, this run has 2", tmp_path, "--model.temperature", "2"
     )
-    refuses(workspace, tmp_path / "nowhere", "holds no teacher cache", tmp_path)
+    refuses(workspace, tmp_path, "holds no teacher cache", tmp_path)
     shutil.rmtree(other / "target")
     model = load_model(workspace / "target")
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stree.errors import CheckpointRefused
+from stree.errors import CheckpointRefused, NotFound
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "tree", "grows"]
@@ -67,7 +67,6 @@ def test_each_difference_is_refused_and_named(tmp_path, difference, named):
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
-        (lambda folder: folder.rmdir(), "no folder"),
         (lambda folder: None, "holds no tokenizer"),
         (lambda folder: (folder / "tokenizer.json").write_text('{"vers'), "cannot be read"),
     ],
@@ -78,3 +77,8 @@ def test_absent_or_damaged_tokenizer_is_refused(tmp_path, prepare, reason):
     prepare(folder)
     with pytest.raises(CheckpointRefused, match=reason):
         load_tokenizer(folder)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFound, match="no folder"):
+        load_tokenizer(tmp_path / "model")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from stree.errors import CannotWrite, CheckpointRefused, UsageError
+from stree.errors import CannotWrite, CheckpointRefused, NotFound, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.models.checkpoint_configs import config_files
 from stree.models.config import HybridConfig
@@ -659,5 +659,5 @@ def test_unreadable_configs_are_refused(tmp_path, content, reason):
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(CheckpointRefused, match="no folder"):
+    with pytest.raises(NotFound, match="no folder"):
         load_model(tmp_path / "nowhere")
