@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from stree.errors import CheckpointRefused
+from stree.errors import CheckpointRefused, NotFound
 from stree.files import MANIFEST_NAME, read_manifest, require_own_files, sha256_of_file
 from stree.speculation_profile import PROFILE_NAME
 
@@ -22,12 +22,12 @@ def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
     it, and what it says to people (*.md) do not count.
 
     Taken from the manifest where there is one (loading verifies that it is true), else read from
-    the files. Raises CheckpointRefused when there are no weights.
+    the files. Raises NotFound without the folder, CheckpointRefused without weights.
     """
     directory = Path(directory)
     manifest = directory / MANIFEST_NAME
     if not directory.is_dir():
-        raise CheckpointRefused(f"no checkpoint folder {directory}")
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     if not any(name.endswith(_WEIGHT_SUFFIXES) for name in names):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -160,7 +161,8 @@ class Decoder:
 
     Args: drafter, a model or anything that fills trees (`Drafter`); without one, decoding is
     autoregressive. tree, the token tree (default with a drafter: the paper's). max_length, the
-    longest sequence, prompt included. tokenizer, needed for stop strings only.
+    longest sequence, prompt included; beyond the target's positions it warns. tokenizer, needed for
+    stop strings only.
     Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
     fingerprints in their checkpoints' manifests).
     """
@@ -174,6 +176,16 @@ class Decoder:
         max_length: int = 2048,
         tokenizer: Any = None,
     ) -> None:
+        require_max_length(max_length)
+        positions = target.config.max_position_embeddings
+        if target.config.attn_layers and max_length > positions:
+            # Angles are computed for any position, as transformers does it: the text gets worse,
+            # and nothing breaks.
+            warnings.warn(
+                f"max_length is {max_length}, and the target was made for {positions} positions: "
+                "beyond them it decodes on, but its attention was not trained there",
+                stacklevel=2,
+            )
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if drafter is None and tree.num_nodes > 1:
@@ -479,6 +491,12 @@ class Decoder:
         widest = max(map(len, self.tree.children))
         if widest > vocabulary:
             raise UsageError(f"{self.tree} has {widest} siblings for {vocabulary} tokens")
+
+
+def require_max_length(max_length: int) -> None:
+    """Raise `UsageError` when no sequence could be that long."""
+    if not isinstance(max_length, Integral) or max_length < 1:
+        raise UsageError(f"max_length is {max_length!r}, wanted a whole number of at least 1")
 
 
 def generate(

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.engine import Decoder
-from stree.errors import CheckpointRefused, UsageError, naming_what_does_not_fit
+from stree.engine import Decoder, GenerationConfig, require_max_length
+from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -27,7 +28,7 @@ def load(
     tree: TokenTree | str | None = None,
     temperature: float = 0.0,
     device: torch.device | str = "auto",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048,
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
@@ -36,15 +37,17 @@ def load(
     recommends for this kind of device and temperature (no drafter at all where plain decoding was
     fastest), and the paper's where nothing fitting was measured, or with other files than these
     two checkpoints; a warning says which of the two.
-    temperature, what is going to be decoded with. device, "auto" is a GPU if there is one.
-    Raises `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
+    temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
+    of the weights, also by name. max_length, the longest sequence, prompt included.
+    Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
+    not there, `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
     than the target's.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f'there is no device "{device}" here; "auto" takes what there is')
+    device, dtype = find_device(device), _floating_point(dtype)
+    require_max_length(max_length)
+    GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = _folder(target)
     tokenizer = load_tokenizer(target_folder)
     drafting = None
@@ -55,11 +58,11 @@ def load(
             tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
             if remark:
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
-        elif isinstance(tree, str):
+        elif not isinstance(tree, TokenTree):
             tree = TokenTree.load(tree)
         if tree.num_nodes > 1:
             drafting = load_model(drafter_folder, device, dtype)
-    elif isinstance(tree, str):
+    elif tree is not None and not isinstance(tree, TokenTree):
         tree = TokenTree.load(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
@@ -70,6 +73,30 @@ def load(
             stacklevel=2,
         )
     return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
+
+
+def find_device(device: torch.device | str) -> torch.device:
+    """A CPU or a GPU by its name in PyTorch. Raises `UsageError` when it is none, or not here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UsageError(f'device is {str(device)!r}, wanted "auto", "cpu", "cuda" or "cuda:N"')
+    num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= num_here:
+        raise UsageError(
+            f'there is no device "{found}" here, PyTorch sees {num_here} GPUs; "auto" takes what '
+            "there is"
+        )
+    return found
+
+
+def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}, wanted one of {', '.join(DTYPES)}")
+    return getattr(torch, name)
 
 
 def _measured_tree(
@@ -114,7 +141,7 @@ def _folder(name: str | os.PathLike[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(str(name)))
     except Exception as error:  # of the network, the name, the cache: they have no common base
         reason = " ".join(str(error).split())
-        raise CheckpointRefused(
+        raise NotFound(
             f"there is no folder {name}, and no such repository can be fetched ({reason}): give "
             "the path of a checkpoint folder, or a name on the hub"
         ) from error

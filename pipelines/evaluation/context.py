@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stree.errors import CheckpointRefused, UsageError
+from stree.loading import find_device
 from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
 from stree_pipelines.evaluation.records import Environment
@@ -107,10 +108,7 @@ def pick_device(device: str) -> torch.device:
     if device in ("auto", "cuda"):
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return torch.device("cuda", index)
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device is {device!r}, wanted auto, cpu, cuda or cuda:N") from error
+    return find_device(device)
 
 
 def pick_dtype(name: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import random
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -364,6 +365,41 @@ def test_settings_are_numbers(wrong):
 def test_an_eos_that_is_no_token_is_refused():
     with pytest.raises(UsageError, match="eos_token_id 99999 is not among"):
         Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8])
+def test_an_eos_may_be_numpy_s_integer(kind):
+    decoder = Decoder(tiny_model(1), max_length=99)
+    tokens = decoder.generate([1, 2], GenerationConfig(8)).tokens
+    for given in (kind(tokens[3]), [kind(tokens[3])], np.array([tokens[3]], dtype=kind)):
+        out = decoder.generate([1, 2], GenerationConfig(8, eos_token_id=given))
+        assert out.finish_reason == "eos"
+        assert out.tokens == tokens[: tokens.index(tokens[3]) + 1]
+
+
+@pytest.mark.parametrize("max_length", [0, -1, 2.5, None, "99"])
+def test_a_length_of_nothing_is_refused(max_length):
+    with pytest.raises(UsageError, match=f"max_length is {max_length!r}, wanted a whole number"):
+        Decoder(tiny_model(1), max_length=max_length)
+
+
+def test_more_than_the_target_s_positions_is_told_once_and_decoded():
+    """Equal to one pass over the whole sequence there, too; without attention nothing has a place,
+    so nothing is told."""
+    target = tiny_model(1, max_position_embeddings=16)
+    with pytest.warns(
+        UserWarning, match="max_length is 40, and the target was made for 16"
+    ) as said:
+        decoder = Decoder(target, max_length=40)
+        out = decoder.generate([1, 2, 3], GenerationConfig(30))
+    assert len(said) == 1 and said[0].filename == __file__
+    with torch.no_grad():
+        whole = target(torch.tensor([[1, 2, 3, *out.tokens]]))[0]
+    assert whole[2:-1].argmax(-1).tolist() == out.tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Decoder(target, max_length=16)
+        Decoder(tiny_model(1, attn_layers=(), max_position_embeddings=16), max_length=40)
 
 
 def test_what_does_not_fit_is_named(monkeypatch):

@@ -12,7 +12,7 @@ from tiny_run import make_workspace
 
 import stree
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.errors import CheckpointRefused
+from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import add_files
 from stree.models.convert import load_model, save_model
 from stree.speculation_profile import (
@@ -193,9 +193,9 @@ def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     load_quietly(workspace / "target", "someone/drafter", tree="paper")
     assert asked == ["someone/drafter"]
-    with pytest.raises(CheckpointRefused, match=r"no folder some/one.*404 for some/one"):
+    with pytest.raises(NotFound, match=r"no folder some/one.*404 for some/one"):
         stree.load("some/one", device="cpu")
-    with pytest.raises(CheckpointRefused, match="no folder"):
+    with pytest.raises(NotFound, match="no folder"):
         stree.load(workspace / "absent", device="cpu")
     assert len(asked) == 2
 
@@ -205,3 +205,53 @@ def test_dtype_and_length_reach_the_models(workspace, drafter):
         workspace / "target", drafter, tree="paper", dtype=torch.bfloat16, max_length=77
     )
     assert decoder.target.dtype == torch.bfloat16 and decoder.max_length == 77
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16], ids=lambda value: repr(value)
+)
+def test_a_dtype_goes_by_its_name_too(dtype, workspace):
+    assert load_quietly(workspace / "target", dtype=dtype).target.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8', wanted one of float32, bfloat16, float16, float64"),
+        ({"dtype": torch.int64}, "dtype is 'int64', wanted one of float32"),
+        ({"dtype": 16}, "dtype is '16', wanted one of float32"),
+        ({"device": "gpu"}, 'device is \'gpu\', wanted "auto", "cpu", "cuda" or "cuda:N"'),
+        ({"device": "meta"}, "device is 'meta', wanted \"auto\""),
+        ({"device": None}, "device is 'None', wanted \"auto\""),
+        ({"device": "cuda:99"}, 'there is no device "cuda:99" here, PyTorch sees '),
+        ({"max_length": 0}, "max_length is 0, wanted a whole number of at least 1"),
+        ({"max_length": -5}, "max_length is -5, wanted a whole number"),
+        ({"max_length": 9.5}, "max_length is 9.5, wanted a whole number"),
+        ({"max_length": "99"}, "max_length is '99', wanted a whole number"),
+        ({"temperature": -1}, "temperature is -1, wanted 0"),
+        ({"temperature": float("nan")}, "temperature is nan, wanted 0"),
+        ({"temperature": "cold"}, "temperature is 'cold', wanted a number"),
+    ],
+)
+def test_what_no_decoder_could_use_is_one_line_before_anything_is_read(options, line):
+    with pytest.raises(UsageError) as refused:
+        stree.load("nowhere", **{"device": "cpu", **options})
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_tree_may_be_a_path(workspace, drafter, tmp_path):
+    (tmp_path / "tree.yaml").write_text("parents: [-1, 0, 0]")
+    decoder = load_quietly(workspace / "target", drafter, tree=tmp_path / "tree.yaml")
+    assert decoder.tree.num_nodes == 3
+    with pytest.raises(NotFound, match=r"no tree .*absent\.yaml"):
+        stree.load(workspace / "target", drafter, tree=tmp_path / "absent.yaml", device="cpu")
+
+
+def test_beyond_the_target_s_positions_it_warns_and_decodes(workspace):
+    """Nothing breaks there, as in transformers; what is written there is another matter."""
+    decoder = load_quietly(workspace / "target", max_length=4096)
+    with pytest.warns(UserWarning, match="max_length is 4097, and the target was made for 4096"):
+        longer = stree.load(workspace / "target", device="cpu", max_length=4097)
+    settings = stree.GenerationConfig(max_new_tokens=4, ignore_eos=True)
+    prompt = decoder.tokenizer("What is 1 plus 2?")["input_ids"]
+    assert longer.generate(prompt, settings).tokens == decoder.generate(prompt, settings).tokens
