@@ -7,6 +7,7 @@ python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import stree.threads  # noqa: F401  (before torch is loaded)
@@ -21,7 +22,7 @@ from stree_pipelines.benches.options import device_of, require_numbers, require_
 from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import memory_line, model_line
+from stree_pipelines.dry_run import MemoryNeeds, model_line
 from stree_pipelines.estimates import cache_bytes, decoding_memory, num_parameters
 
 TESTS = [
@@ -31,6 +32,7 @@ TESTS = [
     "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
+LESS = "fewer --what or --nodes, or a smaller --context, need less"
 WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs")
 
 
@@ -70,17 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
     if "steps" in options.what and not (options.taus and all(t >= 1 for t in options.taus)):
         raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
     if options.dry_run:
-        print(
-            describe(
-                options.shape, options.what, options.nodes, options.context, device.type == "cuda"
-            )
-        )
+        for line in describe(
+            options.shape, options.what, options.nodes, options.context, device.type == "cuda"
+        ):
+            print(line, flush=True)
         return
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
     require_green(TESTS)
-    advice = "fewer --what or --nodes, or a smaller --context, need less"
-    with ops.current(device), naming_what_does_not_fit(advice):
+    with ops.current(device), naming_what_does_not_fit(LESS):
         rows = measure(options, device)
     write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
 
@@ -109,9 +109,11 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def describe(shape: str, what: list[str], nodes: list[int], context: int, on_cuda: bool) -> str:
+def describe(
+    shape: str, what: list[str], nodes: list[int], context: int, on_cuda: bool
+) -> Iterator[str]:
     """What there is to measure, and the memory that it takes at most: one target call's cache at a
-    time, or those of unrolled trees."""
+    time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
     target, drafter = SHAPES[shape], drafter_config(shape)
     memory = decoding_memory(
         target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
@@ -124,9 +126,12 @@ def describe(shape: str, what: list[str], nodes: list[int], context: int, on_cud
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
     counts = ", ".join(map(str, nodes))
-    plan = f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
-    models = [model_line("target", target), model_line("drafter", drafter)]
-    return "\n".join([*models, plan, memory_line(memory, on_cuda)])
+    yield model_line("target", target)
+    yield model_line("drafter", drafter)
+    yield f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
+    needs = MemoryNeeds(memory, on_cuda)
+    yield str(needs)
+    needs.require(LESS)
 
 
 if __name__ == "__main__":

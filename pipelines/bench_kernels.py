@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import stree.threads  # noqa: F401  (before torch is loaded)
@@ -22,7 +22,7 @@ from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import memory_line
+from stree_pipelines.dry_run import MemoryNeeds
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),
@@ -186,6 +186,7 @@ def _fused(device: torch.device) -> bool:
     return ops.fused(device, torch.bfloat16)
 
 
+LESS = "fewer --nodes or --layers, or a smaller --context, need less"
 PRODUCTS = ("linear_swiglu", "linear", "linear_parts")
 OPS: dict[str, Callable[..., dict[str, Callable[[], object]]]] = {
     "mamba_tree": _scan, "attend_tree": _attention,
@@ -193,8 +194,11 @@ OPS: dict[str, Callable[..., dict[str, Callable[[], object]]]] = {
 }  # fmt: skip
 
 
-def describe(name: str, nodes: list[int], context: int, layers: int, device: torch.device) -> str:
-    """What there is to measure, and the memory of its largest buffers."""
+def describe(
+    name: str, nodes: list[int], context: int, layers: int, device: torch.device
+) -> Iterator[str]:
+    """What there is to measure, and the memory of its largest buffers. Raises OutOfMemory, when all
+    is said, where there is less."""
     shape, (_, kv_heads, dim), (width, inside) = MIXERS[name], HEADS[name], MLPS[name]
     slots = context + 2 * max(nodes)
     memory = {
@@ -203,8 +207,10 @@ def describe(name: str, nodes: list[int], context: int, layers: int, device: tor
         "weights": 2 * 2 * layers * width * inside,
     }
     counts = ", ".join(map(str, nodes))
-    what = f"{', '.join(OPS)} over {counts} nodes, {layers} layers, {context} committed"
-    return f"{what}\n{memory_line(memory, device.type == 'cuda')}"
+    yield f"{', '.join(OPS)} over {counts} nodes, {layers} layers, {context} committed"
+    needs = MemoryNeeds(memory, device.type == "cuda")
+    yield str(needs)
+    needs.require(LESS)
 
 
 @torch.no_grad()
@@ -227,13 +233,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     require_results_file(options.out)
     if options.dry_run:
-        print(describe(options.shape, options.nodes, options.context, options.layers, device))
+        for line in describe(options.shape, options.nodes, options.context, options.layers, device):
+            print(line, flush=True)
         return
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu times the plain twins")
     require_green(TESTS)
-    advice = "fewer --nodes or --layers, or a smaller --context, need less"
-    with ops.current(device), naming_what_does_not_fit(advice):
+    with ops.current(device), naming_what_does_not_fit(LESS):
         rows = measure(
             options.shape, options.nodes, options.context, options.layers, options.repeats, device
         )

@@ -32,7 +32,7 @@ from stree_pipelines.benches.models import SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import memory_line, model_line
+from stree_pipelines.dry_run import MemoryNeeds, model_line
 from stree_pipelines.estimates import training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.sharding import require_supported
@@ -98,18 +98,20 @@ def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
 def describe(
     shape: str, strategies: list[str], processes: list[int], batch_size: int,
     sequence_length: int, steps: int, on_cuda: bool,
-) -> str:  # fmt: skip
-    """The runs, and the memory of a process in fp32 that shares nothing."""
+) -> Iterator[str]:  # fmt: skip
+    """The runs, and the memory of a process in fp32 that shares nothing. Raises OutOfMemory, when
+    all is said, where there is less."""
     target = TARGETS[shape]
     drafter = drafter_config_from(target)
     memory = training_memory(drafter, (batch_size, sequence_length), "32-true", on_cuda, target)
     runs = ", ".join(f"{strategy} on {count}" for strategy, count in _runs(strategies, processes))
     rows = batch_size * max(processes)
-    return "\n".join([
-        model_line("target", target), model_line("drafter", drafter),
-        f"runs: {runs}; each {steps} steps of {rows} rows of {sequence_length} tokens",
-        "each process, unsharded and in fp32, " + memory_line(memory, on_cuda),
-    ])  # fmt: skip
+    yield model_line("target", target)
+    yield model_line("drafter", drafter)
+    yield f"runs: {runs}; each {steps} steps of {rows} rows of {sequence_length} tokens"
+    needs = MemoryNeeds(memory, on_cuda)
+    yield f"each process, unsharded and in fp32, {needs}"
+    needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
 
 
 def _make_workspace(
@@ -165,12 +167,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise UsageError(f"--more may not set {name}: --steps decides it")
     require_results_file(options.out)
     if options.dry_run:
-        print(
-            describe(
-                options.shape, options.strategies, options.processes, options.batch_size,
-                options.sequence_length, options.steps, device.type == "cuda",
-            )
-        )  # fmt: skip
+        for line in describe(
+            options.shape, options.strategies, options.processes, options.batch_size,
+            options.sequence_length, options.steps, device.type == "cuda",
+        ):  # fmt: skip
+            print(line, flush=True)
         return
     if device.type == "cuda" and torch.cuda.device_count() < max(options.processes):
         raise UsageError(

@@ -11,11 +11,8 @@ together, or for the one that it names; the sign of its change is part of it.
 from __future__ import annotations
 
 import sys
-from argparse import RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
-
-from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import exit_with_reason
 from stree_pipelines.command_line import CommandParser
@@ -29,13 +26,9 @@ from stree_pipelines.gate.baseline import Baseline
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
 
 
-class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the example on lines of its own."""
-
-
 def build_parser() -> CommandParser:
     """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
-    parser = CommandParser("benchmark_checkpoint.py", description=__doc__, formatter_class=_Help)
+    parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
     add = parser.add_argument
     add("checkpoint", type=str, help="drafter folder to judge")
     add("--config", action="config", help="YAML file with any of these options")
@@ -80,13 +73,10 @@ def main(arguments: list[str] | None = None) -> None:
         evaluation = Evaluation(settings, workers=Workers.unconnected())
         stored = stored_rows(evaluation, checkpoint, baseline, thresholds)
         measured = [checkpoint] if stored else [checkpoint, str(baseline.folder)]
-        text = describe_evaluation(
-            evaluation,
-            measured,
-            {"baseline": options["baseline"], "fail_below": options["fail_below"]},
-        )
-        if evaluation.workers.is_main:
-            print(text)
+        more = {"baseline": options["baseline"], "fail_below": options["fail_below"]}
+        for line in describe_evaluation(evaluation, measured, more):
+            if evaluation.workers.is_main:
+                print(line, flush=True)
         return
     if Workers.unconnected().is_main:
         summary.forget(out)  # what an earlier checkpoint got must not stand for this one

@@ -15,7 +15,6 @@ from __future__ import annotations
 import stree.threads  # noqa: F401  (before torch is loaded)
 
 import torch
-from lightning.pytorch.cli import LightningArgumentParser
 
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
@@ -23,24 +22,40 @@ from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
-from stree_pipelines.dry_run import config_lines, memory_line, model_line, require_writable
+from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, require_writable
 from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.training.cli import quieten
 from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.run_folder import describe_code
 from stree_pipelines.training.teacher_cache import CacheSpec
 from stree_pipelines.training.teacher_cache_writer import CacheWriter
+
+# Of what the YAML files of a distillation may hold.
+READ = {
+    "help", "config", "model.target", "model.target_dtype", "model.temperature", "data.train",
+    "data.valid", "data.sequence_length", "data.batch_size", "data.template", "data.strict",
+    "data.limit", "trainer.precision",
+}  # fmt: skip
 
 
 class CacheCLI(DistillCLI):
     """Parses what a distillation parses, and makes its cache instead of training."""
 
-    description = "Compute a target's top-k outputs once; the same command goes on."
+    description = (
+        "Compute a target's top-k outputs once; the same command goes on.\n"
+        "Of a file of distill.py it reads the options below."
+    )
+    usage = "--config FILE --out FOLDER"
     trains = False
 
-    def add_own_options(self, parser: LightningArgumentParser) -> None:
+    def is_shown(self, name: str) -> bool:
+        return name in READ or name in self._own_options
+
+    def add_own_options(self, parser: TrainingParser) -> None:
+        before = set(parser.known_options())
         add = parser.add_argument
         add("--out", type=str, required=True, help="Folder of the cache.")
         add("--top_k", "--top-k", type=int, default=64, help="Tokens kept of each prediction.")
@@ -50,6 +65,7 @@ class CacheCLI(DistillCLI):
             help="Predictions in a shard: what a kill loses at most.")  # fmt: skip
         add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
         add("--dry_run", "--dry-run", action="store_true", help="Say what it would take, and exit.")
+        self._own_options = {each.lstrip("-") for each in set(parser.known_options()) - before}
 
     def before_instantiate_classes(self) -> None:
         quieten()
@@ -104,8 +120,10 @@ class CacheCLI(DistillCLI):
         shape = data.batch_size, data.sequence_length
         print(config_lines(self.config_dump))
         print(model_line("target", config))
-        print(memory_line(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda))
+        memory = MemoryNeeds(forward_memory(config, shape, precision, on_cuda, dtype), on_cuda)
+        print(memory, flush=True)
         require_writable(self.options["out"])
+        memory.require("lower data.batch_size, or use model.target_dtype bfloat16")
 
 
 def describe(writer: CacheWriter) -> str:

@@ -1,31 +1,60 @@
-"""What the commands' parsers share: a mistake is one line that names it, and exit code 2."""
+"""What the commands' parsers share: a mistake is one line that names it, and exit code 2; an option
+is spelt in full; the help has one default each; shipped configs work from any folder."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader, set_loader
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
 from stree.errors import StreeError, UsageError
 from stree.errors import one_line as shortened
 from stree.plain_data import require_plain_yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Lines of jsonargparse's explanations that repeat types and say nothing about what to change.
 _FILLER = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value type:|Expected a <class 'None)"
 )
 _ARCHITECTURES = ("model.drafter", "model.architecture")
+_KEY = re.compile(r'(?:Parser key|Configuration key|key) "([\w.]+)"')
+_UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does|Subcommand '\w+' does|Option)\b.*?'([^']+)'")
+_UNKNOWN_OPTIONS = "unrecognized arguments: "
+_REQUIRED = "the following arguments are required: "
+_NO_FILE = "File does not exist: "
+SUBCOMMAND = "fit"  # the only one
+
+
+def input_path(name: str) -> str:
+    """A file or folder to read, by the rule for all of them: from the current folder, and what is
+    not there from the repository's root, so that its configs work from any folder. A bare name is
+    left alone: benchmarks, trees and templates have names, too."""
+    shipped = os.path.join(REPOSITORY, name)
+    is_path = os.path.dirname(name) != ""
+    return shipped if is_path and not os.path.exists(name) and os.path.exists(shipped) else name
 
 
 class OneLineErrors:
-    """Mixin of argument parsers: instead of the whole usage, the mistake and where help is."""
+    """Mixin of argument parsers: instead of the whole usage, the mistake and where help is.
+
+    An abbreviation is refused: what it means may change with the next option.
+    """
 
     prog: str
     exit_on_error: bool
+    _actions: list[argparse.Action]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def parse_args(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -42,8 +71,45 @@ class OneLineErrors:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        print(f"error: {shortened(one_line(message))}; see {program} --help", file=sys.stderr)
+        line = shortened(one_line(message, parser.known_options()))
+        print(f"error: {line}; see {program} --help", file=sys.stderr)
         sys.exit(UsageError.exit_code)
+
+    def known_options(self) -> list[str]:
+        """The long options as the help spells them."""
+        spelt = (option for action in self._actions for option in action.option_strings)
+        return [each for each in spelt if each.startswith("--") and not each.endswith("+")]
+
+
+class OneDefault:
+    """Mixin of help formatters: descriptions keep their lines, and an option says its default once,
+    by itself or in its own words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        silent = action.default in (None, argparse.SUPPRESS, "", []) or action.nargs == 0
+        if not action.option_strings or "default" in text or "(required)" in text:
+            return text
+        if action.required:
+            return f"{text} (required)".lstrip()
+        return text if silent else f"{text} (default: %(default)s)".lstrip()
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)  # type: ignore[misc]
+        names = ", ".join(each for each in action.option_strings if not each.endswith("+"))
+        if action.nargs == 0:
+            return names
+        metavar = self._get_default_metavar_for_optional(action)  # type: ignore[attr-defined]
+        return f"{names} {self._format_args(action, metavar)}"  # type: ignore[attr-defined]
+
+
+class CommandHelp(OneDefault, DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Of `CommandParser`."""
+
+
+class PlainHelp(OneDefault, argparse.RawDescriptionHelpFormatter):
+    """Of `PlainParser`."""
 
 
 def _load_yaml(text: str) -> Any:
@@ -62,14 +128,29 @@ set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError, ValueError))
 class CommandParser(OneLineErrors, ArgumentParser):
     """A command with a YAML file of its options."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": CommandHelp, **options})
+
 
 class PlainParser(OneLineErrors, argparse.ArgumentParser):
     """A command of a few options."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": PlainHelp, **options})
 
-def one_line(message: str) -> str:
-    """A parser's explanation without line breaks; an unknown key is named in full."""
-    key = re.search(r'(?:Parser key|Configuration key|key) "([\w.]+)"', message)
+
+def one_line(message: str, known: Iterable[str] = ()) -> str:
+    """A parser's explanation without line breaks; an option or key that is unknown or missing is
+    named in full. `known` are the options that there are."""
+    if message.startswith(_UNKNOWN_OPTIONS):
+        word = message.removeprefix(_UNKNOWN_OPTIONS).split(" ")[0].partition("=")[0]
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many"
+        return f"there is no option {word}{suggestion(word, known)}"
+    if message.startswith(_REQUIRED):
+        names = message.removeprefix(_REQUIRED).split(", ")
+        return _missing([name.removeprefix(f"{SUBCOMMAND}.") for name in names])
+    key = _KEY.search(message)
     unknown = re.findall(r"Option '([^']+)' is not accepted", message)
     if key and unknown:
         if key[1] in _ARCHITECTURES:
@@ -80,5 +161,33 @@ def one_line(message: str) -> str:
             except UsageError as error:
                 return f"{key[1]}: {error}"
         return f"{key[1]} has no option {unknown[0]!r}"
+    if (found := _UNKNOWN_KEY.match(message)) is not None:
+        name = ".".join(part for part in found.groups() if part)
+        closest = suggestion(f"--{name}", known).replace("--", "")
+        return f"there is no option {name}{closest}"
+    if _NO_FILE in message:
+        return f"--{key[1] if key else 'config'} names no file: {message.partition(_NO_FILE)[2]}"
+    if key and "Got value: None" in message:
+        return _missing([key[1]])
     lines = (line.strip().removeprefix("- ") for line in message.splitlines())
     return "; ".join(line.rstrip(";:") for line in lines if line and not _FILLER.match(line))
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The option that was meant by an unknown one, as a question: one that it abbreviates, one of
+    the same group, one of the same last name in another, or one that is spelt much alike. Empty
+    when there is none."""
+    group, _, leaf = name.rpartition(".")
+    options = {option: option.lstrip("-").rpartition(".")[2] for option in known}
+    siblings = {last: option for option, last in options.items() if option.startswith(f"{group}.")}
+    close = [option for option in options if option.startswith(name)]
+    close += [siblings[each] for each in get_close_matches(leaf, siblings, 1)]
+    close += [option for option, last in options.items() if last == leaf.lstrip("-")]
+    close += get_close_matches(name, options, 1) if not siblings else []
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _missing(names: list[str]) -> str:
+    line = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    dotted = next((name for name in names if "." in name), None)
+    return line if dotted is None else f"{line}: give a YAML file with --config, or --{dotted} …"

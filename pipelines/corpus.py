@@ -328,7 +328,9 @@ def _hash(*parts: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = PlainParser(description="Build the embedded corpus from Python's own docs.")
+    parser = PlainParser(
+        "corpus.py", description="Build the embedded corpus from Python's own docs."
+    )
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
     options = parser.parse_args(arguments)
     made = build_corpus(options.out)

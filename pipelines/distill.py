@@ -14,7 +14,6 @@ from typing import Any
 import stree.threads  # noqa: F401  (before torch is loaded)
 
 import torch
-from lightning.pytorch.cli import LightningArgumentParser
 
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
@@ -28,6 +27,7 @@ from stree_pipelines.training.distillation import (
     drafter_config_of,
     require_same_vocabulary,
 )
+from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
 
 
@@ -38,7 +38,7 @@ class DistillCLI(TrainingCLI):
         "Distil a drafter from a frozen target; the same command goes on where it stopped."
     )
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.link_arguments("model.target", "data.tokenizer")
 

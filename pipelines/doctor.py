@@ -16,7 +16,7 @@ from pathlib import Path
 from stree.errors import UsageError, exit_with_reason
 from stree.models.convert import load_config
 from stree_pipelines import machine_checks as machine
-from stree_pipelines.command_line import PlainParser
+from stree_pipelines.command_line import PlainParser, input_path
 
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 
@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--run_dir", "--run-dir", default="runs", help="where runs are to be kept (default: runs)")
     add("--need", nargs="+", default=[], choices=OPTIONAL, help="what must work here, too")
     options = parser.parse_args(arguments)
-    failed = examine(options.target, options.run_dir, tuple(options.need))
+    target = options.target and input_path(options.target)
+    failed = examine(target, options.run_dir, tuple(options.need))
     if failed:
         raise UsageError(f"needed here, and not working: {', '.join(failed)} (see above)")
     print("Everything that is needed works.")

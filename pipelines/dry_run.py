@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
 
-from stree.errors import CannotWrite
+from stree.errors import CannotWrite, OutOfMemory
 from stree.models.config import HybridConfig
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.estimates import (
@@ -31,6 +31,11 @@ from stree_pipelines.free_resources import free_disk_bytes, free_memory_bytes
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.frozen_target import device_beside
+
+SMALLER_TRAINING = (
+    "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
+    "the run has a checkpoint to go on from) or data.sequence_length"
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,31 @@ def require_disk(path: str | os.PathLike[str], parts: Mapping[str, int]) -> str:
     return f"disk: {itemised(parts)}; {size(free)} are free at {path}"
 
 
-def memory_line(parts: Mapping[str, int], on_cuda: bool) -> str:
-    if on_cuda and not torch.cuda.is_available():
-        return f"memory: about {itemised(parts)} on a GPU, which is not here"
-    free = free_memory_bytes(on_cuda)
-    kind = "GPU memory" if on_cuda else "memory"
-    judged = "" if sum(parts.values()) <= free else " — TOO LITTLE"
-    return f"{kind}: about {itemised(parts)}; {size(free)} are free{judged}"
+class MemoryNeeds:
+    """What a command needs of which memory, as a line, and whether that is there."""
+
+    def __init__(self, parts: Mapping[str, int], on_cuda: bool) -> None:
+        self.parts, self.kind = parts, "GPU memory" if on_cuda else "memory"
+        is_here = torch.cuda.is_available() or not on_cuda
+        self.free = free_memory_bytes(on_cuda) if is_here else None
+
+    @property
+    def too_little(self) -> bool:
+        return self.free is not None and sum(self.parts.values()) > self.free
+
+    def __str__(self) -> str:
+        if self.free is None:
+            return f"memory: about {itemised(self.parts)} on a GPU, which is not here"
+        judged = " — TOO LITTLE" if self.too_little else ""
+        return f"{self.kind}: about {itemised(self.parts)}; {size(self.free)} are free{judged}"
+
+    def require(self, remedy: str) -> None:
+        """Raise OutOfMemory when there is too little; `remedy` says what needs less."""
+        if self.free is not None and self.too_little:
+            raise OutOfMemory(
+                f"about {size(sum(self.parts.values()))} of {self.kind} are needed, "
+                f"{size(self.free)} are free: {remedy}"
+            )
 
 
 def model_line(name: str, config: HybridConfig) -> str:
@@ -95,10 +118,11 @@ def describe_training(
     run_dir: Path,
     resume_step: int,
     name: str,
-) -> str:
-    """Everything of a training that is known before its first step; `data` is set up.
+) -> Iterator[str]:
+    """Everything of a training that is known before its first step, line by line; `data` is set up.
 
-    Raises CannotWrite when the disk is too small.
+    Raises CannotWrite when the disk is too small and, when all is said, OutOfMemory when the memory
+    is.
     """
     exports, checkpoints = callbacks
     on_cuda = isinstance(trainer.accelerator, CUDAAccelerator)
@@ -124,21 +148,26 @@ def describe_training(
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
         left // interval + 1,
     )  # fmt: skip
-    lines = [model_line(name, plan.trained)]
+    yield model_line(name, plan.trained)
     if plan.target is not None:
         cached = ", its outputs come from the cache" if plan.cached else ""
-        lines.append(model_line("target", plan.target) + cached)
-    lines += [
+        yield model_line("target", plan.target) + cached
+    yield (
         f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
         + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "
         f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
         f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
-        f"{left * rows * length:,} tokens",
+        f"{left * rows * length:,} tokens"
+    )  # fmt: skip
+    yield (
         f"exports at steps {', '.join(map(str, steps))}; a checkpoint every "
-        f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay",
-        "each process, unsharded, " + memory_line(memory, on_cuda),
-    ]  # fmt: skip
+        f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay"
+    )
+    needs = [MemoryNeeds(memory, on_cuda)]
+    yield f"each process, unsharded, {needs[0]}"
     if own_gpu:
-        lines.append("beside each, on a GPU of its own, " + memory_line(own_gpu, on_cuda))
-    lines.append(require_disk(run_dir, disk))
-    return "\n".join(lines)
+        needs.append(MemoryNeeds(own_gpu, on_cuda))
+        yield f"beside each, on a GPU of its own, {needs[1]}"
+    yield require_disk(run_dir, disk)
+    for each in needs:
+        each.require(SMALLER_TRAINING)

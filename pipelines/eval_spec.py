@@ -10,10 +10,7 @@ Two CPU processes:      accelerate launch --multi_gpu --num_processes 2 pipeline
 from __future__ import annotations
 
 import sys
-from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
-
-from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree_pipelines.command_line import CommandParser
@@ -24,13 +21,9 @@ from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.plan import METHODS, resolve
 
 
-class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the examples on lines of their own."""
-
-
 def build_parser() -> CommandParser:
     """Options; each is also a key of the YAML file given with --config."""
-    parser = CommandParser("eval_spec.py", description=__doc__, formatter_class=_Help)
+    parser = CommandParser("eval_spec.py", description=__doc__)
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
@@ -65,9 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
     settings, checkpoints = resolve(options)
     if options["dry_run"]:
         workers = Workers.unconnected()
-        text = describe_evaluation(Evaluation(settings, workers=workers), checkpoints)
-        if workers.is_main:
-            print(text)
+        for line in describe_evaluation(Evaluation(settings, workers=workers), checkpoints):
+            if workers.is_main:
+                print(line, flush=True)
         return
     evaluation = Evaluation(settings)
     evaluation.announce(len(checkpoints))

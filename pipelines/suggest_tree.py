@@ -6,12 +6,10 @@ python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # wha
 
 from __future__ import annotations
 
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from jsonargparse import DefaultHelpFormatter
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
@@ -21,10 +19,6 @@ from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
 from stree_pipelines.reports.tree_suggestion import suggest
-
-
-class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the examples on lines of their own."""
 
 
 def rows_of_step(
@@ -60,7 +54,7 @@ def to_yaml(suggestion: SuggestedTree) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = CommandParser("suggest_tree.py", description=__doc__, formatter_class=_Help)
+    parser = CommandParser("suggest_tree.py", description=__doc__)
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
     add("--nodes", type=int | None, help="root included (default: as many as were measured)")

@@ -92,8 +92,10 @@ def texts_of(source: str, limit: int | None = None) -> Iterator[str]:
             yield text
 
 
-def main() -> None:
-    parser = PlainParser(description="Train a byte-level BPE tokenizer on conversations.")
+def main(arguments: list[str] | None = None) -> None:
+    parser = PlainParser(
+        "tokenizer_training.py", description="Train a byte-level BPE tokenizer on conversations."
+    )
     parser.add_argument("out", help="folder to write")
     parser.add_argument(
         "--data", required=True, nargs="+", help="JSONL(.gz), Parquet, datasets name"
@@ -102,7 +104,7 @@ def main() -> None:
     parser.add_argument("--template", default="stree-chat", help="chat template that it ships with")
     parser.add_argument("--limit", type=int, help="conversations of each source, default all")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     texts = (text for source in options.data for text in texts_of(source, options.limit))
     tokenizer = train_tokenizer(
         texts, options.vocab_size, options.out, options.template, options.overwrite

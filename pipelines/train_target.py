@@ -16,7 +16,6 @@ from typing import Any
 
 import stree.threads  # noqa: F401  (before torch is loaded)
 
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import UsageError, exit_with_reason
@@ -25,6 +24,7 @@ from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.training.cli import TrainingCLI, say
 from stree_pipelines.training.module import TargetTraining
+from stree_pipelines.training.parser import TrainingParser
 
 TOKENIZER_DEADLINE_S = 1800.0
 
@@ -37,7 +37,7 @@ class TargetCLI(TrainingCLI):
     evaluates = False
     _scratch: tempfile.TemporaryDirectory | None = None
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         super().add_arguments_to_parser(parser)
         add = parser.add_argument
         add("--tokenizer.vocab_size", type=int | None, default=None,

@@ -333,15 +333,15 @@ def show_mask(
     return legend + "".join(parts)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     from stree.tokenizer import load_tokenizer
 
-    parser = PlainParser(description="Print conversations with their loss mask.")
+    parser = PlainParser("chat.py", description="Print conversations with their loss mask.")
     parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer")
     parser.add_argument("--template", help="name, .jinja file or text; default: the tokenizer's")
     parser.add_argument("--count", type=int, default=1, help="how many conversations")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     encoder = ChatEncoder(tokenizer, options.template)
     conversations, _ = read_conversations(options.data, limit=options.count)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from stree.models.convert import load_config
 from stree_pipelines.dry_run import (
+    MemoryNeeds,
     config_lines,
-    memory_line,
     model_line,
     require_disk,
     require_writable,
@@ -28,11 +28,12 @@ RESULT_BYTES = 2650
 
 def describe_evaluation(
     evaluation: Evaluation, checkpoints: Sequence[str | None], more: Mapping[str, Any] | None = None
-) -> str:
-    """What an evaluation of these checkpoints would do; `more` is added to the printed config.
+) -> Iterator[str]:
+    """What an evaluation of these checkpoints would do, line by line; `more` is added to the
+    printed config.
 
-    Raises what it would raise before its first answer, and CannotWrite when its rows do not fit on
-    the disk.
+    Raises what it would raise before its first answer, CannotWrite when its rows do not fit on the
+    disk and, when all is said, OutOfMemory when the models do not fit into the memory.
     """
     settings, answerer = evaluation.settings, evaluation.answerer
     require_writable(settings.out)
@@ -56,23 +57,31 @@ def describe_evaluation(
     drafters = [load_config(path) for path in paths]
     largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
     trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs.values()}
-    memory = decoding_memory(target, largest, answerer.dtype, answerer.max_length, trees)
-    lines = [
-        config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})}),
-        model_line("target", target),
-        *(model_line(path, each) for path, each in zip(paths, drafters, strict=True)),
+    memory = MemoryNeeds(
+        decoding_memory(target, largest, answerer.dtype, answerer.max_length, trees),
+        answerer.device.type == "cuda",
+    )
+    yield config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})})
+    yield model_line("target", target)
+    for path, drafter in zip(paths, drafters, strict=True):
+        yield model_line(path, drafter)
+    yield (
         f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
         f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
-        f"{len(jobs) - len(pending)} are there",
+        f"{len(jobs) - len(pending)} are there"
+    )
+    yield (
         f"answers: {len(answers):,} prompts × methods to go, {plain:,} of them plain decoding "
         f"(measured beside each checkpoint), at most {num_tokens:,} tokens; {journalled:,} more "
-        "are journalled",
+        "are journalled"
+    )
+    yield (
         f"untimed: {warm_ups} warm-ups of {WARMUP_TOKENS} tokens, and prefill where a decoder "
-        "first meets a prompt's length",
-        "each process: " + memory_line(memory, answerer.device.type == "cuda"),
-        require_disk(settings.out, _disk(pending, settings)),
-    ]
-    return "\n".join(lines)
+        "first meets a prompt's length"
+    )
+    yield f"each process: {memory}"
+    yield require_disk(settings.out, _disk(pending, settings))
+    memory.require("lower max_new_tokens, or use dtype bfloat16 or a larger GPU")
 
 
 def _num_turns(job: Job) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.engine import GenerationConfig
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.plain_data import read_json
 from stree.tree import TokenTree
+from stree_pipelines.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
@@ -42,6 +44,10 @@ class EvaluationSettings:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("target", "tree", "benchmark_dir", "chat_template"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, input_path(value))
+        object.__setattr__(self, "benchmarks", tuple(map(input_path, self.benchmarks)))
         for name in ("benchmarks", "methods", "temperatures"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
@@ -50,8 +56,8 @@ class EvaluationSettings:
                 raise UsageError(f"{name} are {list(getattr(self, name))}, wanted each once")
         if set(self.methods) - set(METHODS):
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
-        if any(temperature < 0 for temperature in self.temperatures):
-            raise UsageError(f"temperatures are {list(self.temperatures)}, wanted 0 or more")
+        for temperature in self.temperatures:
+            GenerationConfig(temperature=temperature)  # refuses what no answer could use
         for name, least in (("max_new_tokens", 1), ("num_chain_drafts", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")

@@ -129,7 +129,8 @@ class EvaluateExports(pl.Callback):
     ) -> None:
         """
         Args:
-            mode: see the class.
+            mode: inline, between two steps of the training; process, a process of its own beside
+                it; slurm, a job.
             config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
             visible_devices: of `process`: its CUDA_VISIBLE_DEVICES, such as a GPU that the training
                 leaves free (default: the training's).

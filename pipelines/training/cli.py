@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import warnings
@@ -19,14 +20,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from stree.errors import (
     CheckpointRefused,
+    StreeError,
     UsageError,
     naming_what_does_not_fit,
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
-from stree_pipelines.command_line import OneLineErrors
+from stree_pipelines.command_line import SUBCOMMAND, input_path
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
-from stree_pipelines.dry_run import ModelPlan, config_lines, describe_training, require_writable
+from stree_pipelines.dry_run import (
+    SMALLER_TRAINING,
+    ModelPlan,
+    config_lines,
+    describe_training,
+    require_writable,
+)
 from stree_pipelines.training.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.checkpointing import (
     SafeCheckpointIO,
@@ -36,6 +44,7 @@ from stree_pipelines.training.checkpointing import (
 )
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
+from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
 from stree_pipelines.training.restarts import RestartLimit, note_start, refusals_uncounted
 from stree_pipelines.training.run_folder import (
@@ -76,17 +85,19 @@ NOISE = (
 )
 
 
+# What a configuration names to be read.
+INPUTS = (
+    ("model", "target"), ("model", "teacher_cache"), ("data", "train"), ("data", "valid"),
+    ("data", "tokenizer"), ("data", "template"), ("evaluation", "config"),
+)  # fmt: skip
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
-
-
-class TrainingParser(OneLineErrors, LightningArgumentParser):
-    """A training command."""
 
 
 class TrainingCLI(LightningCLI):
     """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
 
     description = "Train in a run folder that the same command resumes."
+    usage = f"{SUBCOMMAND} --config FILE --run_dir FOLDER"
     export_folder = "drafter"
     evaluates = True
     trains = True  # `fit` is its subcommand; a command that only reads the same config has none
@@ -98,6 +109,7 @@ class TrainingCLI(LightningCLI):
             self._run(model_class, args)
 
     def _run(self, model_class: type[Training], args: list[str] | None) -> None:
+        texts = {"usage": f"{self._synopsis} [options]", "description": self.description}
         super().__init__(
             model_class,
             ConversationDataModule,
@@ -107,12 +119,7 @@ class TrainingCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_class=TrainingParser,
-            # A misspelt option must not pass for an abbreviation.
-            parser_kwargs={
-                "description": self.description,
-                "allow_abbrev": False,
-                "fit": {"description": self.description, "allow_abbrev": False},
-            },
+            parser_kwargs={SUBCOMMAND: texts} if self.trains else texts,
             args=args,
             run=self.trains,
         )
@@ -120,9 +127,38 @@ class TrainingCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         inputs = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return {"fit": inputs | {"ckpt_path", "weights_only"}}
+        return {SUBCOMMAND: inputs | {"ckpt_path", "weights_only"}}
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, with the subcommand first, and find what the configuration says to read."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self.trains:
+            given = self._with_subcommand(given)
+        self.config = parser.parse_args(given)
+        self._dump_config()  # with names as they were given: the same run from any folder
+        for section, name in INPUTS:
+            options = self.options.get(section, {})
+            value = options.get(name)
+            if isinstance(value, str):
+                options[name] = input_path(value)
+            elif value is not None:
+                options[name] = [input_path(each) for each in value]
+
+    def _with_subcommand(self, given: list[str]) -> list[str]:
+        if given[:1] in (["-h"], ["--help"], ["--help_all"], ["--help-all"]):
+            return [SUBCOMMAND, *given]
+        if given[:1] != [SUBCOMMAND]:
+            raise UsageError(f"`{SUBCOMMAND}` is missing, which comes first: {self._synopsis}")
+        if len(given) == 1:
+            raise UsageError(f"--config and --run_dir are missing: {self._synopsis}")
+        return given
+
+    @property
+    def _synopsis(self) -> str:
+        return f"{Path(sys.argv[0]).name} {self.usage}"
+
+    def add_arguments_to_parser(self, parser: TrainingParser) -> None:
+        parser.is_shown = self.is_shown
         self.add_own_options(parser)
         parser.add_lightning_class_args(LogMetrics, "progress")
         parser.add_lightning_class_args(Exports, "export")
@@ -132,8 +168,16 @@ class TrainingCLI(LightningCLI):
             parser.add_lightning_class_args(EvaluateExports, "evaluation")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
-    def add_own_options(self, parser: LightningArgumentParser) -> None:
+    def is_shown(self, name: str) -> bool:
+        """Whether --help has the option `name`."""
+        return is_of_use(name)
+
+    def add_own_options(self, parser: TrainingParser) -> None:
         """Those that are no part of a YAML file."""
+        parser.add_argument(
+            "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
+            help="Show the help with all options of Lightning's trainer, and exit.",
+        )  # fmt: skip
         parser.add_argument(
             "--run_dir", "--run-dir", type=str | None, default=None,
             help="Run folder; running the same command again goes on where it stopped. Needed "
@@ -184,7 +228,6 @@ class TrainingCLI(LightningCLI):
             return
         if self.options["run_dir"] is None:
             raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
-        self._dump_config()
         if not self.options["dry_run"]:
             self._take_folder()
         require_same_run(self.run_dir, self.config_dump)
@@ -263,12 +306,11 @@ class TrainingCLI(LightningCLI):
         if self.evaluates:
             self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
         callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
-        say(
-            describe_training(
-                plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
-                self.export_folder,
-            )
-        )  # fmt: skip
+        for line in describe_training(
+            plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
+            self.export_folder,
+        ):  # fmt: skip
+            say(line)
 
     def _show_mask(self) -> None:
         """Read no more of the data than it takes to find a conversation."""
@@ -299,7 +341,10 @@ class TrainingCLI(LightningCLI):
                 default_root_dir=str(self.run_dir),
                 **kwargs,
             )
-        except MisconfigurationException as error:  # fewer GPUs than asked for, most often
+        except StreeError:
+            raise
+        # Fewer GPUs than asked for, most often; an accelerator of no name
+        except (MisconfigurationException, ValueError) as error:
             raise UsageError(
                 f"trainer: {error}; see trainer.accelerator, trainer.devices and "
                 "trainer.strategy (python pipelines/doctor.py says what is here)"
@@ -382,12 +427,8 @@ class TrainingCLI(LightningCLI):
             f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
             f"{self._rows_a_step} rows"
         )
-        smaller = (
-            "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, "
-            "unless the run has a checkpoint to go on from) or data.sequence_length"
-        )
         with (
-            naming_what_does_not_fit(smaller),
+            naming_what_does_not_fit(SMALLER_TRAINING),
             self._callback(TrainingCheckpoints).noting_signals(self.trainer),
             reporting_refusals(self.run_dir, codes=FULL_DISK),
         ):

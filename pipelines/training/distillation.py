@@ -52,7 +52,7 @@ class Distillation(Training):
                 and the last Mamba-2 layer.
             ce_weight: weight of the cross-entropy to the data beside the KL divergence.
             temperature: of both softmaxes in the KL divergence.
-            optimizer: see OptimizerConfig.
+            optimizer: AdamW, with a learning rate that warms up and falls along a cosine.
             target_dtype: in which the frozen target's weights are held.
             target_placement: the whole frozen target on each device; its weights shared among the
                 devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU

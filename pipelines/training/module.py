@@ -284,7 +284,7 @@ class TargetTraining(Training):
         Args:
             architecture: of the target, random weights.
             loss_on: the assistant's tokens only, or all tokens of a conversation.
-            optimizer: see OptimizerConfig.
+            optimizer: AdamW, with a learning rate that warms up and falls along a cosine.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             activation_checkpointing: keep the input of each trained layer only and compute the

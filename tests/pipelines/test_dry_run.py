@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace
 
-from stree.errors import BadData, CannotWrite, CheckpointRefused, StreeError, UsageError
+from stree.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -193,11 +193,11 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (("--data.train", "absent.jsonl"), BadData),
-        (("--model.target", "absent"), CheckpointRefused),
+        (("--data.train", "absent.jsonl"), NotFound),
+        (("--model.target", "absent"), NotFound),
         (("--model.drafter_layers", "[0,9]"), UsageError),
         (("--export.every_n_steps", "3"), UsageError),
-        (("--model.teacher_cache", "absent"), CheckpointRefused),
+        (("--model.teacher_cache", "absent"), NotFound),
         (("--data.global_batch_size", "3"), UsageError),
         (("--trainer.max_steps", "0"), UsageError),
         (("--evaluation.mode", "inline"), StreeError),  # of benchmarks that are not here
@@ -247,6 +247,43 @@ def test_a_disk_that_is_too_small_is_code_73(workspace, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CannotWrite, match="choose another folder"):
         distill.main(options_of(workspace, tmp_path / "file/run", "--dry_run"))
+
+
+@pytest.mark.parametrize(
+    "command", ["distill", "target", "cache", "evaluation", "gate", "decode", "kernels", "training"]
+)
+def test_memory_that_is_too_small_is_code_71(
+    command, workspace, finished, tmp_path, monkeypatch, capsys
+):
+    """When all is said: the line says how much it is of what."""
+    monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
+    target, train = str(workspace / "target"), str(workspace / "train.jsonl")
+    checkpoint = str(finished / "drafter/step-00000008")
+    tiny = [str(tmp_path / "out"), "--shape", "tiny", "--device", "cpu"]
+    main, arguments = {
+        "distill": (distill.main, options_of(workspace, tmp_path / "run")),
+        "target": (train_target.main, [
+            "fit", "--run_dir", str(tmp_path / "run"), *architecture_options(), "--data.tokenizer",
+            target, "--data.train", train, "--trainer.accelerator", "cpu",
+        ]),
+        "cache": (cache_teacher.main, [
+            "--model.target", target, "--data.train", train, "--out", str(tmp_path / "cache"),
+            "--device", "cpu",
+        ]),
+        "evaluation": (eval_spec.main, evaluation_of(workspace, finished)),
+        "gate": (benchmark_checkpoint.main, [
+            checkpoint, "--baseline", checkpoint, "--target", target, "--out",
+            str(tmp_path / "gate"), "--fail-below", "acceptance_length=-3%", "--benchmarks",
+            str(workspace / "prompts.jsonl"), "--device", "cpu",
+        ]),
+        "decode": (bench_decode.main, [*tiny, "--what", "[calls]"]),
+        "kernels": (bench_kernels.main, tiny),
+        "training": (bench_training.main, tiny),
+    }[command]  # fmt: skip
+    with pytest.raises(OutOfMemory, match=r"of memory are needed, 1000 B are free: \w") as refused:
+        main([*arguments, "--dry_run"])
+    assert refused.value.exit_code == 71
+    assert "1000 B are free — TOO LITTLE" in capsys.readouterr().out
 
 
 # The estimates

@@ -283,7 +283,7 @@ def test_a_run_without_an_end_is_refused_before_data_is_read(max_steps, workspac
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--nonsense", "1"), "unrecognized arguments: --nonsense 1; see "),
+        (("--nonsense", "1"), "there is no option --nonsense; see "),
         (("--model.drafter.blah", "1"), "model.drafter: unknown model keys ['blah']; known: ["),
         (("--model.optimizer.rate", "1"), "rate"),
         (("--trainer.max_steps", "many"), "trainer.max_steps"),
@@ -312,6 +312,12 @@ def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, cap
 def test_a_gpu_that_is_not_here_is_one_reason(dry, workspace, tmp_path):
     arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gpu", *dry)
     with pytest.raises(UsageError, match=r"trainer: No supported gpu backend .* see trainer.accel"):
+        distill.main(arguments)
+
+
+def test_an_accelerator_of_no_name_is_one_reason(workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gup")
+    with pytest.raises(UsageError, match=r"trainer: .*invalid accelerator name.*see trainer.accel"):
         distill.main(arguments)
 
 
