@@ -12,7 +12,6 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 from stree.errors import BadData, StreeError, UsageError, exit_with_reason
@@ -100,12 +99,10 @@ def fetch(name: str, directory: Path, host: str = HOST, accept_changed: bool = F
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = PlainParser(
-        "fetch_benchmarks.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = PlainParser("fetch_benchmarks.py", description=__doc__)
     add_option = parser.add_argument
     add_option("names", nargs="*", default=list(SOURCES), help=f"of {', '.join(SOURCES)}")
-    add_option("--out", default=str(DEFAULT_DIRECTORY), help="folder (default: %(default)s)")
+    add_option("--out", default=str(DEFAULT_DIRECTORY), help="folder")
     add_option("--mirror", default=HOST, help="what answers instead of %(default)s")
     add_option("--accept_changed", "--accept-changed", action="store_true",
         help="take a file that is not the known or recorded one, and record it")  # fmt: skip

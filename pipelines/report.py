@@ -6,14 +6,12 @@ python pipelines/report.py runs/quickstart --records --out docs/results/cpu-quic
 
 from __future__ import annotations
 
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jsonargparse import DefaultHelpFormatter
 from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason
@@ -38,10 +36,6 @@ from stree_pipelines.reports.table_rows import table6_json
 from stree_pipelines.reports.tables import advise, table6, table6_markdown
 
 TEMPLATES = Path(__file__).parent / "reports" / "templates"
-
-
-class _Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the examples on lines of their own."""
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
@@ -140,7 +134,7 @@ def summary(data: RunData) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = CommandParser("report.py", description=__doc__, formatter_class=_Help)
+    parser = CommandParser("report.py", description=__doc__)
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
     add("--out", type=str | None, help="where to write (default: the run folder)")

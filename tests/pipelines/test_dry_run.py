@@ -200,7 +200,7 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
         (("--model.teacher_cache", "absent"), NotFound),
         (("--data.global_batch_size", "3"), UsageError),
         (("--trainer.max_steps", "0"), UsageError),
-        (("--evaluation.mode", "inline"), StreeError),  # of benchmarks that are not here
+        (("--evaluation.mode", "inline", "--evaluation.config", "absent"), NotFound),
         (tuple(f"--model.drafter.{k}={json.dumps(v)}" for k, v in
                {**ARCHITECTURE, "vocab_size": 384}.items()), UsageError),
     ],
