@@ -94,11 +94,10 @@ def forward_memory(
     dtype: torch.dtype,
 ) -> dict[str, int]:
     """Bytes by part of a target that only says what it thinks of (B, T) tokens."""
-    one_layer = target.replace(num_layers=1, attn_layers=())
     return {
         "target": dtype.itemsize * num_parameters(target),
         # Without gradients one layer's activations live at a time.
-        "target's activations": activation_bytes(one_layer, shape, precision),
+        "target's activations": _one_layer_bytes(target, shape, precision),
         "loss": _loss_bytes(target, shape, on_cuda),
     }  # fmt: skip
 
@@ -110,7 +109,14 @@ def _trained_activations(
         return activation_bytes(config, shape, precision)
     # The input of each layer, and one layer's activations while it is computed again.
     inputs = 4 * config.num_layers * config.d_model * shape[0] * shape[1]
-    return inputs + activation_bytes(config.replace(num_layers=1, attn_layers=()), shape, precision)
+    return inputs + _one_layer_bytes(config, shape, precision)
+
+
+def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
+    """Activations of one layer, of the kind in the model that has more of them."""
+    kinds = {config.is_attention(layer) for layer in range(config.num_layers)}
+    alone = (config.replace(num_layers=1, attn_layers=(0,) if kind else ()) for kind in kinds)
+    return max(activation_bytes(each, shape, precision) for each in alone)
 
 
 def _loss_bytes(config: HybridConfig, shape: tuple[int, int], on_cuda: bool) -> int:

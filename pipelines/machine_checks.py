@@ -137,7 +137,7 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
         raise Absent(f"{folder} is not writable", "choose a --run_dir that is")
     free = shutil.disk_usage(folder).free
     # Kept: 2 training states of 12 bytes a parameter, a third while it is written; 10 exports.
-    wanted = (3 * 12 + 10 * 4) * num_parameters(drafter_config_from(target)) if target else GIB
+    wanted = (3 * 12 + 10 * 4) * num_parameters(_drafter_of(target)) if target else GIB
     found = f"{free / GIB:.1f} GiB free for {run_dir}, a run takes about {wanted / GIB:.1f}"
     if free < wanted:
         raise Absent(found, "free some, choose another --run_dir, or lower export.log_spaced")
@@ -146,7 +146,7 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
 
 def check_memory(target: HybridConfig) -> str:
     """What distilling takes on one device, by a micro-batch of one row; others in proportion."""
-    drafter, dtype = drafter_config_from(target), torch.bfloat16 if HAS_CUDA else torch.float32
+    drafter, dtype = _drafter_of(target), torch.bfloat16 if HAS_CUDA else torch.float32
     parts = training_memory(
         drafter, (1, ROW_TOKENS), "bf16-mixed" if HAS_CUDA else "32-true", HAS_CUDA, target, dtype
     )
@@ -163,6 +163,13 @@ def check_memory(target: HybridConfig) -> str:
             "weights among GPUs, or compute the target's outputs first (cache_teacher.py)"
         )  # fmt: skip
     return found
+
+
+def _drafter_of(target: HybridConfig) -> HybridConfig:
+    """The two layers that distill.py would copy; of a target without two Mamba-2 layers, for which
+    the drafter must be described, its first and last stand for that."""
+    has_two = target.num_layers - len(target.attn_layers) >= 2
+    return drafter_config_from(target, None if has_two else sorted({0, target.num_layers - 1}))
 
 
 def _first_line(error: BaseException) -> str:

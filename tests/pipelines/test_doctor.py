@@ -85,6 +85,16 @@ def test_memory_counts_target_drafter_and_activations(monkeypatch):
     assert "cache_teacher.py" in absent.value.advice
 
 
+def test_a_target_of_attention_alone_is_sized_up(tmp_path, monkeypatch):
+    unused = ("num_ssm_heads", "ssm_head_dim", "d_state")
+    config = HybridConfig(
+        **{**ARCHITECTURE, "attn_layers": (0, 1, 2, 3), **dict.fromkeys(unused, 0)}
+    )  # fmt: skip
+    monkeypatch.setattr(machine_checks, "HAS_CUDA", False)
+    assert "two-layer drafter" in machine_checks.check_memory(config)
+    assert "a run takes about" in machine_checks.check_disk(tmp_path, config)
+
+
 def test_a_broken_mamba_ssm_is_told_from_none(monkeypatch, tmp_path):
     monkeypatch.setattr(machine_checks, "mamba_ssm_kernel", lambda: None)
     monkeypatch.setattr(machine_checks, "HAS_CUDA", False)

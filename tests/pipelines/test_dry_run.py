@@ -21,7 +21,9 @@ from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace
 from stree.errors import CannotWrite, NotFound, OutOfMemory, StreeError, UsageError
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
+from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
+from stree.tokenizer import load_tokenizer
 from stree_pipelines import (
     bench_decode,
     bench_kernels,
@@ -37,6 +39,11 @@ from stree_pipelines import (
 from stree_pipelines.training import distillation
 
 CONFIG = HybridConfig(**ARCHITECTURE)
+MAMBA_KEYS = (
+    "num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups", "num_c_groups"
+)  # fmt: skip
+ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim")
+ATTENTION_ONLY = CONFIG.replace(attn_layers=(0, 1, 2, 3), **dict.fromkeys(MAMBA_KEYS, 0))
 PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]
 
 
@@ -360,6 +367,54 @@ def test_recomputed_activations_take_less():
         for each in (False, True)
     )
     assert again["activations"] < kept["activations"] / 2
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1, 2, 3)], ids=["mamba", "attention"])
+def test_one_kind_of_layer_is_enough(layers):
+    """A config without Mamba-2 layers need not say how such a layer would look."""
+    unused = dict.fromkeys(MAMBA_KEYS if layers else ATTENTION_KEYS, 0)
+    config = CONFIG.replace(attn_layers=layers, **unused)
+    live = estimates.training_memory(
+        config, (2, 48), "32-true", False, config, checkpointing=True
+    )  # fmt: skip
+    one_layer = config.replace(num_layers=1, attn_layers=layers[:1])
+    alone = estimates.activation_bytes(one_layer, (2, 48), "32-true")
+    assert live["target's activations"] == alone
+    assert live["activations"] == alone + 4 * config.num_layers * config.d_model * 2 * 48
+    trees = {"vanilla": 5, "tree": 13}
+    assert estimates.decoding_memory(config, config, torch.float32, 100, trees)["caches"] > 0
+
+
+def test_of_a_hybrid_the_larger_layer_counts():
+    hybrid, shape = CONFIG.replace(num_heads=256), (2, 48)  # its attention layers are the larger
+    mamba, attention = (
+        estimates.activation_bytes(
+            hybrid.replace(num_layers=1, attn_layers=layers), shape, "32-true"
+        )
+        for layers in ((), (0,))
+    )  # fmt: skip
+    assert mamba < attention
+    memory = estimates.forward_memory(hybrid, shape, "32-true", False, torch.float32)
+    assert memory["target's activations"] == attention
+
+
+def test_a_target_of_attention_alone_says_what_it_takes(tmp_path, workspace, capsys):
+    """As a Llama checkpoint is read: nothing of a Mamba-2 layer is set."""
+    target = HybridModel(ATTENTION_ONLY)
+    save_model(target, tmp_path / "target", load_tokenizer(workspace / "target"))
+    options = ["--model.target", str(tmp_path / "target")]
+    for name, value in {**ARCHITECTURE, "num_layers": 1, "attn_layers": []}.items():
+        options += [f"--model.drafter.{name}", json.dumps(value)]
+    distill.main(options_of(workspace, tmp_path / "run", "--dry_run", *options))
+    said = capsys.readouterr().out
+    assert "4 layers (4 attention)" in said and "target's activations " in said
+    distill.main(options_of(workspace, tmp_path / "run", *options, "--trainer.max_steps", "1"))
+    out = ["--out", str(tmp_path / "eval"), "--target", str(tmp_path / "target")]
+    prompts = ["--benchmarks", str(workspace / "prompts.jsonl"), "--device", "cpu"]
+    eval_spec.main(
+        ["--checkpoint", str(tmp_path / "run/drafter/latest"), *out, *prompts, "--dry_run"]
+    )
+    assert "caches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
