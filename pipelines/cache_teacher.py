@@ -29,6 +29,7 @@ from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.training.cli import quieten
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parser import TrainingParser
+from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.run_folder import describe_code
 from stree_pipelines.training.teacher_cache import CacheSpec
 from stree_pipelines.training.teacher_cache_writer import CacheWriter
@@ -92,7 +93,7 @@ class CacheCLI(DistillCLI):
         )
         writer = CacheWriter(options["out"], spec, data.tables)
         device, dtype = pick_device(options["device"]), getattr(torch, model["target_dtype"])
-        precision = options["trainer"]["precision"] or "32-true"
+        precision = supported_precision(options["trainer"]["precision"])
         if workers.is_main:
             print(describe(writer), flush=True)
             if options["dry_run"]:

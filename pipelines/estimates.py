@@ -23,11 +23,11 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.rotary import rotary_angles
 from stree_pipelines.training.losses import chunk_rows
+from stree_pipelines.training.precision import AUTOCAST
 
 # fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
 TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 
 
@@ -38,7 +38,7 @@ def num_parameters(config: HybridConfig) -> int:
 
 def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
     """What a forward pass over (B, T) tokens keeps for the backward pass, without the head."""
-    dtype = AUTOCAST.get(precision)
+    dtype = AUTOCAST[precision]
     sizes: dict[int, int] = {}
     kept = []  # alive until counted, or their numbers would be given out again
 

@@ -46,6 +46,7 @@ from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
+from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.restarts import RestartLimit, note_start, refusals_uncounted
 from stree_pipelines.training.run_folder import (
     Curves,
@@ -224,6 +225,7 @@ class TrainingCLI(LightningCLI):
             if value is not None and value <= 0:
                 raise UsageError(f"trainer.{name} is {value}, wanted more than 0")
         require_supported(self.options["trainer"]["strategy"])
+        supported_precision(self.options["trainer"]["precision"])
         if self.options["show_mask"]:
             return
         if self.options["run_dir"] is None:

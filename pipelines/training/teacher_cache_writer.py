@@ -21,13 +21,14 @@ from stree.errors import CannotWrite, InvariantBroken, UsageError, naming_what_d
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.models.hybrid import HybridModel
 from stree_pipelines.data.packing import TokenTable, make_batch, pack
-from stree_pipelines.estimates import AUTOCAST, size
+from stree_pipelines.estimates import size
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.training.callbacks import clock
 from stree_pipelines.training.losses import chunk_rows, product_dtype
 from stree_pipelines.training.module import shift_left
+from stree_pipelines.training.precision import AUTOCAST
 from stree_pipelines.training.teacher_cache import (
     ARRAYS,
     CACHE_NAME,
@@ -209,5 +210,5 @@ def _part_of(table: TokenTable, samples: range) -> TokenTable:
 
 
 def _autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    dtype = AUTOCAST.get(precision)
+    dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype) if dtype else nullcontext()

@@ -16,11 +16,12 @@ from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace
 from stree.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models.convert import load_config, load_model, save_model
 from stree.tokenizer import load_tokenizer
-from stree_pipelines import distill, train_target
+from stree_pipelines import cache_teacher, distill, train_target
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.losses import chunked_distillation_loss
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
+from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.run_folder import MetricsFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -270,6 +271,28 @@ def test_numbers_without_meaning_are_refused_by_name(option, workspace, tmp_path
     with pytest.raises(UsageError, match=rf"{option} is {value}"):
         distill.main(distill_arguments(workspace, tmp_path / "run", f"--{option}", value))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16", "16-true", "bf16-true", "64-true"])
+def test_precisions_that_would_train_wrongly_are_refused(precision, workspace, tmp_path):
+    """In 16-mixed the loss's gradients reach fp16 before the loss scale, and clipping comes before
+    it is taken out again."""
+    options = ("--trainer.precision", precision)
+    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed: weights, moments"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *options))
+    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed"):
+        cache_teacher.main(
+            ["--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
+             "--data.train", str(workspace / "train.jsonl"), *options]
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(None, "32-true"), (32, "32-true"), ("bf16", "bf16-mixed")]
+)
+def test_short_names_of_precisions_are_what_they_stand_for(given, name):
+    assert supported_precision(given) == name
 
 
 @pytest.mark.parametrize("max_steps", [0, -1])
