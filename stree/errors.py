@@ -64,6 +64,12 @@ class Preempted(StreeError):
     exit_code = 75
 
 
+class Interrupted(Preempted):
+    """Stopped by Ctrl-C with everything saved."""
+
+    exit_code = 128 + signal.SIGINT
+
+
 def kind_of_code(code: int) -> type[StreeError]:
     """The kind of error that ended a command with this exit code; InvariantBroken for others."""
     kinds = (UsageError, BadData, CheckpointRefused, OutOfMemory, CannotWrite, Preempted)
@@ -121,7 +127,7 @@ def exit_with_reason(main: Callable[[], object]) -> None:
         code = CannotWrite.exit_code
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
+        code = Interrupted.exit_code
     except SystemExit as leaving:
         code = 0 if leaving.code is None else leaving.code
     if isinstance(code, int) and _one_of_many():

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from stree.errors import StreeError, UsageError
+from stree.errors import Interrupted, StreeError, UsageError
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
@@ -113,11 +113,11 @@ class EvaluateExports(pl.Callback):
     """Evaluates each export while training goes on; `eval_spec.py --run RUN` gives the same rows.
 
     `inline` evaluates in this process, between two steps, and leaves the random numbers of the
-    training as they were. `process` starts `eval_spec.py` and does not wait until the fit's end.
+    training as they were. `process` starts `eval_spec.py` and waits for it at the training's end.
     `slurm` submits `slurm/eval_spec.sh` and never waits; where that is refused, a warning has the
     command to type. In all modes options, benchmarks and trees are checked before the first step,
     the training state of the same step is saved first, and an evaluation that fails is told but
-    stops nothing: `raise_failures` does so at the end.
+    stops nothing: `finish` does so at the end.
     """
 
     def __init__(
@@ -253,21 +253,22 @@ class EvaluateExports(pl.Callback):
             # The training is worth more than a row that `eval_spec.py --run` can still add.
             self._fail(path, getattr(error, "exit_code", 1), str(error))
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def finish(self) -> None:
+        """Wait for the processes that were started; for the end of the command.
+
+        Raises EvaluationFailed when an evaluation failed, and Interrupted.
+        """
         if self._processes:
             print(f"waiting for {len(self._processes)} evaluations", flush=True)
-        for path, process in self._processes:
-            code = process.wait()
-            if code:
-                self._fail(path, code, f"it ended with code {code}")
-        self._processes.clear()
-
-    def _fail(self, path: str, code: int, reason: str) -> None:
-        print(f"evaluation of {path} failed: {reason}", file=sys.stderr, flush=True)
-        self._failures.append((path, code))
-
-    def raise_failures(self) -> None:
-        """Raise EvaluationFailed if there were any; for the end of the command."""
+        try:
+            for path, process in self._processes:
+                code = process.wait()
+                if code:
+                    self._fail(path, code, f"it ended with code {code}")
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted; the training is done: eval_spec.py --run completes the rows"
+            ) from None
         if self._failures:
             first_code = self._failures[0][1]
             raise EvaluationFailed(
@@ -275,6 +276,10 @@ class EvaluateExports(pl.Callback):
                 "above): eval_spec.py --run completes the rows",
                 first_code if first_code > 0 else 1,  # a signal's number is negative
             )
+
+    def _fail(self, path: str, code: int, reason: str) -> None:
+        print(f"evaluation of {path} failed: {reason}", file=sys.stderr, flush=True)
+        self._failures.append((path, code))
 
 
 @contextmanager

@@ -12,12 +12,11 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stree.errors import CheckpointRefused, Preempted, UsageError
+from stree.errors import CheckpointRefused, Interrupted, Preempted, UsageError
 from stree.files import (
     make_directory,
     publish_directory,
@@ -38,12 +37,12 @@ from stree.files import (
 )
 from stree.plain_data import read_json
 from stree_pipelines.data.datamodule import recount_micro_batches
+from stree_pipelines.training.stopping import StopSignals
 
 TENSORS_NAME = "state.safetensors"
 TREE_NAME = "state.json"
 STATE_KEYS = ("state_dict", "optimizer_states", "loops", "global_step", "random_state")
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
@@ -222,8 +221,9 @@ class SafeCheckpointIO(CheckpointIO):
 class TrainingCheckpoints(pl.Callback):
     """Saves the training state every N steps, at the end, and when told to stop from outside.
 
-    SIGTERM and SIGUSR1 only set a flag; at the next step's end all ranks agree on it, the state is
-    saved and `Preempted` (exit code 75) ends the run. The same command then goes on from there.
+    SIGTERM, SIGUSR1 and SIGINT are only noted; at the next step's end all ranks agree on it, the
+    state is saved and `Preempted` (exit code 75; 130 after SIGINT) ends the run. The same command
+    then goes on from there.
     """
 
     def __init__(self, every_n_steps: int = 500, keep_last: int = 2) -> None:
@@ -246,7 +246,7 @@ class TrainingCheckpoints(pl.Callback):
         self._saved_step = -1
         self._save_after_validation = False
         self._stopping = False
-        self._signal: int | None = None
+        self.signals = StopSignals()
         self._random_state: list[dict[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -260,28 +260,6 @@ class TrainingCheckpoints(pl.Callback):
     def directory(self) -> Path:
         assert self.run_dir is not None
         return self.run_dir / "checkpoints"
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-
-    @contextmanager
-    def noting_signals(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Around the fit: there is to be one handler, and it only notes the signal. Saving inside a
-        handler corrupts what is being computed, and Lightning's own starts a collective there.
-        A process that is leaving because of one ignores more of them: they could only take its
-        exit code away."""
-        trainer._signal_connector._sigterm_notifier_fn = self._note_signal  # type: ignore
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note_signal)
-        try:
-            yield
-        except Preempted:
-            before = dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN)
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_step = trainer.global_step
@@ -308,7 +286,7 @@ class TrainingCheckpoints(pl.Callback):
         if epoch_loop._should_accumulate() or step == self._saved_step:
             return
         self._stopping = trainer.strategy.reduce_boolean_decision(
-            self._signal is not None, all=False
+            self.signals.number is not None, all=False
         )
         if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
             fetcher = trainer.fit_loop._data_fetcher
@@ -331,11 +309,21 @@ class TrainingCheckpoints(pl.Callback):
     def _save_and_maybe_stop(self, trainer: pl.Trainer) -> None:
         self._save(trainer)
         if self._stopping:
-            name = signal.Signals(self._signal).name if self._signal else "a signal to another rank"
-            raise Preempted(
-                f"stopped by {name} after step {self._saved_step}; everything is saved in "
-                f"{self.run_dir}: run the same command to go on"
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        number = self.signals.number
+        saved = f"after step {self._saved_step}; everything is saved in {self.run_dir}: "
+        if trainer.strategy.reduce_boolean_decision(number == signal.SIGINT, all=False):
+            started_for_us = trainer.world_size > 1 and getattr(
+                trainer.strategy.cluster_environment, "creates_processes_externally", False
             )
+            raise Interrupted(
+                f"interrupted {saved}to go on, run{' under the same launcher' * started_for_us}: "
+                f"{shlex.join(['python', *sys.argv])}"
+            )
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        raise Preempted(f"stopped by {name} {saved}run the same command to go on")
 
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step

@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,12 @@ from stree_pipelines.training.module import Training
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
 from stree_pipelines.training.precision import supported_precision
-from stree_pipelines.training.restarts import RestartLimit, note_start, refusals_uncounted
+from stree_pipelines.training.restarts import (
+    RestartLimit,
+    forget_starts,
+    note_start,
+    uncounted_ends,
+)
 from stree_pipelines.training.run_folder import (
     Curves,
     MetricsFile,
@@ -254,7 +260,7 @@ class TrainingCLI(LightningCLI):
             {"target": target, "seed": int(self.options["seed_everything"])},
         )
         self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
-        self._until_the_end.enter_context(refusals_uncounted(self.run_dir))
+        self._until_the_end.enter_context(uncounted_ends(self.run_dir))
 
     def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
         """What stands in the model's place in a dry run."""
@@ -431,12 +437,20 @@ class TrainingCLI(LightningCLI):
         )
         with (
             naming_what_does_not_fit(SMALLER_TRAINING),
-            self._callback(TrainingCheckpoints).noting_signals(self.trainer),
+            self._noted_signals(),
             reporting_refusals(self.run_dir, codes=FULL_DISK),
         ):
             self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
         if self.evaluates:
-            self._callback(EvaluateExports).raise_failures()
+            self._callback(EvaluateExports).finish()
+
+    def _noted_signals(self) -> AbstractContextManager[None]:
+        signals = self._callback(TrainingCheckpoints).signals
+        # There is to be one handler, and this is where Lightning's own would begin.
+        self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
+        is_main = self.trainer.is_global_zero
+        forget = partial(forget_starts, self.run_dir) if is_main else lambda: None
+        return signals.noted(is_main, before_leaving=forget)
 
 
 @rank_zero_only

@@ -73,8 +73,8 @@ class PeerWatch(pl.Callback):
         if _comes_from_a_peer(exception):
             # The watch finds out whose fault it is, and ends this process.
             self._thread.join(BEAT_S * (PATIENCE_BEATS + 4))
-        # All ranks agree on being preempted, and each has its own last things to do.
-        if isinstance(exception, Preempted | KeyboardInterrupt):
+        # All ranks agree on being told to stop, and each has its own last things to do.
+        if isinstance(exception, Preempted):
             self._leave(LEFT)
             return
         self._leave(f"{FAILED}{_code_of(exception)} {first_line(exception)}")

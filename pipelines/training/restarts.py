@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from stree.errors import BadData, CheckpointRefused, InvariantBroken, UsageError
+from stree.errors import BadData, CheckpointRefused, Interrupted, InvariantBroken, UsageError
 from stree.files import write_atomically
 from stree.plain_data import read_json
 
@@ -40,14 +40,19 @@ def note_start(run_dir: Path, step: int, config: str) -> int:
     return restarts
 
 
+def forget_starts(run_dir: Path) -> None:
+    """Count from 0 again."""
+    (run_dir / FILE_NAME).unlink(missing_ok=True)
+
+
 @contextmanager
-def refusals_uncounted(run_dir: Path) -> Iterator[None]:
+def uncounted_ends(run_dir: Path) -> Iterator[None]:
     """What is refused in here (exit codes 2, 65, 66) ended no work: whoever starts the run again
-    has changed what was refused, and is not to be stopped for it."""
+    has changed what was refused, and is not to be stopped for it. Nor is whoever interrupts."""
     try:
         yield
-    except (UsageError, BadData, CheckpointRefused):
-        (run_dir / FILE_NAME).unlink(missing_ok=True)
+    except (UsageError, BadData, CheckpointRefused, Interrupted, KeyboardInterrupt):
+        forget_starts(run_dir)
         raise
 
 
@@ -69,9 +74,3 @@ class RestartLimit(pl.Callback):
                 f"started from: see what ended them, then delete {self.run_dir / FILE_NAME} and "
                 "run the same command again"
             )
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
-            (self.run_dir / FILE_NAME).unlink(missing_ok=True)  # somebody is there

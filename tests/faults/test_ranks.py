@@ -27,7 +27,7 @@ from run_checks import (
 from tiny_run import distill_arguments
 
 STEPS, SIGNALS = 20, 5
-USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = pytest.mark.timeout(1200)
 
@@ -91,7 +91,7 @@ def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed,
     while num_signals < SIGNALS:
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
         more_steps, delay_s = moments.choice([0, 0, 1, 2, 3]), moments.uniform(0, 0.1)
-        numbers = moments.choice([(USR1,), (TERM,), (USR1, TERM), (TERM, USR1)])
+        numbers = moments.choice([(USR1,), (TERM,), (INT,), (USR1, TERM), (TERM, USR1)])
         told = moments.choice([(0,), (1,), (0, 1)])
         ranks = pair.start(run_dir)
         # The line is said when signals have begun to count; the step's row comes later.
@@ -111,13 +111,15 @@ def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed,
             num_folders += 1
             run_dir = tmp_path / f"run-{num_folders}"
             continue
-        assert codes == [75, 75], ranks
+        assert codes == [130 if INT in numbers else 75] * 2, ranks
         num_signals += 1
-        said = [re.findall(r"stopped by .* after step (\d+);", rank.text()) for rank in ranks]
+        told_to_stop = r"(?:stopped by .*|interrupted) after step (\d+);"
+        said = [re.findall(told_to_stop, rank.text()) for rank in ranks]
         assert said[0] == said[1] == [str(max(steps_in(run_dir / "checkpoints")))]
         figures("times that two ranks were told to stop", 1)
         figures("of them by a signal to one rank", int(len(told) == 1))
         figures("of them by both signals", int(len(numbers) == 2))
+        figures("of them by Ctrl-C", int(INT in numbers))
     assert pair.run(run_dir) == [0, 0]
     assert_same_run(run_dir, pair.whole)
 
@@ -127,6 +129,23 @@ def rank_is_training(rank: forked.Command) -> bool:
     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
     caught = re.search(r"SigCgt:\s*([0-9a-f]+)", status)
     return caught is not None and bool(int(caught[1], 16) >> (USR1 - 1) & 1)
+
+
+def test_a_second_interrupt_leaves_at_once_even_where_a_rank_hangs(pair, tmp_path):
+    """The first one waits for a step's end that does not come: the other rank is stopped."""
+    run_dir = tmp_path / "run"
+    ranks = pair.start(run_dir, steps=5000)
+    wait_for(ranks, lambda: last_logged(run_dir) >= 5)
+    ranks[1].send(signal.SIGSTOP)
+    time.sleep(0.3)
+    ranks[0].send(INT)
+    wait_for(ranks, lambda: "interrupted: stopping" in ranks[0].text())
+    assert ranks[0].poll() is None
+    ranks[0].send(INT)
+    assert ranks[0].wait(5) == 130
+    assert "error: interrupted twice: left without saving" in ranks[0].text()
+    assert not (run_dir / "restarts.json").exists()
+    ranks[1].send(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

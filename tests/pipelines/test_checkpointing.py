@@ -19,16 +19,16 @@ import pytest
 import torch
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
-from stree.errors import CheckpointRefused, Preempted, UsageError
+from stree.errors import CheckpointRefused, Interrupted, Preempted, UsageError
 from stree_pipelines import distill
 from stree_pipelines.training.checkpointing import (
-    STOP_SIGNALS,
     SafeCheckpointIO,
     TrainingCheckpoints,
     decode_state,
     encode_state,
     latest_valid,
 )
+from stree_pipelines.training.stopping import STOP_SIGNALS
 
 STEPS = 8
 
@@ -261,26 +261,36 @@ def test_a_folder_without_a_checkpoint_takes_any_settings(workspace, copy_of_run
     assert [row["step"] for row in metric_rows(run_dir)] == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (signal.SIGTERM, Preempted, r"stopped by SIGTERM after step 3; .*: run the same command"),
+        (signal.SIGINT, Interrupted, r"interrupted after step 3; .*: to go on, run: python pipe"),
+    ],
+)
 def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(
-    workspace, uninterrupted, tmp_path, monkeypatch
+    number, kind, said, workspace, uninterrupted, tmp_path, monkeypatch
 ):
     original = TrainingCheckpoints.on_train_batch_start
 
     def raise_signal(self, trainer, *arguments):
         original(self, trainer, *arguments)
         if trainer.global_step == 2:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", raise_signal)
     arguments = distill_arguments(workspace, tmp_path, steps=STEPS)
+    monkeypatch.setattr(sys, "argv", ["pipelines/distill.py", *arguments])
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    with pytest.raises(Preempted, match="SIGTERM after step 3") as stopped:
+    with pytest.raises(kind, match=said) as stopped:
         # Not due at this step: the signal is what saves.
         distill.main([*arguments, "--checkpoint.every_n_steps", "100"])
-    assert stopped.value.exit_code == 75
-    for number, handler in before.items():
-        # Until it has left, no further one takes its exit code away.
-        assert signal.signal(number, handler) == signal.SIG_IGN
+    assert stopped.value.exit_code == (130 if number == signal.SIGINT else 75)
+    for each, handler in before.items():
+        # Until it has left, no further one takes its exit code away; Ctrl-C ends it at once.
+        left = signal.signal(each, handler)
+        assert callable(left) if each == signal.SIGINT else left == signal.SIG_IGN
+    assert not (tmp_path / "restarts.json").exists() or number != signal.SIGINT
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
     monkeypatch.undo()
     distill.main(arguments)

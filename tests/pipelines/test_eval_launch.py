@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_run import distill_arguments, make_workspace
 
-from stree.errors import UsageError
+from stree.errors import Interrupted, UsageError
 from stree_pipelines import distill
 from stree_pipelines.evaluation import launch
 from stree_pipelines.evaluation.launch import start_process, submit_job
@@ -115,6 +115,20 @@ def test_an_evaluation_process_gets_the_gpus_that_it_is_given(workspace, tmp_pat
     arguments, environment = json.loads(told.read_text())
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert arguments[-1] == f"{tmp_path}/run/drafter/step-00000002"
+
+
+def test_waiting_for_evaluations_can_be_interrupted():
+    """The training is over by then, and there is nothing to save."""
+
+    class Endless:
+        def wait(self) -> int:
+            raise KeyboardInterrupt
+
+    evaluation = EvaluateExports(mode="process")
+    evaluation._processes.append(("drafter/step-1", Endless()))
+    with pytest.raises(Interrupted, match=r"training is done: eval_spec\.py --run") as stopped:
+        evaluation.finish()
+    assert stopped.value.exit_code == 130
 
 
 def test_an_evaluation_process_is_alone_whatever_its_training_was_launched_by(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace
 
-from stree.errors import InvariantBroken, NotFound
+from stree.errors import Interrupted, InvariantBroken, NotFound
 from stree_pipelines import distill
+from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.restarts import note_start
+from stree_pipelines.training.stopping import STOP_SIGNALS
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +75,21 @@ def test_what_is_refused_is_no_restart(workspace, tmp_path):
     assert not (tmp_path / "run/restarts.json").exists()
 
 
-def test_whoever_interrupts_is_not_a_chain(workspace, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["fit", "data"])
+def test_whoever_interrupts_is_not_a_chain(where, workspace, tmp_path, monkeypatch):
     def interrupt(self, *arguments):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", interrupt)
-    with pytest.raises(SystemExit):
-        distill.main(distill_arguments(workspace, tmp_path, steps=1))
+    place = {
+        "fit": (TrainingCheckpoints, "on_train_batch_start"),
+        "data": (ConversationDataModule, "setup"),
+    }[where]
+    monkeypatch.setattr(*place, interrupt)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with pytest.raises(Interrupted if where == "fit" else KeyboardInterrupt):
+        distill.main(distill_arguments(workspace, tmp_path, steps=3))
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert not (tmp_path / "restarts.json").exists()
 
 
