@@ -26,7 +26,6 @@ from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, requi
 from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
-from stree_pipelines.training.cli import quieten
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
@@ -69,7 +68,6 @@ class CacheCLI(DistillCLI):
         self._own_options = {each.lstrip("-") for each in set(parser.known_options()) - before}
 
     def before_instantiate_classes(self) -> None:
-        quieten()
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")
 

@@ -20,12 +20,14 @@ from stree.errors import Interrupted, StreeError, UsageError
 from stree_pipelines.evaluation.launch import start_process, submit_job
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
+from stree_pipelines.training.progress import Pace, TrainingBar
 
 EVAL_SCRIPT = Path(__file__).parents[1] / "eval_spec.py"
 
 
 class LogMetrics(pl.Callback):
-    """A row to every logger each `trainer.log_every_n_steps`; without a terminal also a line.
+    """A row to every logger each `trainer.log_every_n_steps`, to the bar on a terminal, and a line
+    where there is none.
 
     Rows hold the step's own values, not averages since the last row: a resumed run then logs
     exactly what an uninterrupted one does.
@@ -34,13 +36,12 @@ class LogMetrics(pl.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._last = (0, 0.0, 0.0)  # tokens seen, time, untimed
-        self._started = (0, 0.0)  # step, time
+        self._pace = Pace(0)
         self._logged_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
-        now = time.perf_counter()
-        self._last = (pl_module.tokens_seen, now, pl_module.untimed_s)
-        self._started = (trainer.global_step, now)
+        self._last = (pl_module.tokens_seen, time.perf_counter(), pl_module.untimed_s)
+        self._pace = Pace(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Training, outputs: Any, batch: Any, batch_idx: int
@@ -48,21 +49,19 @@ class LogMetrics(pl.Callback):
         step = trainer.global_step
         if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
             return
+        self._pace.note(step)
         interval = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step % interval and step not in (1, trainer.max_steps):
             return
         self._logged_step = step
-        if step == self._started[0] + 1:
-            # The first step compiles kernels; it says nothing about the time that is left.
-            self._started = (step, time.perf_counter())
         row = pl_module.global_step_metrics()
         row["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         row["tokens_per_second"] = self._rate(pl_module)
         row["tokens_seen"] = pl_module.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics(row, step)
-        if trainer.is_global_zero and not _has_bar(trainer):
-            self._say(trainer, step, row)
+        if trainer.is_global_zero:
+            self._show(trainer, step, row)
 
     def _rate(self, pl_module: Training) -> float:
         """Tokens per second since the last row, without exports, evaluations and validation."""
@@ -72,17 +71,17 @@ class LogMetrics(pl.Callback):
         busy_s = (now - then) - (pl_module.untimed_s - untimed)
         return (pl_module.tokens_seen - tokens) / max(busy_s, 1e-9)
 
-    def _say(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
-        first, then = self._started
-        num_steps = step - first
-        left_s = (time.perf_counter() - then) * (trainer.max_steps - step) / max(num_steps, 1)
-        eta = clock(left_s) if num_steps or step == trainer.max_steps else "?"
-        print(
-            f"step {step}/{trainer.max_steps}  loss {row['loss']:.4f}  "
-            f"{_acceptance(row, 'simulated_acceptance')}"
-            f"{row['tokens_per_second']:,.0f} tokens/s  ETA {eta}",
-            flush=True,
+    def _show(self, trainer: pl.Trainer, step: int, row: dict[str, float]) -> None:
+        figures = (
+            f"loss {row['loss']:.4f}  {_acceptance(row, 'simulated_acceptance')}"
+            f"{row['tokens_per_second']:,.0f} tokens/s"
         )
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, TrainingBar):
+            bar.show(figures)
+        elif bar is None:
+            eta = self._pace.eta(step, trainer.max_steps)
+            print(f"step {step}/{trainer.max_steps}  {figures}  ETA {eta}", flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
         self._validation_start = time.perf_counter()
@@ -92,7 +91,7 @@ class LogMetrics(pl.Callback):
         row = pl_module.validation_metrics
         for logger in trainer.loggers:
             logger.log_metrics(row, trainer.global_step)
-        if trainer.is_global_zero and not _has_bar(trainer):
+        if trainer.is_global_zero:
             print(
                 f"step {trainer.global_step}/{trainer.max_steps}  "
                 f"validation loss {row['val_loss']:.4f}  "
@@ -303,17 +302,6 @@ def untouched_training_state() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def clock(seconds: float) -> str:
-    """h:mm:ss, without the hours when there are none."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
 def _acceptance(row: Mapping[str, float], name: str) -> str:
     """Nothing where no drafter is trained."""
     return f"simulated acceptance {row[name]:.3f}  " if name in row else ""
-
-
-def _has_bar(trainer: pl.Trainer) -> bool:
-    return trainer.progress_bar_callback is not None

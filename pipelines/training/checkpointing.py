@@ -23,6 +23,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -315,11 +317,12 @@ class TrainingCheckpoints(pl.Callback):
         number = self.signals.number
         saved = f"after step {self._saved_step}; everything is saved in {self.run_dir}: "
         if trainer.strategy.reduce_boolean_decision(number == signal.SIGINT, all=False):
-            started_for_us = trainer.world_size > 1 and getattr(
-                trainer.strategy.cluster_environment, "creates_processes_externally", False
+            # Lightning starts the other processes itself unless a launcher has.
+            alone = isinstance(trainer.strategy, SingleDeviceStrategy) or isinstance(
+                trainer.strategy.cluster_environment, LightningEnvironment
             )
             raise Interrupted(
-                f"interrupted {saved}to go on, run{' under the same launcher' * started_for_us}: "
+                f"interrupted {saved}to go on, run{'' if alone else ' under the same launcher'}: "
                 f"{shlex.join(['python', *sys.argv])}"
             )
         name = signal.Signals(number).name if number else "a signal to another rank"

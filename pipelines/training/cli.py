@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, ExitStack
@@ -11,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch as pl
 import torch
 import torch.utils.deterministic
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,6 +52,7 @@ from stree_pipelines.training.module import Training
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
 from stree_pipelines.training.precision import supported_precision
+from stree_pipelines.training.progress import TrainingBar
 from stree_pipelines.training.restarts import (
     RestartLimit,
     forget_starts,
@@ -64,6 +69,7 @@ from stree_pipelines.training.run_folder import (
     take_run_folder,
 )
 from stree_pipelines.training.sharding import require_supported
+from stree_pipelines.training.trackers import naming_missing_packages, start_tracker
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,  # steps count, not passes over the data
@@ -75,7 +81,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "enable_checkpointing": False,
     "enable_model_summary": False,
-    "enable_progress_bar": sys.stderr.isatty(),
+    "enable_progress_bar": sys.stderr.isatty() and os.environ.get("TERM") != "dumb",
     "devices": 1,
     # Or a resumed run on a GPU would not be the same run; costs a few percent.
     "deterministic": True,
@@ -92,6 +98,7 @@ NOISE = (
 )
 
 
+LIGHTNING = str(Path(lightning.__file__).parent)
 # What a configuration names to be read.
 INPUTS = (
     ("model", "target"), ("model", "teacher_cache"), ("data", "train"), ("data", "valid"),
@@ -116,6 +123,7 @@ class TrainingCLI(LightningCLI):
             self._run(model_class, args)
 
     def _run(self, model_class: type[Training], args: list[str] | None) -> None:
+        quieten()
         texts = {"usage": f"{self._synopsis} [options]", "description": self.description}
         super().__init__(
             model_class,
@@ -215,7 +223,6 @@ class TrainingCLI(LightningCLI):
         super()._set_seed()
 
     def before_instantiate_classes(self) -> None:
-        quieten()
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")
         # Deterministic mode would also fill every new tensor with NaN.
@@ -283,7 +290,8 @@ class TrainingCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Load models only where something is to be trained."""
         if not self.options["show_mask"] and not self.is_finished:
-            super().instantiate_classes()
+            with naming_missing_packages():
+                super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.options["show_mask"]:
@@ -336,15 +344,19 @@ class TrainingCLI(LightningCLI):
             MetricsFile(self.run_dir / "metrics.csv", last_step=step),
             Curves(self.run_dir, last_step=step),
         ]
-        given = trainer_options.get("logger")
-        if given is False:
+        if trainer_options.get("logger") is False:
             own = []
         plugins: list[Any] = [SafeCheckpointIO()]
         if SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))
+        callbacks = [*_as_list(trainer_options.get("callbacks"))]
+        has_bar = any(isinstance(each, ProgressBar) for each in callbacks)
+        if trainer_options["enable_progress_bar"] and not has_bar:
+            callbacks.append(TrainingBar())
         try:
             return super().instantiate_trainer(
-                logger=own + (given if isinstance(given, list) else []),
+                logger=own + self._given_loggers,
+                callbacks=callbacks,
                 plugins=plugins + _as_list(trainer_options.get("plugins")),
                 default_root_dir=str(self.run_dir),
                 **kwargs,
@@ -357,6 +369,12 @@ class TrainingCLI(LightningCLI):
                 f"trainer: {error}; see trainer.accelerator, trainer.devices and "
                 "trainer.strategy (python pipelines/doctor.py says what is here)"
             ) from error
+
+    @property
+    def _given_loggers(self) -> list[Logger]:
+        """Those of trainer.logger, which come beside our own."""
+        given = self._get(self.config_init, "trainer").get("logger")
+        return [each for each in _as_list(given) if isinstance(each, Logger)]
 
     def before_fit(self) -> None:
         self._prepare_data(self.model.exported.config.vocab_size)
@@ -373,6 +391,8 @@ class TrainingCLI(LightningCLI):
         checkpoints = self._callback(TrainingCheckpoints)
         checkpoints.run_dir = self.run_dir
         checkpoints.manifest_extra = identity
+        for logger in self._given_loggers:
+            start_tracker(logger, self.config_dump, self._until_the_end)
         self.trainer.callbacks += [PeerWatch(), RestartLimit(self.run_dir, self.restarts)]  # type: ignore[attr-defined]
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
@@ -441,6 +461,9 @@ class TrainingCLI(LightningCLI):
             reporting_refusals(self.run_dir, codes=FULL_DISK),
         ):
             self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
+        latest = self.run_dir / self.export_folder / "latest"
+        where = f"; the {self.export_folder} is {latest}" if latest.exists() else ""
+        say(f"{self.run_dir}: {self.trainer.global_step} of {max_steps} steps are done{where}")
         if self.evaluates:
             self._callback(EvaluateExports).finish()
 
@@ -462,8 +485,15 @@ def say(line: str) -> None:
 def quieten() -> None:
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
-    rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_no_banner)
+
+
+def _is_no_banner(record: logging.LogRecord) -> bool:
+    """What Lightning itself remarks in passing is about devices that are not there and products of
+    its own; through the same loggers our data module says what it has read."""
+    return record.levelno > logging.INFO or not record.pathname.startswith(LIGHTNING)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -24,9 +24,10 @@ from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.training import callbacks, export
-from stree_pipelines.training.callbacks import EvaluationFailed, clock, untouched_training_state
+from stree_pipelines.training.callbacks import EvaluationFailed, untouched_training_state
 from stree_pipelines.training.checkpointing import SafeCheckpointIO
 from stree_pipelines.training.export import Exports, log_spaced_steps
+from stree_pipelines.training.progress import clock
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,64 @@
+"""A training on a real terminal: the bar's figures fit it, and Ctrl-C is typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from pseudo_terminal import CTRL_C, Shown, run_on_terminal
+from run_checks import steps_in
+from tiny_run import distill_arguments, make_workspace
+
+from stree_pipelines import distill
+
+FIGURES = re.compile(r"loss \d+\.\d{4}  simulated acceptance 0\.\d{3}  [\d,]+ tokens/s")
+BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+def on_terminal(workspace: Path, run_dir: Path, steps: int) -> list[str]:
+    """The command as it is typed: whether there is a bar is left to it."""
+    arguments = distill_arguments(workspace, run_dir, steps=steps)
+    at = arguments.index("--trainer.enable_progress_bar")
+    return [sys.executable, distill.__file__, *arguments[:at], *arguments[at + 2 :]]
+
+
+def bars_of(shown: Shown, columns: int) -> list[re.Match[str]]:
+    """Each bar that was drawn. It and the figures below it are whole and fit the terminal."""
+    bars = [match for match in map(BAR.fullmatch, shown.lines) if match]
+    figures = [match for match in map(FIGURES.fullmatch, shown.lines) if match]
+    assert bars and figures
+    assert all(len(match[0]) <= columns for match in (*bars, *figures))
+    assert not [line for line in shown.lines if "loss" in line and "…" in line]
+    return bars
+
+
+def test_at_160_columns_a_run_shows_its_figures_to_the_end(workspace, tmp_path):
+    run_dir = tmp_path / "run"
+    shown = run_on_terminal(on_terminal(workspace, run_dir, 20), 160)
+    assert shown.code == 0, shown.lines
+    assert bars_of(shown, 160)[-1].groups() == ("20", "20", "0:00")
+    assert any(re.match(r"step 8/20  validation loss \d", line) for line in shown.lines)
+    assert shown.lines[-1].endswith("/drafter/latest")
+    assert not [line for line in shown.lines if re.search("Epoch|v_num|Seed|TPU|GPU", line)]
+
+
+def test_at_80_columns_ctrl_c_saves_and_says_how_to_go_on(workspace, tmp_path):
+    run_dir = tmp_path / "run"
+    command = on_terminal(workspace, run_dir, 5000)
+    shown = run_on_terminal(command, 80, keys=[(" tokens/s", CTRL_C)])
+    assert shown.code == 130, shown.lines
+    assert {bar[2] for bar in bars_of(shown, 80)} == {"5000"}
+    assert any(line.startswith("interrupted: stopping where") for line in shown.lines)
+    said = re.sub(r"[\r\n]+", "", shown.raw[shown.raw.index("error: interrupted after") :])
+    step, typed = re.search(r"after step (\d+); .* to go on, run: python (.*)$", said).groups()
+    assert int(step) == max(steps_in(run_dir / "checkpoints"))
+    assert shlex.split(typed) == command[1:]
+    assert shown.raw.rindex("\x1b[?25h") > shown.raw.rindex("\x1b[?25l")  # the cursor is back
