@@ -14,7 +14,7 @@ CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit
 quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
 	$(BIN)/python pipelines/corpus.py data/python-docs
 	$(BIN)/python pipelines/distill.py fit --config configs/distill/quickstart.yaml --run_dir $(RUN)
-	$(BIN)/accelerate launch pipelines/eval_spec.py --run $(RUN) --config configs/eval/quickstart.yaml
+	$(BIN)/python pipelines/eval_spec.py --run $(RUN) --config configs/eval/quickstart.yaml
 	$(BIN)/python pipelines/profile_drafter.py $(RUN)
 	$(BIN)/python pipelines/report.py $(RUN)
 
@@ -24,8 +24,8 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt on public chats: o
 	  --run_dir runs/chat-75m $(CHAT_DATA) --tokenizer.limit 50000
 	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m.yaml \
 	  --run_dir $(CHAT) $(CHAT_DATA)
-	$(BIN)/accelerate launch pipelines/eval_spec.py --run $(CHAT) --config configs/eval/chat-75m.yaml
-	$(BIN)/accelerate launch pipelines/eval_spec.py --target runs/chat-75m/target/latest \
+	$(BIN)/python pipelines/eval_spec.py --run $(CHAT) --config configs/eval/chat-75m.yaml
+	$(BIN)/python pipelines/eval_spec.py --target runs/chat-75m/target/latest \
 	  --checkpoint $(CHAT)/drafter/latest --config configs/eval/chat-75m.yaml \
 	  --temperatures 0 --dtype float32 --out $(CHAT)/eval-fp32
 	$(BIN)/python pipelines/profile_drafter.py $(CHAT)
