@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -318,9 +317,8 @@ class TrainingCheckpoints(pl.Callback):
         saved = f"after step {self._saved_step}; everything is saved in {self.run_dir}: "
         if trainer.strategy.reduce_boolean_decision(number == signal.SIGINT, all=False):
             # Lightning starts the other processes itself unless a launcher has.
-            alone = isinstance(trainer.strategy, SingleDeviceStrategy) or isinstance(
-                trainer.strategy.cluster_environment, LightningEnvironment
-            )
+            environment = getattr(trainer.strategy, "cluster_environment", LightningEnvironment())
+            alone = isinstance(environment, LightningEnvironment)
             raise Interrupted(
                 f"interrupted {saved}to go on, run{'' if alone else ' under the same launcher'}: "
                 f"{shlex.join(['python', *sys.argv])}"

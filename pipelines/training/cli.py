@@ -49,6 +49,7 @@ from stree_pipelines.training.checkpointing import (
 )
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
+from stree_pipelines.training.own_text import WatchOwnText
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
 from stree_pipelines.training.precision import supported_precision
@@ -393,7 +394,9 @@ class TrainingCLI(LightningCLI):
         checkpoints.manifest_extra = identity
         for logger in self._given_loggers:
             start_tracker(logger, self.config_dump, self._until_the_end)
-        self.trainer.callbacks += [PeerWatch(), RestartLimit(self.run_dir, self.restarts)]  # type: ignore[attr-defined]
+        self.trainer.callbacks += [  # type: ignore[attr-defined]
+            WatchOwnText(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)
+        ]  # fmt: skip
         if self.evaluates:
             evaluation = self._callback(EvaluateExports)
             evaluation.exports = exports
@@ -464,6 +467,8 @@ class TrainingCLI(LightningCLI):
         latest = self.run_dir / self.export_folder / "latest"
         where = f"; the {self.export_folder} is {latest}" if latest.exists() else ""
         say(f"{self.run_dir}: {self.trainer.global_step} of {max_steps} steps are done{where}")
+        if self._callback(WatchOwnText).found is not None:
+            say(str(self._callback(WatchOwnText).found))
         if self.evaluates:
             self._callback(EvaluateExports).finish()
 

@@ -25,6 +25,7 @@ from stree_pipelines import distill
 from stree_pipelines.training import sharding
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.frozen_target import device_beside
+from stree_pipelines.training.own_text import WatchOwnText
 
 STEPS = 6
 TOLERANCE = 1e-5
@@ -91,6 +92,7 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
         return forward(self, *arguments)
 
     monkeypatch.setattr(Layer, "forward", count)
+    monkeypatch.setattr(WatchOwnText, "on_train_end", lambda *arguments: None)  # behind the steps
     more = ("--model.activation_checkpointing", "true", "--trainer.limit_val_batches", "0")
     distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
     assert calls == STEPS * (4 + 2 * 2)  # the target's four layers once, the drafter's two twice
