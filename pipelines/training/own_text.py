@@ -72,7 +72,11 @@ class WatchOwnText(pl.Callback):
         if isinstance(trainer.strategy, ZeroStrategy):  # gathers weights in its own forward only
             return
         tables = trainer.datamodule.tables  # type: ignore[attr-defined]
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
+        with (
+            torch.no_grad(),
+            trainer.precision_plugin.forward_context(),
+            torch.compiler.set_stance("force_eager"),  # no kernels for shapes that come once
+        ):
             self.found = measure(pl_module, tables["train"])
 
 
