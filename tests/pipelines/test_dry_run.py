@@ -207,7 +207,7 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
         (("--model.teacher_cache", "absent"), NotFound),
         (("--data.global_batch_size", "3"), UsageError),
         (("--trainer.max_steps", "0"), UsageError),
-        (("--evaluation.mode", "inline", "--evaluation.config", "absent"), NotFound),
+        (("--evaluation.mode", "inline", "--evaluation.config", "eval.yaml"), StreeError),
         (tuple(f"--model.drafter.{k}={json.dumps(v)}" for k, v in
                {**ARCHITECTURE, "vocab_size": 384}.items()), UsageError),
     ],
@@ -215,6 +215,7 @@ def test_what_is_left_of_a_run_is_what_is_counted(workspace, finished, capsys):
 )  # fmt: skip
 def test_the_error_is_the_run_s_own(options, kind, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("eval.yaml").write_text("benchmarks: [absent]\n")
     told = []
     for dry in ((), ("--dry_run",)):
         arguments = options_of(workspace, tmp_path / f"run{len(dry)}", *options, *dry)

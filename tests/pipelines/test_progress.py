@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from terminal import run_on_terminal
+from pseudo_terminal import run_on_terminal
 
 from stree_pipelines.progress import EvaluationProgress
 
