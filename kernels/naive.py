@@ -15,6 +15,10 @@ from torch import Tensor
 
 from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
 
+_WORD = 2**32 - 1
+_PHILOX = {0: 0xD2511F53, 2: 0xCD9E8D57}  # what the words of a counter are multiplied by
+_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # what the words of a key grow by
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for anything narrower, else the dtype itself."""
@@ -568,3 +572,26 @@ def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tens
     steps = torch.arange(path.shape[1], device=path.device)
     path = torch.where(steps < path_length[:, None], path, steps)
     cache[rows, :, length[:, None] + steps] = cache[rows, :, length[:, None] + path]
+
+
+def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+    """Random numbers in [0, 1), (B, P) fp64: a function of seed, position and place alone.
+
+    Philox4x32-10 (Salmon et al. 2011) with the seed as key and (place, position) as counter; the
+    first two of its four words give 53 bits.
+
+    Args: seeds (B,) and positions (B,) int64, not negative; places (B, P) int64 below 2³².
+    """
+    key = [seeds[:, None] & _WORD, seeds[:, None] >> 32]
+    zero = torch.zeros_like(places)
+    position = positions[:, None] + zero
+    counter = [places, position & _WORD, position >> 32, zero]
+    for round_ in range(10):
+        keys = [(word + round_ * step) & _WORD for word, step in zip(key, _PHILOX_KEYS, strict=True)]
+        # An int64 product wraps around, but keeps all 64 bits of the two words it consists of
+        first, second = (counter[at] * _PHILOX[at] for at in (0, 2))
+        counter = [
+            (second >> 32 & _WORD) ^ counter[1] ^ keys[0], second & _WORD,
+            (first >> 32 & _WORD) ^ counter[3] ^ keys[1], first & _WORD,
+        ]  # fmt: skip
+    return ((counter[0] >> 5) * 2**26 + (counter[1] >> 6)).double() * 2.0**-53

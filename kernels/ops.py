@@ -202,3 +202,9 @@ def accept_sampled(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def settle_sampled(*arguments: Tensor) -> None:
     """See `naive.settle_sampled`."""
     (_sampled() if samples_fused(arguments[0]) else naive).settle_sampled(*arguments)
+
+
+def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+    """See `naive.uniforms`."""
+    module = importlib.import_module("stree_kernels.uniforms") if samples_fused(seeds) else naive
+    return module.uniforms(seeds, positions, places)

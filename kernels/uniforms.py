@@ -1,0 +1,53 @@
+"""Random numbers that depend on what they are for, not on what was drawn before (Triton).
+
+Philox4x32-10 (Salmon et al. 2011), a function of a request's seed, the position of a token in its
+sequence, and the place of use: a request's tokens are the same whatever shares its batch. The naive
+twin is `naive.uniforms`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.launch import follow, overlapping
+
+BLOCK = 256
+
+
+def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+    """`naive.uniforms` in one launch."""
+    batch, count = places.shape
+    out = torch.empty(batch, count, dtype=torch.float64, device=places.device)
+    assert seeds.is_contiguous() and positions.is_contiguous() and places.stride(1) == 1
+    uniforms_kernel[(triton.cdiv(count, BLOCK), batch)](
+        seeds, positions, places, places.stride(0), out, count,
+        BLOCK=BLOCK, num_warps=4, **overlapping(places),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def uniforms_kernel(
+    seeds, positions, places, place_stride, out, count,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + row * place_stride + at, mask=at < count, other=0)
+    value = uniform(tl.load(seeds + row), tl.load(positions + row), place)
+    tl.store(out + row * count + at, value, mask=at < count)
+
+
+@triton.jit
+def uniform(seed, position, place):
+    """In [0, 1), of 53 bits; seed and position are numbers, place is a block."""
+    c0 = place.to(tl.uint32)
+    c1 = c0 * 0 + (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = c0 * 0 + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    high, low, _, _ = tl.philox(seed, c0, c1, c2, c0 * 0)
+    high, low = (high >> 5).to(tl.float64), (low >> 6).to(tl.float64)
+    return (high * 67108864.0 + low) * 1.1102230246251565e-16  # 2²⁶ and 2⁻⁵³
