@@ -587,7 +587,7 @@ def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
     position = positions[:, None] + zero
     counter = [places, position & _WORD, position >> 32, zero]
     for round_ in range(10):
-        keys = [(word + round_ * step) & _WORD for word, step in zip(key, _PHILOX_KEYS, strict=True)]
+        keys = [(key[at] + round_ * _PHILOX_KEYS[at]) & _WORD for at in (0, 1)]
         # An int64 product wraps around, but keeps all 64 bits of the two words it consists of
         first, second = (counter[at] * _PHILOX[at] for at in (0, 2))
         counter = [

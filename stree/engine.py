@@ -6,12 +6,8 @@ Autoregressive decoding is the tree with a root alone, vanilla speculative decod
 from __future__ import annotations
 
 import math
-import operator
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +16,18 @@ from torch import Tensor
 from stree.clock import PAUSED, PhaseClock
 from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule
 from stree.errors import InvariantBroken, UsageError, naming_what_does_not_fit
+from stree.generation import (
+    DecodingStats,
+    GenerationConfig,
+    GenerationOutput,
+    StopRule,
+    not_finite,
+    one_prompt,
+    require_max_length,
+    require_partners,
+    require_room,
+    warn_beyond_positions,
+)
 from stree.graphs import CapturedTree, LastUsed
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
@@ -30,115 +38,6 @@ from stree.tokenizer import eos_token_ids
 from stree.tree import TokenTree
 from stree.verify import verify_greedy, verify_sampled
 from stree_kernels import ops
-
-_NUMBERS = {
-    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
-    "seed": Integral,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """How to generate, under the names of `transformers`' GenerationConfig.
-
-    temperature 0 is greedy. eos_token_id None means the model's own, or its tokenizer's where the
-    model's config names none. Generation stops at EOS (also inside an accepted block), at the first
-    token that completes one of stop_strings, or after max_new_tokens; ignore_eos is for speed runs.
-    Raises `UsageError` for values out of range.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    eos_token_id: int | Sequence[int] | Tensor | None = None
-    stop_strings: tuple[str, ...] = ()
-    seed: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in _NUMBERS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
-        if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"temperature is {self.temperature}, wanted 0 (greedy) or at least 0.00001"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}, wanted 0 to 2⁶³ − 1")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
-        strings = self.stop_strings
-        strings = (strings,) if isinstance(strings, str) else strings
-        if not isinstance(strings, Iterable) or any(not isinstance(s, str) for s in strings):
-            raise UsageError(f"stop_strings is {strings!r}, wanted a text or several")
-        if not all(strings):
-            raise UsageError("a stop string is empty; every text would stop at once")
-        object.__setattr__(self, "stop_strings", tuple(strings))
-        if self.eos_token_id is not None:
-            object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
-
-    @property
-    def rule(self) -> SamplingRule:
-        if self.temperature == 0:  # one rule, so one graph, whatever top_k and top_p say
-            return SamplingRule()
-        return SamplingRule(self.temperature, self.top_k, self.top_p)
-
-    def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
-        if self.ignore_eos:
-            return frozenset()
-        if self.eos_token_id is None:
-            return frozenset(model_ids)
-        return frozenset(_token_ids(self.eos_token_id))
-
-
-def _token_ids(given: Any) -> tuple[int, ...]:
-    """One id or several, of Python, NumPy or torch; raises `UsageError` for anything else."""
-    several = given.tolist() if hasattr(given, "tolist") else given
-    several = several if isinstance(several, list | tuple | set | frozenset) else [several]
-    try:
-        return tuple(operator.index(each) for each in several)
-    except TypeError:
-        raise UsageError(f"eos_token_id is {given!r}, wanted a token's id, or several") from None
-
-
-@dataclass
-class DecodingStats:
-    """Counts and times of one generation; counts follow the kept tokens.
-
-    num_new_tokens leaves out the prefill's token and whatever a stop dropped;
-    accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
-    end (0, the root: none was kept); time_ms are totals over the calls.
-    """
-
-    num_new_tokens: int = 0
-    num_calls: int = 0
-    num_nodes: int = 0
-    accepted_per_call: list[int] = field(default_factory=list)
-    end_node_per_call: list[int] = field(default_factory=list)
-    tree_max_depth: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    time_ms: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def acceptance_length(self) -> float:
-        """New tokens a target call (τ)."""
-        return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
-
-
-@dataclass
-class GenerationOutput:
-    """New tokens (the EOS included when it came), why they end, and how they were made."""
-
-    tokens: list[int]
-    finish_reason: str  # "eos", "stop_string" or "length"
-    stats: DecodingStats
 
 
 class Target(Protocol):
@@ -177,15 +76,7 @@ class Decoder:
         tokenizer: Any = None,
     ) -> None:
         require_max_length(max_length)
-        positions = target.config.max_position_embeddings
-        if target.config.attn_layers and max_length > positions:
-            # Angles are computed for any position, as transformers does it: the text gets worse,
-            # and nothing breaks.
-            warnings.warn(
-                f"max_length is {max_length}, and the target was made for {positions} positions: "
-                "beyond them it decodes on, but its attention was not trained there",
-                stacklevel=2,
-            )
+        warn_beyond_positions(target.config, max_length)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if drafter is None and tree.num_nodes > 1:
@@ -193,23 +84,7 @@ class Decoder:
         if tree.num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         if isinstance(drafter, HybridModel):
-            wanted, got = target.config.vocab_size, drafter.config.vocab_size
-            if wanted != got:
-                raise UsageError(
-                    f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
-                    "draft with a model distilled from this target"
-                )
-            if target.device != drafter.device:
-                raise UsageError(
-                    f"the drafter is on {drafter.device}, the target on {target.device}: move one "
-                    "to the other"
-                )
-            prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
-            if all(prints) and prints[0] != prints[1]:
-                raise UsageError(
-                    "drafter and target have different tokenizers of the same size; "
-                    "draft with a model distilled from this target"
-                )
+            require_partners(target, drafter)
         with naming_what_does_not_fit(
             "lower max_length, take a smaller tree, or use bfloat16 or a larger GPU",
             f"buffers for {max_length} tokens and {tree}",
@@ -226,7 +101,8 @@ class Decoder:
         if isinstance(target, HybridModel) and target.device.type == "cuda":
             self._verify: Callable[[Tensor], Tensor] = CapturedTree(target, tree, self.cache)
         else:
-            self._verify = lambda tokens: target.tree_forward(tokens, tree, self.cache)
+            cache = self.cache  # holding the decoder itself would keep it until it is collected
+            self._verify = lambda tokens: target.tree_forward(tokens, tree, cache)
 
     def generate(
         self,
@@ -279,7 +155,8 @@ class Decoder:
         stats: DecodingStats,
     ) -> Iterator[tuple[list[int], str]]:
         """Kept tokens call by call, with the reason to stop (empty while there is none)."""
-        self._require_room(sequence, generation)
+        vocabulary = self.target.config.vocab_size
+        require_room(sequence, generation, self.tree, vocabulary, self.max_length)
         self._follow_weights()
         rule, device = generation.rule, self.target.device
         if choose is None:
@@ -427,18 +304,8 @@ class Decoder:
 
     def _not_finite(self, who: str, step: int, sequence: list[int]) -> InvariantBroken:
         """Names the model, the step, and where the first value that is not finite appears."""
-        for name, (model, _) in self._models().items():
-            if name in who:
-                where = model.first_non_finite(sequence)
-                if where:
-                    return InvariantBroken(
-                        f"the {name}'s logits are not finite at decoding step {step}: {where}; "
-                        "check the checkpoint, or run it in float32"
-                    )
-        return InvariantBroken(
-            f"the {who}'s logits are not finite at decoding step {step}; "
-            "check the checkpoint, or run it in float32"
-        )
+        models = [(name, model) for name, (model, _) in self._models().items() if name in who]
+        return not_finite(who, models, step, sequence)
 
     def _models(self) -> dict[str, tuple[HybridModel, HybridCache]]:
         """Those with weights, by what they are here, and the caches made for them."""
@@ -472,32 +339,6 @@ class Decoder:
                     f"for {cache.dtype} on {cache.device}: make a new decoder"
                 )
 
-    def _require_room(self, sequence: list[int], generation: GenerationConfig) -> None:
-        needed = len(sequence) + generation.max_new_tokens + self.tree.max_depth + 1
-        if not sequence:
-            raise UsageError("the prompt is empty; give at least one token")
-        if needed > self.max_length:
-            raise UsageError(
-                f"a prompt of {len(sequence)} tokens, max_new_tokens = "
-                f"{generation.max_new_tokens} and a tree of depth {self.tree.max_depth} need a "
-                f"max_length of {needed}, the decoder was built with {self.max_length}"
-            )
-        vocabulary = self.target.config.vocab_size
-        if not 0 <= min(sequence) <= max(sequence) < vocabulary:
-            raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")
-        beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
-        if beyond:
-            raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
-        widest = max(map(len, self.tree.children))
-        if widest > vocabulary:
-            raise UsageError(f"{self.tree} has {widest} siblings for {vocabulary} tokens")
-
-
-def require_max_length(max_length: int) -> None:
-    """Raise `UsageError` when no sequence could be that long."""
-    if not isinstance(max_length, Integral) or max_length < 1:
-        raise UsageError(f"max_length is {max_length!r}, wanted a whole number of at least 1")
-
 
 def generate(
     target: Target,
@@ -519,52 +360,3 @@ def generate(
         decoder = Decoder(target, drafter, tree, max_length=max_length, tokenizer=tokenizer)
         stack.pop_all()  # from here on the decoder ends it
     return decoder.generate(prompt, generation, streamer=streamer)
-
-
-def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
-    """Token ids (T,) of one sequence."""
-    if isinstance(prompt_ids, str):
-        raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
-    prompt = torch.as_tensor(prompt_ids)
-    if prompt.ndim == 2 and len(prompt) == 1:
-        prompt = prompt[0]
-    if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
-        raise UsageError(
-            f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
-            "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
-        )
-    return prompt.long()
-
-
-class StopRule:
-    """Decides, token by token, how much of a block is kept and why generation ends."""
-
-    def __init__(
-        self, generation: GenerationConfig, model_eos_ids: Sequence[int], tokenizer: Any
-    ) -> None:
-        if generation.stop_strings and tokenizer is None:
-            raise UsageError("stop_strings need the tokenizer; pass tokenizer= to the decoder")
-        self.eos_ids = generation.eos_ids(model_eos_ids)
-        self.stop_strings = generation.stop_strings
-        self.left = generation.max_new_tokens
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-
-    def keep(self, block: list[int]) -> tuple[list[int], str]:
-        """The kept head of a block of new tokens and the reason to stop, or ""."""
-        for index, token in enumerate(block):
-            self.tokens.append(token)
-            self.left -= 1
-            if token in self.eos_ids:
-                return block[: index + 1], "eos"
-            if self.stop_strings and self._completes_stop_string():
-                return block[: index + 1], "stop_string"
-            if self.left == 0:
-                return block[: index + 1], "length"
-        return block, ""
-
-    def _completes_stop_string(self) -> bool:
-        # A token is at least one byte: this tail covers any stop string that just ended
-        longest = max(len(each.encode()) for each in self.stop_strings)
-        text = self.tokenizer.decode(self.tokens[-longest - 4 :])
-        return any(each in text for each in self.stop_strings)

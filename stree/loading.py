@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.engine import Decoder, GenerationConfig, require_max_length
+from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
+from stree.generation import GenerationConfig, require_max_length
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer

@@ -7,6 +7,7 @@ Every buffer is static and every length lives on the device, so that calls can b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ class AttentionCache:
     values: Tensor
     rotary: Tensor  # (2, slots, D / 2), shared by all layers
 
+    def narrow(self, first: int, count: int) -> AttentionCache:
+        keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
+        return AttentionCache(keys, values, self.rotary)
+
     def settle(self, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
@@ -46,6 +51,14 @@ class MambaCache:
     derived: Derived | None  # for the fused kernels
     shape: MixerShape
     parity: Tensor  # (1,), shared by all layers
+
+    def narrow(self, first: int, count: int) -> MambaCache:
+        derived = self.derived
+        if derived is not None:
+            xb, steps = (each.narrow(1, first, count) for each in (derived.xb, derived.steps))
+            derived = Derived(xb, steps)
+        state, rows = self.state.narrow(0, first, count), self.rows.narrow(1, first, count)
+        return MambaCache(state, rows, derived, self.shape, self.parity)
 
     @property
     def tail(self) -> Tensor:
@@ -125,6 +138,23 @@ class HybridCache:
     def device(self) -> torch.device:
         return self.path.device
 
+    def narrow(self, first: int, count: int) -> HybridCache:
+        """The same buffers, of some of the sequences only."""
+        view = copy.copy(self)
+        for name in ("length", "path", "path_length", "variant"):
+            setattr(view, name, getattr(self, name).narrow(0, first, count))
+        view.steering = Steering(
+            view.length, view.path, view.path_length, view.variant, self.parity
+        )
+        view.layers = [layer.narrow(first, count) for layer in self.layers]
+        return view
+
+    def at(self, row: int) -> HybridCache:
+        """One sequence, as a cache of its own to read a prompt into. Waits for the device."""
+        view = self.narrow(row, 1)
+        view.num_committed = int(view.length + view.path_length)
+        return view
+
     def reset(self) -> None:
         """Forget everything, so that the buffers serve another sequence."""
         for layer in self.layers:
@@ -144,6 +174,11 @@ class HybridCache:
         self.path[:, : len(path)] = torch.tensor(list(path), device=self.path.device)
         self.path_length.fill_(len(path))
         self.num_committed += len(path)
+
+    def accept(self, path: Tensor, count: Tensor) -> None:
+        """`commit` for each sequence, on the device: the first count (B,) nodes of path (B, M)."""
+        self.path[:, : path.shape[1]] = path
+        self.path_length.copy_(count)
 
     def reserve(self, num_tokens: int) -> None:
         """Check that as many more tokens fit."""

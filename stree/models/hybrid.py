@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.errors import UsageError
+from stree.forest import Forest
 from stree.models.cache import AttentionCache, HybridCache, MambaCache
 from stree.models.config import HybridConfig
 from stree.models.rotary import rotary_angles
@@ -479,6 +480,15 @@ class HybridModel(nn.Module):
             raise UsageError(f"{tokens.shape[1]} tokens for the {tree.num_nodes} nodes of {tree}")
         topology = topology_of(tree, self.config.d_conv, tokens.device)
         return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=wide)
+
+    @torch.no_grad()
+    @on_own_gpu
+    def forest_forward(
+        self, tokens: Tensor, forest: Forest, cache: HybridCache, bound: int
+    ) -> Tensor:
+        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N)."""
+        topology = forest.topology(self.config.d_conv)
+        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound))
 
     @torch.no_grad()
     @on_own_gpu

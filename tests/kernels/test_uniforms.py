@@ -1,4 +1,4 @@
-"""Philox is exact, so the kernel equals its twin bit for bit, and both equal the published words."""
+"""Philox is exact: the kernel equals its twin bit for bit, and both equal the published words."""
 
 import torch
 from kernel_cases import DEVICE

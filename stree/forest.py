@@ -1,0 +1,148 @@
+"""The token trees of a batch as tensors: a tree a row, padded to the largest.
+
+Shapes: B rows, N nodes of the largest tree, K children of the widest node, W conv width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stree.tree import TokenTree
+from stree_kernels.shapes import Topology
+
+
+@dataclass(frozen=True)
+class Level:
+    """What drafting needs of one level: nodes (B, n) with children, the root's level first, and
+    the places (B, n, k) of their children; −1 for none."""
+
+    nodes: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A tree a row.
+
+    parents (B, N), −1 for the root and −2 for padding; children (B, N, K), −1 for none; drawn_by
+    (B, N), the place of a node with children in the order of `levels`; widths, how many children
+    the nodes of each level have at most.
+    """
+
+    trees: tuple[TokenTree, ...]
+    parents: Tensor
+    children: Tensor
+    drawn_by: Tensor
+    levels: tuple[Level, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree], device: torch.device) -> Forest:
+        return _forest(tuple(trees), device)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.levels)
+
+    def topology(self, width: int) -> Topology:
+        """For a conv of that width; padding sees itself only."""
+        return _topology(self.trees, width, self.device)
+
+    def inner_topology(self, width: int) -> Topology:
+        """Of what a drafter must read to grow the trees: the nodes of `levels` but the roots, which
+        are committed by then, so that their children begin trees of their own."""
+        return _inner_topology(self.trees, width, self.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
+    size = max(tree.num_nodes for tree in trees)
+    widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
+    parents = [_padded(tree.parents, size, -2) for tree in trees]
+    children = [
+        [_padded(nodes, widest, -1) for nodes in tree.children]
+        + [[-1] * widest] * (size - tree.num_nodes)
+        for tree in trees
+    ]
+    inner = _inner(trees)
+    drawn_by = torch.zeros(len(trees), size, dtype=torch.long)
+    levels, done = [], 0
+    for level in inner:
+        count = max(map(len, level))
+        width = max(
+            len(tree.children[node]) for tree, row in zip(trees, level, strict=True) for node in row
+        )
+        nodes = torch.tensor([_padded(row, count, -1) for row in level])
+        places = torch.full((len(trees), count, width), -1)
+        for row, (tree, there) in enumerate(zip(trees, level, strict=True)):
+            for at, node in enumerate(there):
+                drawn_by[row, node] = done + at
+                places[row, at, : len(tree.children[node])] = torch.tensor(tree.children[node])
+        levels.append(Level(nodes.to(device), places.to(device)))
+        done += count
+    return Forest(
+        trees, torch.tensor(parents, device=device), torch.tensor(children, device=device),
+        drawn_by.to(device), tuple(levels), device,
+    )  # fmt: skip
+
+
+def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:
+    """For each depth, each row's nodes with children; as deep as any row has them."""
+    deepest = max(tree.max_depth for tree in trees)
+    return [
+        [
+            [node for node in tree.levels[depth] if tree.children[node]]
+            if depth <= tree.max_depth
+            else []
+            for tree in trees
+        ]
+        for depth in range(deepest)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
+    size = max(tree.num_nodes for tree in trees)
+    ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    depths = torch.zeros(len(trees), size, dtype=torch.int32)
+    windows = torch.zeros(len(trees), size, width, dtype=torch.int32)
+    for row, tree in enumerate(trees):
+        ancestors[row, : tree.num_nodes, : tree.num_nodes] = tree.ancestors
+        depths[row, : tree.num_nodes] = torch.tensor(tree.depths)
+        windows[row, : tree.num_nodes] = tree.windows(width)
+    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _inner_topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
+    levels = _inner(trees)[1:]
+    counts = [max(map(len, level)) for level in levels]
+    size = sum(counts)
+    ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    depths = torch.zeros(len(trees), size, dtype=torch.int32)
+    windows = torch.zeros(len(trees), size, width, dtype=torch.int32)
+    for row, tree in enumerate(trees):
+        place, done = {}, 0
+        for level, count in zip(levels, counts, strict=True):
+            place |= {node: done + at for at, node in enumerate(level[row])}
+            done += count
+        for node, at in place.items():
+            path = [place[each] for each in tree.path_to(node)[1:]]
+            ancestors[row, at, path] = True
+            depths[row, at] = len(path) - 1
+            seen = list(range(width - 1)) + [width - 1 + each for each in path]
+            windows[row, at] = torch.tensor(seen[-width:])
+    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+
+
+def _padded(values: Sequence[int], size: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (size - len(values))]

@@ -1,0 +1,264 @@
+"""What is asked of a generation, when it ends, and what comes of it."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.draft import SamplingRule
+from stree.errors import InvariantBroken, UsageError
+from stree.models.config import HybridConfig
+from stree.models.hybrid import HybridModel
+from stree.tree import TokenTree
+
+_NUMBERS = {
+    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
+    "seed": Integral,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How to generate, under the names of `transformers`' GenerationConfig.
+
+    temperature 0 is greedy. eos_token_id None means the model's own, or its tokenizer's where the
+    model's config names none. Generation stops at EOS (also inside an accepted block), at the first
+    token that completes one of stop_strings, or after max_new_tokens; ignore_eos is for speed runs.
+    Raises `UsageError` for values out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos_token_id: int | Sequence[int] | Tensor | None = None
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
+        if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"temperature is {self.temperature}, wanted 0 (greedy) or at least 0.00001"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}, wanted 0 to 2⁶³ − 1")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
+        strings = self.stop_strings
+        strings = (strings,) if isinstance(strings, str) else strings
+        if not isinstance(strings, Iterable) or any(not isinstance(s, str) for s in strings):
+            raise UsageError(f"stop_strings is {strings!r}, wanted a text or several")
+        if not all(strings):
+            raise UsageError("a stop string is empty; every text would stop at once")
+        object.__setattr__(self, "stop_strings", tuple(strings))
+        if self.eos_token_id is not None:
+            object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
+
+    @property
+    def rule(self) -> SamplingRule:
+        if self.temperature == 0:  # one rule, so one graph, whatever top_k and top_p say
+            return SamplingRule()
+        return SamplingRule(self.temperature, self.top_k, self.top_p)
+
+    def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
+        if self.ignore_eos:
+            return frozenset()
+        if self.eos_token_id is None:
+            return frozenset(model_ids)
+        return frozenset(_token_ids(self.eos_token_id))
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """One id or several, of Python, NumPy or torch; raises `UsageError` for anything else."""
+    several = given.tolist() if hasattr(given, "tolist") else given
+    several = several if isinstance(several, list | tuple | set | frozenset) else [several]
+    try:
+        return tuple(operator.index(each) for each in several)
+    except TypeError:
+        raise UsageError(f"eos_token_id is {given!r}, wanted a token's id, or several") from None
+
+
+@dataclass
+class DecodingStats:
+    """Counts and times of one generation; counts follow the kept tokens.
+
+    num_new_tokens leaves out the prefill's token and whatever a stop dropped;
+    accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
+    end (0, the root: none was kept); time_ms are totals over the calls.
+    """
+
+    num_new_tokens: int = 0
+    num_calls: int = 0
+    num_nodes: int = 0
+    accepted_per_call: list[int] = field(default_factory=list)
+    end_node_per_call: list[int] = field(default_factory=list)
+    tree_max_depth: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    time_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """New tokens a target call (τ)."""
+        return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
+
+
+@dataclass
+class GenerationOutput:
+    """New tokens (the EOS included when it came), why they end, and how they were made."""
+
+    tokens: list[int]
+    finish_reason: str  # "eos", "stop_string" or "length"
+    stats: DecodingStats
+
+
+class StopRule:
+    """Decides, token by token, how much of a block is kept and why generation ends."""
+
+    def __init__(
+        self, generation: GenerationConfig, model_eos_ids: Sequence[int], tokenizer: Any
+    ) -> None:
+        if generation.stop_strings and tokenizer is None:
+            raise UsageError("stop_strings need the tokenizer; pass tokenizer= to the decoder")
+        self.eos_ids = generation.eos_ids(model_eos_ids)
+        self.stop_strings = generation.stop_strings
+        self.left = generation.max_new_tokens
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+
+    def keep(self, block: list[int]) -> tuple[list[int], str]:
+        """The kept head of a block of new tokens and the reason to stop, or ""."""
+        for index, token in enumerate(block):
+            self.tokens.append(token)
+            self.left -= 1
+            if token in self.eos_ids:
+                return block[: index + 1], "eos"
+            if self.stop_strings and self._completes_stop_string():
+                return block[: index + 1], "stop_string"
+            if self.left == 0:
+                return block[: index + 1], "length"
+        return block, ""
+
+    def _completes_stop_string(self) -> bool:
+        # A token is at least one byte: this tail covers any stop string that just ended
+        longest = max(len(each.encode()) for each in self.stop_strings)
+        text = self.tokenizer.decode(self.tokens[-longest - 4 :])
+        return any(each in text for each in self.stop_strings)
+
+
+def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
+    """Token ids (T,) of one sequence."""
+    if isinstance(prompt_ids, str):
+        raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
+    prompt = torch.as_tensor(prompt_ids)
+    if prompt.ndim == 2 and len(prompt) == 1:
+        prompt = prompt[0]
+    if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
+        raise UsageError(
+            f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
+            "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
+        )
+    return prompt.long()
+
+
+def require_max_length(max_length: int) -> None:
+    """Raise `UsageError` when no sequence could be that long."""
+    if not isinstance(max_length, Integral) or max_length < 1:
+        raise UsageError(f"max_length is {max_length!r}, wanted a whole number of at least 1")
+
+
+def warn_beyond_positions(config: HybridConfig, max_length: int) -> None:
+    """Angles are computed for any position, as transformers does it: beyond those that a target
+    was made for the text gets worse, and nothing breaks."""
+    if config.attn_layers and max_length > config.max_position_embeddings:
+        warnings.warn(
+            f"max_length is {max_length}, and the target was made for "
+            f"{config.max_position_embeddings} positions: beyond them it decodes on, but its "
+            "attention was not trained there",
+            stacklevel=3,
+        )
+
+
+def require_room(
+    prompt: Sequence[int],
+    generation: GenerationConfig,
+    tree: TokenTree,
+    vocabulary: int,
+    max_length: int,
+) -> None:
+    """Raises `UsageError` when a request does not fit a decoder for max_length tokens, or names
+    tokens that its target does not have."""
+    needed = len(prompt) + generation.max_new_tokens + tree.max_depth + 1
+    if not prompt:
+        raise UsageError("the prompt is empty; give at least one token")
+    if needed > max_length:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens, max_new_tokens = {generation.max_new_tokens} and a "
+            f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
+            f"with {max_length}"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")
+    beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
+    if beyond:
+        raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
+    widest = max(map(len, tree.children))
+    if widest > vocabulary:
+        raise UsageError(f"{tree} has {widest} siblings for {vocabulary} tokens")
+
+
+def require_partners(target: Any, drafter: HybridModel) -> None:
+    """Raises `UsageError` when a drafter was not made for this target, or is elsewhere."""
+    wanted, got = target.config.vocab_size, drafter.config.vocab_size
+    if wanted != got:
+        raise UsageError(
+            f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
+            "draft with a model distilled from this target"
+        )
+    if target.device != drafter.device:
+        raise UsageError(
+            f"the drafter is on {drafter.device}, the target on {target.device}: move one "
+            "to the other"
+        )
+    prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
+    if all(prints) and prints[0] != prints[1]:
+        raise UsageError(
+            "drafter and target have different tokenizers of the same size; "
+            "draft with a model distilled from this target"
+        )
+
+
+def not_finite(
+    who: str, models: Iterable[tuple[str, HybridModel]], step: int, sequence: Sequence[int]
+) -> InvariantBroken:
+    """Names the model, the step, and where the first value that is not finite appears.
+
+    Args: models, by name, to look for it in; sequence, the tokens that they have met.
+    """
+    for name, model in models:
+        where = model.first_non_finite(sequence)
+        if where:
+            return InvariantBroken(
+                f"the {name}'s logits are not finite at decoding step {step}: {where}; "
+                "check the checkpoint, or run it in float32"
+            )
+    return InvariantBroken(
+        f"the {who}'s logits are not finite at decoding step {step}; "
+        "check the checkpoint, or run it in float32"
+    )

@@ -1,0 +1,182 @@
+"""Many sequences at once: each gets what it would get alone, whatever shares the batch."""
+
+import random
+
+import pytest
+import torch
+from toys import tiny_model
+
+from stree import Decoder, GenerationConfig, TokenTree
+from stree.batch import BatchDecoder, Request
+from stree.errors import InvariantBroken, UsageError
+from stree.tree import balanced
+
+TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
+         balanced([3, 2]), TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
+
+
+class Letters:
+    """Decodes token ids to letters, so that stop strings can be met."""
+
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def drafter_of(target):
+    """A model that is right now and then."""
+    drafter = tiny_model(1, target.dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+    return drafter
+
+
+def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        temperature = rng.choice([0.3, 0.7, 1.0, 1.5]) if sampled and rng.random() < 0.7 else 0.0
+        generation = GenerationConfig(
+            max_new_tokens=rng.randint(1, 24),
+            temperature=temperature,
+            top_k=rng.choice([0, 0, 5, 20]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            seed=rng.randrange(2**40),
+            stop_strings=rng.choice([(), (), ("ab", "q")]),
+        )
+        prompt = [rng.randrange(61) for _ in range(rng.randint(1, 30))]
+        requests.append(Request(prompt, generation, rng.choice(TREES)))
+    return requests
+
+
+def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
+    """Requests arrive at random times; each output is what its release returns."""
+    rng = random.Random(seed)
+    outputs, waiting, served = {}, list(range(len(requests)))[::-1], {}
+    while waiting or served:
+        while waiting and decoder.num_free_rows and rng.random() < 0.6:
+            index = waiting.pop()
+            served[decoder.admit(requests[index])] = index
+        for report in decoder.step():
+            assert report.error is None
+            if report.finish_reason:
+                outputs[served.pop(report.row)] = decoder.release(report.row)
+    return [outputs[index] for index in range(len(requests))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_greedy_rows_equal_plain_decoding(dtype):
+    target = tiny_model(1, dtype)
+    requests = random_requests(24, 0, sampled=False)
+    decoder = BatchDecoder(target, drafter_of(target), num_rows=7, max_length=128,
+                           tokenizer=Letters())  # fmt: skip
+    plain = Decoder(target, max_length=128, tokenizer=Letters())
+    outputs = serve(decoder, requests, seed=1)
+    lengths = [length for each in outputs for length in each.stats.accepted_per_call]
+    assert sum(lengths) > 20  # else this shows little
+    for request, output in zip(requests, outputs, strict=True):
+        wanted = plain.generate(request.prompt_ids, request.generation)
+        assert output.tokens == wanted.tokens
+        assert output.finish_reason == wanted.finish_reason
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
+    target = tiny_model(1)
+    requests = random_requests(24, 2, sampled=True)
+
+    def make(num_rows):
+        return BatchDecoder(target, drafter_of(target), num_rows=num_rows, max_length=128,
+                            tokenizer=Letters())  # fmt: skip
+
+    alone = make(1).generate(requests)
+    for num_rows, order in ((3, 5), (9, 6)):
+        together = serve(make(num_rows), requests, seed=order)
+        for mine, wanted in zip(together, alone, strict=True):
+            assert mine.tokens == wanted.tokens
+            assert mine.finish_reason == wanted.finish_reason
+            assert mine.stats.accepted_per_call == wanted.stats.accepted_per_call
+
+
+def test_rows_are_clean_when_they_change_hands():
+    """What a row held before, NaN included, is not seen by its next sequence."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, drafter_of(target), num_rows=2, max_length=64)
+    request = Request([3, 1, 4], GenerationConfig(12))
+    wanted = decoder.generate([request, request])
+    for cache in (decoder.cache, decoder.drafter.cache):
+        for layer in cache.layers:
+            for name in ("keys", "values", "state", "rows"):
+                if hasattr(layer, name):
+                    getattr(layer, name).fill_(torch.nan)
+    again = decoder.generate([request, request])
+    assert [each.tokens for each in again] == [each.tokens for each in wanted]
+
+
+def test_a_row_with_bad_logits_ends_alone():
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[60] = torch.nan
+        target.lm_head.weight[60] = 0  # which no other row chooses then
+    generation = GenerationConfig(20)
+    good, bad = Request([1, 2, 3], generation), Request([60, 2], generation)
+    alone = BatchDecoder(target, num_rows=1, max_length=64).generate([good])[0]
+    decoder = BatchDecoder(target, num_rows=3, max_length=64)
+    rows = [decoder.admit(each) for each in (good, bad, good)]
+    errors, done = {}, set()
+    while len(done) < 3:
+        for report in decoder.step():
+            if report.error is not None:
+                errors[report.row] = report.error
+            if report.finish_reason:
+                done.add(report.row)
+    assert list(errors) == [rows[1]] and isinstance(errors[rows[1]], InvariantBroken)
+    assert decoder.release(rows[1]).finish_reason == "error"
+    for row in (rows[0], rows[2]):
+        assert decoder.release(row).tokens == alone.tokens
+
+
+def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
+    monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 8)
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, drafter_of(target), num_rows=2, max_length=128)
+    prompt = [(7 * i) % 61 for i in range(40)]
+    short = decoder.admit(Request([5], GenerationConfig(30)))
+    decoder.step()
+    long = decoder.admit(Request(prompt, GenerationConfig(6)))
+    seen = [{report.row for report in decoder.step()} for _ in range(5)]
+    assert seen[:4] == [{short}] * 4 and seen[4] == {short, long}
+    while not all(sequence.finish_reason for sequence in decoder._sequences.values()):
+        decoder.step()
+    wanted = Decoder(target, max_length=128).generate(prompt, GenerationConfig(6))
+    assert decoder.release(long).tokens == wanted.tokens
+
+
+def test_an_unfinished_request_can_be_released():
+    decoder = BatchDecoder(tiny_model(1), num_rows=1, max_length=64)
+    row = decoder.admit(Request([1, 2], GenerationConfig(30)))
+    for _ in range(3):
+        decoder.step()
+    output = decoder.release(row)
+    assert output.finish_reason == "released" and len(output.tokens) == 4
+    assert decoder.num_free_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "prompt is empty"),
+        (Request([1], GenerationConfig(200)), "max_length"),
+        (Request([1], tree=TokenTree.chain(9)), "made for 4"),
+        (Request([99]), r"lie in \[0, 61\)"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_admission(request_, message):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, drafter_of(target), TokenTree.chain(3), num_rows=1,
+                           max_length=300 if not message.startswith("max") else 64)  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        decoder.admit(request_)
+    decoder.admit(Request([1], GenerationConfig(2)))
+    with pytest.raises(UsageError, match="all 1 rows are taken"):
+        decoder.admit(Request([1], GenerationConfig(2)))
