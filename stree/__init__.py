@@ -2,18 +2,22 @@
 
 import stree.threads  # noqa: F401  (before torch is loaded)
 
-from stree.engine import Decoder, GenerationConfig, GenerationOutput, generate
+from stree.batch import BatchDecoder, Request
+from stree.engine import Decoder, generate
+from stree.generation import GenerationConfig, GenerationOutput
 from stree.loading import load
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
 
 __all__ = [
+    "BatchDecoder",
     "Decoder",
     "GenerationConfig",
     "GenerationOutput",
     "HybridConfig",
     "HybridModel",
+    "Request",
     "TokenTree",
     "generate",
     "load",

@@ -192,7 +192,8 @@ class BatchDecoder:
         Raises the error of a request that ends with one.
         """
         outputs: dict[int, GenerationOutput] = {}
-        waiting, served = list(enumerate(requests))[::-1], {}
+        served: dict[int, int] = {}
+        waiting = list(enumerate(requests))[::-1]
         while waiting or served:
             while waiting and self.num_free_rows:
                 index, request = waiting.pop()

@@ -131,7 +131,8 @@ def _inner_topology(trees: tuple[TokenTree, ...], width: int, device: torch.devi
     depths = torch.zeros(len(trees), size, dtype=torch.int32)
     windows = torch.zeros(len(trees), size, width, dtype=torch.int32)
     for row, tree in enumerate(trees):
-        place, done = {}, 0
+        place: dict[int, int] = {}
+        done = 0
         for level, count in zip(levels, counts, strict=True):
             place |= {node: done + at for at, node in enumerate(level[row])}
             done += count

@@ -62,9 +62,14 @@ class Rows:
         """Some of the rows, as views; generations, what those of them are for that are active."""
         sampling = [each for each in generations if each.temperature > 0]
         filtered = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
-        tensors = (self.active, self.temperature, self.top_k, self.top_p, self.seed, self.position)
-        views = (tensor.narrow(0, first, count) for tensor in tensors)
-        return Rows(*views, bool(sampling), filtered)
+
+        def view(tensor: Tensor) -> Tensor:
+            return tensor.narrow(0, first, count)
+
+        return Rows(
+            view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
+            view(self.seed), view(self.position), bool(sampling), filtered,
+        )  # fmt: skip
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Each row's probabilities in fp64 of its logits, (B, V) or (B, n, V).

@@ -107,7 +107,8 @@ class ModelDrafter:
         tokens = torch.zeros(batch, forest.num_nodes, dtype=torch.long, device=device)
         tokens[:, :1] = block[:, 1:].gather(1, last)
         hidden = hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[2]))
-        inner, first, drawn_from = None, 0, []
+        inner, first = None, 0
+        drawn_from: list[Tensor] = []
         for level in forest.levels:
             if drawn_from:
                 inner = inner or forest.inner_topology(width)
