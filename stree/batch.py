@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree import threads
 from stree.errors import StreeError, UsageError, naming_what_does_not_fit
 from stree.forest import Forest
 from stree.generation import (
@@ -177,7 +178,8 @@ class BatchDecoder:
             if not sequence.unread and not sequence.finish_reason:
                 reports += self._read(row, sequence)
         decoding = {row: each for row, each in self._sequences.items() if each.decoding}
-        return reports + (self._decode(decoding) if decoding else [])
+        with threads.for_decoding(self.target):
+            return reports + (self._decode(decoding) if decoding else [])
 
     def release(self, row: int) -> GenerationOutput:
         """Take a row back; returns what it generated. "released" ends an unfinished request."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stree import threads
 from stree.clock import PAUSED, PhaseClock
 from stree.draft import Draft, Drafter, ModelDrafter, SamplingRule
 from stree.errors import InvariantBroken, UsageError, naming_what_does_not_fit
@@ -131,6 +132,7 @@ class Decoder:
             if streamer is not None:
                 streamer.put(prompt.cpu())
             stack.enter_context(ops.current(self.target.device))
+            stack.enter_context(threads.for_decoding(self.target))
             stack.callback(self._remember_weights)
             stack.enter_context(
                 naming_what_does_not_fit(

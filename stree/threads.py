@@ -7,10 +7,15 @@ another process needs one of the cores, all spin until it lets go, which made de
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+SHARED_FROM_BYTES = 2**28  # weights that a decoding step reads, from which on threads share them
 
 
 def granted_cores(root: Path = Path("/")) -> float | None:
@@ -54,3 +59,22 @@ def _limit() -> None:
 
 if hasattr(os, "sched_getaffinity"):  # Linux; OpenMP itself heeds the affinity
     _limit()
+
+
+@contextlib.contextmanager
+def for_decoding(target: Any) -> Iterator[None]:
+    """One thread in here for a small target on a CPU: what threads would share out takes less time
+    than the words between them."""
+    import torch
+
+    usual = torch.get_num_threads()
+    weights = target.parameters() if isinstance(target, torch.nn.Module) else ()
+    small = sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
+    if usual == 1 or target.device.type != "cpu" or not small:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)

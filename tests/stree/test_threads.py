@@ -8,6 +8,10 @@ from pathlib import Path
 from stree.threads import granted_cores
 
 import pytest
+import torch
+from toys import tiny_model
+
+from stree import Decoder, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
@@ -71,3 +75,59 @@ def test_cores_granted_by_the_control_group(tmp_path, membership, files, cores):
 
 def test_no_control_groups_are_no_limit(tmp_path):
     assert granted_cores(tmp_path) is None
+
+
+@pytest.fixture
+def two_threads():
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(("shared_from", "expected"), [(0, 2), (2**40, 1)])
+def test_small_targets_decode_in_one_thread(two_threads, monkeypatch, shared_from, expected):
+    monkeypatch.setattr("stree.threads.SHARED_FROM_BYTES", shared_from)
+    seen = []
+
+    class Streamer:
+        def put(self, value):
+            seen.append(torch.get_num_threads())
+
+        def end(self): ...
+
+    Decoder(tiny_model(1)).generate([1, 2], GenerationConfig(3), streamer=Streamer())
+    assert seen[1:] == [expected] * 3
+    assert torch.get_num_threads() == 2
+
+
+BUSY = "while True: pass"
+DECODING = """
+import stree, statistics
+decoder = stree.load("checkpoints/python-docs-hybrid")
+generation = stree.GenerationConfig(64, ignore_eos=True)
+outputs = [decoder.generate([5, 6, 7], generation) for _ in range(6)]
+print(statistics.median(each.stats.decode_s for each in outputs[1:]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_one_busy_core_does_not_stop_decoding():
+    """With threads that spin, it took 5 to 25 times as long."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
+
+    def seconds() -> float:
+        command = [sys.executable, "-c", DECODING]
+        return float(subprocess.check_output(command, cwd=ROOT, env=environment, text=True))
+
+    quiet = seconds()
+    core = min(os.sched_getaffinity(0))
+    busy = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\n{BUSY}"]
+    )
+    try:
+        assert seconds() < 2.5 * quiet
+    finally:
+        busy.kill()
+        busy.wait()
