@@ -24,6 +24,13 @@ from stree.speculation_profile import (
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    """ "auto" is the CPU, for which these tests have profiles, wherever they run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 WIDE = Tree(name="wide", parents=(-1, 0, 0, 0))
 DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
 
