@@ -107,10 +107,12 @@ def test_readme_s_commands_run(evaluated):
 
 def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     monkeypatch.chdir(evaluated)
-    text = README.read_text(encoding="utf-8").partition("From Python:\n")[2]
-    code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
-    exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), {})
-    assert capsys.readouterr().out.strip()
+    names: dict = {}
+    for opening in ("From Python:\n", "while others\ngo on:\n"):
+        text = README.read_text(encoding="utf-8").partition(opening)[2]
+        code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
+        exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
+        assert capsys.readouterr().out.strip()
 
 
 def test_every_command_of_readme_is_known():

@@ -21,6 +21,7 @@ from stree_pipelines.evaluation.sources import PINS_NAME, SOURCES
 from stree_pipelines.fetch_benchmarks import Unreachable, fetch, main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PUBLISHED = REPOSITORY / "docs/results/h200-sharegpt"
 SHARED = REPOSITORY.parent / "shared/data/benchmarks"
 
 
@@ -228,8 +229,8 @@ def test_wrong_options_and_a_damaged_record_are_refused(tmp_path, capsys):
 
 
 def test_known_prompts_are_those_of_the_published_results():
-    """MT-Bench's were measured all 80, of the others the first 80."""
-    rows = read_rows(REPOSITORY / "docs/results/h200-sharegpt/results.jsonl", ResultRow)
+    """Of MT-Bench all 80 were measured in fp32."""
+    rows = read_rows(PUBLISHED / "results-fp32.jsonl", ResultRow)
     hashes = {row.prompts_hash for row in rows if row.benchmark == "mt_bench"}
     assert hashes == {SOURCES["mt_bench"].prompts_hash}
 
@@ -250,7 +251,7 @@ def test_a_public_row_becomes_the_prompt_that_was_measured(name):
     content = lines(map(rows[name], copies.prompts))
     made = sources.parse_prompts(SOURCES[name].prompts(content).encode(), name)
     assert replace(copies, prompts=tuple(made)).prompts_hash == SOURCES[name].prompts_hash
-    published = read_rows(REPOSITORY / "docs/results/h200-sharegpt/results.jsonl", ResultRow)
-    assert load_benchmark(name, SHARED, limit=80).prompts_hash in {
-        row.prompts_hash for row in published if row.benchmark == name
-    }
+    for file, limit in (("results.jsonl", 30), ("results-fp32.jsonl", 80)):
+        measured = load_benchmark(name, SHARED, limit=limit).prompts_hash
+        rows = [row for row in read_rows(PUBLISHED / file, ResultRow) if row.benchmark == name]
+        assert {row.prompts_hash for row in rows} == {measured}
