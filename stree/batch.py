@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -108,8 +109,8 @@ class BatchDecoder:
     ) -> None:
         require_max_length(max_length)
         warn_beyond_positions(target.config, max_length)
-        if num_rows < 1:
-            raise UsageError(f"num_rows is {num_rows}, wanted at least 1")
+        if not isinstance(num_rows, Integral) or num_rows < 1:
+            raise UsageError(f"num_rows is {num_rows!r}, wanted a whole number of at least 1")
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if isinstance(drafter, HybridModel):
@@ -141,6 +142,10 @@ class BatchDecoder:
 
         Raises `UsageError` when no row is free, or for a request that cannot be served.
         """
+        if not isinstance(request, Request):
+            raise UsageError(
+                f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
+            )
         free = (row for row in range(self.num_rows) if row not in self._sequences)
         row = next(free, None)
         if row is None:
@@ -191,22 +196,29 @@ class BatchDecoder:
     def generate(self, requests: Sequence[Request]) -> list[GenerationOutput]:
         """Serve all of them, as many at once as there are rows; in the order given.
 
-        Raises the error of a request that ends with one.
+        Raises the error of a request that ends with one, or cannot be served; the others end too,
+        and their rows are free again.
         """
+        if self._sequences:
+            raise UsageError(
+                f"{len(self._sequences)} rows are taken: release them, or go on with admit and step"
+            )
         outputs: dict[int, GenerationOutput] = {}
         served: dict[int, int] = {}
         waiting = list(enumerate(requests))[::-1]
-        while waiting or served:
-            while waiting and self.num_free_rows:
-                index, request = waiting.pop()
-                served[self.admit(request)] = index
-            for report in self.step():
-                if report.error is not None:
-                    for row in served:
-                        self.release(row)
-                    raise report.error
-                if report.finish_reason:
-                    outputs[served.pop(report.row)] = self.release(report.row)
+        try:
+            while waiting or served:
+                while waiting and self.num_free_rows:
+                    index, request = waiting.pop()
+                    served[self.admit(request)] = index
+                for report in self.step():
+                    if report.error is not None:
+                        raise report.error
+                    if report.finish_reason:
+                        outputs[served.pop(report.row)] = self.release(report.row)
+        finally:
+            for row in served:
+                self.release(row)
         return [outputs[index] for index in range(len(requests))]
 
     def _read(self, row: int, sequence: _Sequence) -> list[Report]:

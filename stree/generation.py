@@ -46,8 +46,10 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
+            if kind is Integral:  # NumPy's, too
+                object.__setattr__(self, name, int(value))
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
         if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
@@ -62,7 +64,9 @@ class GenerationConfig:
             raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
         strings = self.stop_strings
         strings = (strings,) if isinstance(strings, str) else strings
-        if not isinstance(strings, Iterable) or any(not isinstance(s, str) for s in strings):
+        if isinstance(strings, Iterable):
+            strings = tuple(strings)
+        if not isinstance(strings, tuple) or any(not isinstance(s, str) for s in strings):
             raise UsageError(f"stop_strings is {strings!r}, wanted a text or several")
         if not all(strings):
             raise UsageError("a stop string is empty; every text would stop at once")
@@ -166,7 +170,13 @@ def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
     """Token ids (T,) of one sequence."""
     if isinstance(prompt_ids, str):
         raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
-    prompt = torch.as_tensor(prompt_ids)
+    try:
+        prompt = torch.as_tensor(prompt_ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"the prompt is a {type(prompt_ids).__name__} ({prompt_ids!r:.60}), wanted the ids of "
+            "one sequence, as a list or a tensor"
+        ) from None
     if prompt.ndim == 2 and len(prompt) == 1:
         prompt = prompt[0]
     if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
@@ -179,7 +189,7 @@ def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
 
 def require_max_length(max_length: int) -> None:
     """Raise `UsageError` when no sequence could be that long."""
-    if not isinstance(max_length, Integral) or max_length < 1:
+    if not isinstance(max_length, Integral) or isinstance(max_length, bool) or max_length < 1:
         raise UsageError(f"max_length is {max_length!r}, wanted a whole number of at least 1")
 
 

@@ -133,6 +133,8 @@ def _measured_tree(
 
 def _folder(name: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder, fetched first if that is what the name asks for."""
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise UsageError(f"a checkpoint is {name!r}, wanted a folder or a name on the hub")
     path = Path(name)
     if path.is_dir() or not _HUB_NAME.fullmatch(str(name)):
         return path

@@ -17,6 +17,7 @@ from torch import Tensor
 from stree.forest import Forest
 from stree.models.hybrid import HybridModel
 from stree.rows import ACCEPT, AFTER, DRAFT, LEVEL, Rows
+from stree.sampling import without
 from stree.tree import TokenTree
 
 
@@ -146,19 +147,6 @@ def draw_children(
     places = torch.where(places < 0, tokens.shape[1], places)
     slots.scatter_(1, places.flatten(1), drawn.flatten(1))
     tokens.copy_(slots[:, :-1])
-
-
-def without(probs: Tensor, taken: Tensor) -> Tensor:
-    """The distribution of the next sibling: probs (…, V) given that `taken` (…, V) tokens are out.
-
-    Where nothing is left of it, uniform over the tokens that are: any distribution keeps
-    verification exact as long as drafting and verification use the same one.
-    """
-    left = probs.masked_fill(taken, 0.0)
-    total = left.sum(-1, keepdim=True)
-    open_tokens = (~taken).to(probs.dtype)
-    uniform = open_tokens / open_tokens.sum(-1, keepdim=True).clamp(min=1.0)
-    return torch.where(total > 0, left / total, uniform)
 
 
 def accept_best(logits: Tensor, tokens: Tensor, forest: Forest, rows: Rows) -> Accepted:

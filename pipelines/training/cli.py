@@ -456,7 +456,8 @@ class TrainingCLI(LightningCLI):
             f"{self.export_folder}: {model.num_parameters():,} parameters, "
             f"{model.config.num_layers} layers ({len(model.config.attn_layers)} attention), width "
             f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
-            f"{self._rows_a_step} rows"
+            f"{self._rows_a_step} rows on {self.trainer.world_size} "
+            f"process{'es' if self.trainer.world_size > 1 else ''}"
         )
         with (
             naming_what_does_not_fit(SMALLER_TRAINING),

@@ -189,7 +189,13 @@ def _mamba_in_llama(values: CheckedJson) -> HybridConfig:
         ("vocab_size", "vocab_size"),
     ):
         if mamba.get(ours) is not None:
-            values.set(theirs, mamba.integer(ours))
+            size = mamba.integer(ours)
+            if values.get(theirs) not in (None, size):
+                raise CheckpointRefused(
+                    f"{mamba.path} says {ours} {size}, {values.path} {theirs} "
+                    f"{values.get(theirs)!r:.99}: correct the wrong file"
+                )
+            values.set(theirs, size)
     fields = _llama_fields(values)
     eps = mamba.number("rms_norm_eps", fields["rms_norm_eps"])
     if eps != values.number("rms_norm_eps", eps):
@@ -411,6 +417,8 @@ def _rope_table(
         raise CheckpointRefused(f"{values.path} has {name} = {table!r:.99}, wanted a table")
     rope = CheckedJson(table, values.path)
     theta = rope.number("rope_theta", theta)
+    if theta <= 0:
+        raise CheckpointRefused(f"{values.path} has rope_theta {theta}, wanted above 0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope.require("partial_rotary_factor", 1.0, default=1.0)
     scaling = None

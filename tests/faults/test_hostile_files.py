@@ -107,8 +107,9 @@ def test_a_misdeed_ends_the_watched_process(forks, tmp_path, misdeed):
 
 
 def test_what_takes_too_long_or_too_much_is_stopped(forks, tmp_path):
-    for text, code in (("while True: pass", -signal.SIGKILL), ("bytearray(2 << 30)", 1)):
+    cases = (("while True: pass", 1, -signal.SIGKILL), ("bytearray(2 << 30)", 30, 1))
+    for text, cpu_s, code in cases:
         script = tmp_path / "endless.py"
         script.write_text(text)
-        command = watched(forks, script, [], tmp_path, cpu_s=1, allowed_code=[str(tmp_path)])
+        command = watched(forks, script, [], tmp_path, cpu_s=cpu_s, allowed_code=[str(tmp_path)])
         assert command.poll() == code, command

@@ -300,8 +300,12 @@ def test_a_shipped_config_finds_its_files_from_any_folder(tmp_path, monkeypatch)
     assert settings.target == str(REPOSITORY / "checkpoints/python-docs-hybrid")
     assert settings.benchmarks == (str(REPOSITORY / "configs/eval/quickstart.yaml"), "mt_bench")
     assert settings.out == "eval" and settings.method_tree("stree").num_nodes == 13
-    with pytest.raises(NotFound, match=r"data/absent\.jsonl: no such file"):  # the target is found
-        distill.main([*COMMANDS[distill], "--data.train", "data/absent.jsonl", "--dry_run"])
+    for config in (QUICKSTART, "configs/distill/quickstart.yaml"):
+        given = ["fit", "--config", config, "--run_dir", "r"]
+        with pytest.raises(
+            NotFound, match=r"data/absent\.jsonl: no such file"
+        ):  # the target is found
+            distill.main([*given, "--data.train", "data/absent.jsonl", "--dry_run"])
 
 
 def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):

@@ -116,7 +116,7 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_p
     assert cluster.state_of(job)["Restarts"] == "3"
     output = cluster.output_of(job)
     assert "SIGUSR1 after step" in output and "SIGTERM after step" in output
-    assert output.count("resuming from") == 3 and output.count("Starting with 2 processes") == 4
+    assert output.count("resuming from") == 3 and output.count("rows on 2 processes\n") == 4
     assert metric_rows(preempted) == metric_rows(whole)
     weights = f"checkpoints/step-{STEPS:08d}/state.safetensors"
     assert (preempted / weights).read_bytes() == (whole / weights).read_bytes()

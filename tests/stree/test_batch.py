@@ -180,3 +180,23 @@ def test_what_cannot_be_served_is_refused_at_admission(request_, message):
     decoder.admit(Request([1], GenerationConfig(2)))
     with pytest.raises(UsageError, match="all 1 rows are taken"):
         decoder.admit(Request([1], GenerationConfig(2)))
+
+
+def test_a_refused_request_leaves_the_others_nothing_behind():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64)
+    good = Request([1, 2], GenerationConfig(3))
+    for bad in (Request([], GenerationConfig(3)), [1, 2]):
+        with pytest.raises(UsageError, match=r"prompt is empty|wanted stree\.Request"):
+            decoder.generate([good, bad])
+        assert decoder.num_free_rows == 2
+    outputs = decoder.generate([good] * 3)
+    assert len({tuple(each.tokens) for each in outputs}) == 1
+    decoder.admit(good)
+    with pytest.raises(UsageError, match="1 rows are taken"):
+        decoder.generate([good])
+
+
+@pytest.mark.parametrize("num_rows", [0, 2.5, "2"])
+def test_rows_are_a_whole_number(num_rows):
+    with pytest.raises(UsageError, match="num_rows is"):
+        BatchDecoder(tiny_model(1), num_rows=num_rows)

@@ -347,6 +347,8 @@ def test_overflow_of_finite_weights_is_named_too():
         ("hello", "wanted token ids"),
         (torch.ones(2, 3, dtype=torch.long), r"shape \(2, 3\), wanted the ids of one sequence"),
         ([1.5, 2.5], "float32 tensor"),
+        (["a"], "wanted the ids of one sequence"),
+        (None, "the prompt is a NoneType"),
     ],
 )
 def test_a_prompt_is_one_sequence_of_ids(prompt, message):
@@ -355,7 +357,14 @@ def test_a_prompt_is_one_sequence_of_ids(prompt, message):
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(top_p=None), dict(temperature="1"), dict(top_k=2.5), dict(max_new_tokens=None)]
+    "wrong",
+    [
+        dict(top_p=None),
+        dict(temperature="1"),
+        dict(top_k=2.5),
+        dict(max_new_tokens=None),
+        dict(max_new_tokens=True),
+    ],
 )
 def test_settings_are_numbers(wrong):
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*, wanted a number"):
@@ -495,3 +504,9 @@ def test_what_cannot_work_is_refused_at_start():
     with pytest.raises(UsageError, match="no multiple"):
         HybridConfig(vocab_size=9, d_model=8, num_layers=1, num_ssm_heads=3, ssm_head_dim=4,
                      d_state=4, num_x_groups=2, num_b_groups=3, num_c_groups=3)  # fmt: skip
+
+
+def test_numbers_of_numpy_and_generators_of_texts_are_taken():
+    generation = GenerationConfig(seed=np.int64(3), stop_strings=(each for each in ["ab"]))
+    assert type(generation.seed) is int and generation.stop_strings == ("ab",)
+    Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(2, seed=np.int64(3)))

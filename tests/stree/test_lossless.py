@@ -6,7 +6,6 @@ enumerated instead of sampled: at 20,000 samples Monte Carlo misses four of the 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections import Counter
@@ -14,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
-from toys import TableCache, TableDrafter, TableTarget, exact_law, tiny_model
+from toys import TableCache, TableDrafter, TableTarget, exact_law, tiny_model, total_variation
 
 import stree.draft
 import stree.engine
@@ -66,34 +65,12 @@ def first_block_law(
 def distance(
     blocks: dict, target: TableTarget, rule: SamplingRule, length: int, start=(*PROMPT, FIRST)
 ) -> float:
-    """Total variation over the `length` tokens after `start` from sampling the target alone.
+    """Total variation over the `length` tokens after `start` from sampling the target alone."""
 
-    A block shorter than that goes on with the target itself: if each block is right given its
-    context, so is any sequence of them.
-    """
-    vocabulary = target.config.vocab_size
-
-    @functools.cache
     def after(before: int, last: int) -> list[float]:
         return rule.law(target.table[before, last]).tolist()
 
-    def going_on(context: tuple[int, ...], rest: tuple[int, ...]) -> float:
-        prob = 1.0
-        for token in rest:
-            prob *= after(*context[-2:])[token]
-            context += (token,)
-        return prob
-
-    total = 0.0
-    for tokens in itertools.product(range(vocabulary), repeat=length):
-        wanted = going_on(start, tokens)
-        got = sum(
-            prob * going_on((*start, *block), tokens[len(block) :])
-            for block, prob in blocks.items()
-            if tokens[: len(block)] == block[:length]
-        )
-        total += abs(got - wanted)
-    return total / 2
+    return total_variation(blocks, after, start, target.config.vocab_size, length)
 
 
 @pytest.mark.parametrize("part", range(6))

@@ -6,7 +6,6 @@ row 1 decodes greedily with another tree, which makes no choice.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import random
@@ -14,14 +13,14 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from toys import exact_law, tiny_config
+from toys import exact_law, tiny_config, total_variation
 
 import stree.step
 from stree import GenerationConfig, TokenTree
 from stree.forest import Forest
 from stree.rows import Rows
 from stree.sampling import sampling_law
-from stree.step import Proposal, Step, draw_children, without
+from stree.step import Proposal, Step, draw_children
 
 TREES = [
     TokenTree.chain(1), TokenTree.chain(2), TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 1)),
@@ -124,31 +123,14 @@ def block_distribution(target, drafter, tree, setting) -> dict:
 
 
 def distance(blocks: dict, table: Tensor, setting: GenerationConfig, length: int) -> float:
-    """Total variation over `length` tokens from sampling the target alone; a shorter block goes
-    on with the target itself."""
+    """Total variation over `length` tokens from sampling the target alone."""
 
-    @functools.cache
     def after(before: int, last: int) -> list[float]:
         return sampling_law(
             table[before, last], setting.temperature, setting.top_k, setting.top_p
         ).tolist()
 
-    def going_on(context: tuple[int, ...], rest: tuple[int, ...]) -> float:
-        prob = 1.0
-        for token in rest:
-            prob *= after(*context[-2:])[token]
-            context += (token,)
-        return prob
-
-    total = 0.0
-    for tokens in itertools.product(range(len(table)), repeat=length):
-        got = sum(
-            prob * going_on((*CONTEXT, *block), tokens[len(block) :])
-            for block, prob in blocks.items()
-            if tokens[: len(block)] == block[:length]
-        )
-        total += abs(got - going_on(CONTEXT, tokens))
-    return total / 2
+    return total_variation(blocks, after, CONTEXT, len(table), length)
 
 
 @pytest.mark.parametrize("kind", [Table, Undrawn])
@@ -228,12 +210,6 @@ def test_distributions_are_those_of_one_row():
     assert torch.equal(got[-1].argmax(-1), logits[-1].argmax(-1)) and (got[-1].sum(-1) == 1).all()
     one = rows.distribution(logits[:, 0])
     assert torch.equal(one, got[:, 0])
-
-
-def test_without_renormalises_and_falls_back():
-    probs = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]])
-    left = without(probs, torch.tensor([[True, False, False]] * 2))
-    torch.testing.assert_close(left, torch.tensor([[0, 0.6, 0.4], [0, 0.5, 0.5]]))
 
 
 def test_a_forest_pads_what_its_smaller_trees_lack():

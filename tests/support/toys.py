@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -132,3 +134,35 @@ def exact_law(run: Callable[[Chooser], Hashable]) -> dict[Hashable, float]:
         outcome = run(choose)
         law[outcome] += weight
     return dict(law)
+
+
+def total_variation(
+    blocks: dict[tuple[int, ...], float],
+    after: Callable[[int, int], list[float]],
+    start: tuple[int, ...],
+    vocabulary: int,
+    length: int,
+) -> float:
+    """Between the first `length` tokens after `start` by a step's blocks, and by the target alone.
+
+    after(before, last) is the target's law after two tokens. A block shorter than that goes on with
+    the target itself: if each block is right given its context, so is any sequence of them.
+    """
+    after = functools.cache(after)
+
+    def going_on(context: tuple[int, ...], rest: tuple[int, ...]) -> float:
+        prob = 1.0
+        for token in rest:
+            prob *= after(*context[-2:])[token]
+            context += (token,)
+        return prob
+
+    total = 0.0
+    for tokens in itertools.product(range(vocabulary), repeat=length):
+        got = sum(
+            prob * going_on((*start, *block), tokens[len(block) :])
+            for block, prob in blocks.items()
+            if tokens[: len(block)] == block[:length]
+        )
+        total += abs(got - going_on(start, tokens))
+    return total / 2

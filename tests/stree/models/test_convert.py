@@ -561,6 +561,8 @@ MAMBA_DAMAGES = {
     "activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
     "unknown": ({"bidirectional": True}, "bidirectional = True: unknown here"),
     "eps": ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, .* 1e-05"),
+    "width": ({"d_model": 2 * D_MODEL}, rf"d_model {2 * D_MODEL}, .* hidden_size {D_MODEL}"),
+    "vocabulary": ({"vocab_size": 7}, r"vocab_size 7, .* vocab_size \d+"),
     "inner": ({"d_inner": 40}, "d_inner 40, wanted"),
     "xb": ({"d_xb": 12}, "d_xb 12, wanted a multiple"),
     "layers": ({"attn_layers": [7]}, "attn_layers .* below num_layers = 3"),
