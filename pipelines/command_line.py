@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,8 +56,9 @@ class OneLineErrors:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
+    def parse_args(self, *arguments: Any, **options: Any) -> Any:
+        first, *more = arguments or (options.pop("args", None),)
+        given = list(sys.argv[1:] if first is None else first)
         for index, each in enumerate(given[:-1]):
             if each == "--config":
                 given[index + 1] = input_path(given[index + 1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from stree.generation import (
     StopRule,
     not_finite,
     one_prompt,
-    require_max_length,
     require_partners,
     require_room,
+    require_whole,
     warn_beyond_positions,
 )
 from stree.models.hybrid import HybridModel
@@ -107,10 +106,9 @@ class BatchDecoder:
         tokenizer: Any = None,
         choose: Choose | None = None,
     ) -> None:
-        require_max_length(max_length)
+        require_whole("max_length", max_length)
         warn_beyond_positions(target.config, max_length)
-        if not isinstance(num_rows, Integral) or num_rows < 1:
-            raise UsageError(f"num_rows is {num_rows!r}, wanted a whole number of at least 1")
+        require_whole("num_rows", num_rows)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if isinstance(drafter, HybridModel):

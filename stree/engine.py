@@ -24,9 +24,9 @@ from stree.generation import (
     StopRule,
     not_finite,
     one_prompt,
-    require_max_length,
     require_partners,
     require_room,
+    require_whole,
     warn_beyond_positions,
 )
 from stree.graphs import CapturedTree, LastUsed
@@ -76,7 +76,7 @@ class Decoder:
         max_length: int = 2048,
         tokenizer: Any = None,
     ) -> None:
-        require_max_length(max_length)
+        require_whole("max_length", max_length)
         warn_beyond_positions(target.config, max_length)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()

@@ -48,7 +48,7 @@ class GenerationConfig:
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
-            if kind is Integral:  # NumPy's, too
+            if isinstance(value, Integral):  # NumPy's, too
                 object.__setattr__(self, name, int(value))
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
@@ -187,10 +187,10 @@ def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
     return prompt.long()
 
 
-def require_max_length(max_length: int) -> None:
-    """Raise `UsageError` when no sequence could be that long."""
-    if not isinstance(max_length, Integral) or isinstance(max_length, bool) or max_length < 1:
-        raise UsageError(f"max_length is {max_length!r}, wanted a whole number of at least 1")
+def require_whole(name: str, value: Any) -> None:
+    """Raise `UsageError` unless it is a whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} is {value!r}, wanted a whole number of at least 1")
 
 
 def warn_beyond_positions(config: HybridConfig, max_length: int) -> None:

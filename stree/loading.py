@@ -12,7 +12,7 @@ import torch
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
-from stree.generation import GenerationConfig, require_max_length
+from stree.generation import GenerationConfig, require_whole
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
@@ -47,7 +47,7 @@ def load(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)
-    require_max_length(max_length)
+    require_whole("max_length", max_length)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = _folder(target)
     tokenizer = load_tokenizer(target_folder)
