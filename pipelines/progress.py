@@ -87,11 +87,12 @@ class _LineTask(_Task):
             return
         self.last_line = now
         left_s = (now - self.started) / self.done * (self.total - self.done)
-        line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {_clock(left_s)}"
+        line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {clock(left_s)}"
         print(line, file=self.stream, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """h:mm:ss, without the hours when there are none."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

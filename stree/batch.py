@@ -35,6 +35,7 @@ from stree.rows import AFTER, RowChooser, Rows
 from stree.step import Choose, Drafter, ModelDrafter, Step
 from stree.tokenizer import eos_token_ids
 from stree.tree import TokenTree
+from stree_kernels import ops
 
 PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of the others
 
@@ -177,11 +178,11 @@ class BatchDecoder:
         A row whose logits are not finite ends with its error; the others do not notice.
         """
         reports = []
-        for row, sequence in self._sequences.items():
-            if not sequence.unread and not sequence.finish_reason:
-                reports += self._read(row, sequence)
-        decoding = {row: each for row, each in self._sequences.items() if each.decoding}
-        with threads.for_decoding(self.target):
+        with ops.current(self.target.device), threads.for_decoding(self.target):
+            for row, sequence in self._sequences.items():
+                if not sequence.unread and not sequence.finish_reason:
+                    reports += self._read(row, sequence)
+            decoding = {row: each for row, each in self._sequences.items() if each.decoding}
             return reports + (self._decode(decoding) if decoding else [])
 
     def release(self, row: int) -> GenerationOutput:

@@ -61,6 +61,11 @@ if hasattr(os, "sched_getaffinity"):  # Linux; OpenMP itself heeds the affinity
     _limit()
 
 
+def _is_small(target: Any) -> bool:
+    weights = target.parameters() if hasattr(target, "parameters") else ()
+    return sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
+
+
 @contextlib.contextmanager
 def for_decoding(target: Any) -> Iterator[None]:
     """One thread in here for a small target on a CPU: what threads would share out takes less time
@@ -68,9 +73,7 @@ def for_decoding(target: Any) -> Iterator[None]:
     import torch
 
     usual = torch.get_num_threads()
-    weights = target.parameters() if isinstance(target, torch.nn.Module) else ()
-    small = sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
-    if usual == 1 or target.device.type != "cpu" or not small:
+    if usual == 1 or target.device.type != "cpu" or not _is_small(target):
         yield
         return
     torch.set_num_threads(1)

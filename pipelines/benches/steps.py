@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stree.draft import ModelDrafter, SamplingRule
-from stree.engine import Decoder, GenerationConfig
+from stree.engine import Decoder
+from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
 from stree.steps import DeviceSteps
 from stree.tree import TokenTree

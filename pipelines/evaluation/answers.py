@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from stree import metrics
-from stree.engine import Decoder, GenerationConfig
+from stree.engine import Decoder
 from stree.errors import InvariantBroken, UsageError
+from stree.generation import GenerationConfig
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
@@ -211,7 +212,7 @@ class Answerer:
         return decoder
 
     def _drop(self, condemned: Callable[[tuple[Drafter | None, Any]], bool]) -> None:
-        """Free decoders, which refer to themselves and would stay for a while."""
+        """Free decoders; those with graphs refer to themselves and would stay for a while."""
         if any(map(condemned, self._decoders)):
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.engine import GenerationConfig
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
+from stree.generation import GenerationConfig
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree_pipelines.command_line import input_path

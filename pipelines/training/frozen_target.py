@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,9 +59,7 @@ class FrozenTarget:
     @torch.no_grad()
     def hidden_states(self, inputs: TargetInputs, device: torch.device) -> Tensor:
         """(B, T, D) on `device`."""
-        there = self.model.device
-        with torch.cuda.device(there) if there.type == "cuda" else nullcontext():
-            return self.model.hidden_states(inputs.tokens, inputs.segment_ids).to(device)
+        return self.model.hidden_states(inputs.tokens, inputs.segment_ids).to(device)
 
     @property
     def head_weight(self) -> Tensor:

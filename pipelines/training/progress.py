@@ -13,6 +13,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from stree_pipelines.progress import clock
+
 
 class Pace:
     """How long the steps that are left take, by those since this process's first: that one compiles
@@ -109,10 +111,3 @@ class _Bar(Progress):
         yield self.make_tasks_table(self.tasks)
         if self.figures:
             yield Text(self.figures, no_wrap=True, overflow="ellipsis")
-
-
-def clock(seconds: float) -> str:
-    """h:mm:ss, without the hours when there are none."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -24,11 +24,10 @@ from stree_pipelines.data.packing import TokenTable, make_batch, pack
 from stree_pipelines.estimates import size
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.free_resources import free_disk_bytes
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.progress import EvaluationProgress, clock
 from stree_pipelines.training.losses import chunk_rows, product_dtype
 from stree_pipelines.training.module import shift_left
 from stree_pipelines.training.precision import AUTOCAST
-from stree_pipelines.training.progress import clock
 from stree_pipelines.training.teacher_cache import (
     ARRAYS,
     CACHE_NAME,

@@ -18,7 +18,8 @@ from toys import TableCache, TableDrafter, TableTarget, exact_law, tiny_model, t
 import stree.draft
 import stree.engine
 from stree.draft import SamplingRule
-from stree.engine import Decoder, GenerationConfig
+from stree.engine import Decoder
+from stree.generation import GenerationConfig
 from stree.sampling import RandomChooser, without
 from stree.tree import TokenTree, law_rows
 from stree.verify import verify_multi_step

@@ -161,9 +161,19 @@ def config_case(name: str, reason: str, **changes: Any) -> None:
 
 
 def mixer_case(name: str, reason: str, **changes: Any) -> None:
-    case(f"config {name}", "model", CHECKPOINT, reason)(
-        lambda folder: with_json(folder, "mamba_config.json", **changes)
-    )
+    """changes to mamba_config.json; config.json says the same sizes, where it has them, too."""
+
+    def build(folder: Path) -> Path:
+        copy = with_json(folder, "mamba_config.json", **changes)
+        path = copy / "config.json"
+        config = json.loads(path.read_text())
+        names = {"d_model": "hidden_size", "n_layer": "num_hidden_layers"}
+        same = {names.get(name, name): value for name, value in changes.items()}
+        config.update({name: value for name, value in same.items() if name in config})
+        path.write_text(json.dumps(config))
+        return copy
+
+    case(f"config {name}", "model", CHECKPOINT, reason)(build)
 
 
 def template_case(name: str, reason: str, template: str) -> None:
