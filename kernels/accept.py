@@ -1,6 +1,6 @@
-"""Greedy acceptance on the device, in one launch (Triton).
+"""Acceptance on the device, in one launch (Triton).
 
-One program a sequence walks down its tree. The naive twin is `naive.accept_greedy`.
+One program a sequence walks down its tree. The naive twin is `naive.accept_choices`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,39 @@ from torch import Tensor
 from stree_kernels.launch import follow, overlapping
 
 
-def accept_greedy(
+def accept_choices(
     best: Tensor,
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    finite: Tensor,
+    finite: Tensor | None,
+    active: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
+    position: Tensor,
     report: Tensor,
 ) -> None:
-    """`naive.accept_greedy` in one launch; last strides are 1, finite is contiguous."""
+    """`naive.accept_choices` in one launch; last strides are 1, and all but tokens, path, block and
+    report are contiguous."""
     batch, num_nodes = tokens.shape
+    num_flags = 1 if finite is None else finite[0].numel()
     accept_kernel[(batch,)](
-        best, highest, tokens, parents, finite.view(torch.uint8), finite[0].numel(),
-        path, path.stride(0), path_length,
-        block, block.stride(0), report, report.stride(0), num_nodes, block.shape[1] - 1,
+        best, highest, tokens, tokens.stride(0), parents,
+        None if finite is None else finite.view(torch.uint8), num_flags, active.view(torch.uint8),
+        path, path.stride(0), path_length, block, block.stride(0), position,
+        report, report.stride(0), num_nodes, (report.shape[1] - 2) // 2,
         BLOCK=triton.next_power_of_2(num_nodes),
-        BLOCK_FLAGS=triton.next_power_of_2(finite[0].numel()),
+        BLOCK_FLAGS=triton.next_power_of_2(num_flags),
         num_warps=1, **overlapping(tokens),
     )  # fmt: skip
 
 
 @triton.jit
 def accept_kernel(
-    best, highest, tokens, parents, finite, num_flags, path, path_stride, path_length,
-    block, block_stride, report, report_stride, num_nodes, longest,
+    best, highest, tokens, token_stride, parents, finite, num_flags, active,
+    path, path_stride, path_length, block, block_stride, position,
+    report, report_stride, num_nodes, longest,
     BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
@@ -47,20 +53,23 @@ def accept_kernel(
     node = tl.arange(0, BLOCK)
     known = node < num_nodes
     wanted = tl.load(best + row * num_nodes + node, mask=known, other=-1)
-    token = tl.load(tokens + row * num_nodes + node, mask=known, other=-2)
-    parent = tl.load(parents + node, mask=known, other=-2)
+    token = tl.load(tokens + row * token_stride + node, mask=known, other=-2)
+    parent = tl.load(parents + row * num_nodes + node, mask=known, other=-2)
     value = tl.load(highest + row * num_nodes + node, mask=known, other=0.0)
-    all_finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
-    flag = tl.arange(0, BLOCK_FLAGS)
-    flags = tl.load(finite + row * num_flags + flag, mask=flag < num_flags, other=1)
-    all_finite = all_finite & tl.min(flags.to(tl.int32), axis=0)
+    target_finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
+    draft_finite = 1
+    if finite is not None:
+        flag = tl.arange(0, BLOCK_FLAGS)
+        flags = tl.load(finite + row * num_flags + flag, mask=flag < num_flags, other=1)
+        draft_finite = tl.min(flags.to(tl.int32), axis=0)
     path += row * path_stride
     block += row * block_stride
     report += row * report_stride
 
     here = 0
     count = 0
-    walking = 1
+    walking = tl.load(active + row).to(tl.int32)
+    decodes = walking == 1
     for step in range(longest):
         # A finished walk stores nothing more
         going = walking == 1
@@ -74,6 +83,8 @@ def accept_kernel(
         walking = tl.where(going & (child < BLOCK), 1, 0)
         here = tl.where(walking == 1, child, here)
     tl.store(path_length + row, count)
-    tl.store(block, count)
-    tl.store(report, all_finite)
+    tl.store(block, count, mask=decodes)
+    tl.store(position + row, tl.load(position + row) + count, mask=decodes)
+    drafted = tl.where(draft_finite == 1, 1, -1)
+    tl.store(report, tl.where(target_finite == 1, drafted, 0))
     tl.store(report + 1, count)

@@ -1,7 +1,7 @@
 """Rows picked by indices that only the device knows, each op in one launch (Triton).
 
-The embeddings of a tree's nodes with their first norm, and the root that a draft grows from. The
-naive twins are `naive.embed_norm` and `naive.take_root`.
+The embeddings of trees' nodes with their first norm, and the roots that drafts grow from. The naive
+twins are `naive.embed_norm` and `naive.take_roots`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def embed_norm(
     assert weight.stride(1) == tokens.stride(1) == 1
     (batch, num_nodes), width = tokens.shape, weight.shape[1]
     if nodes is not None:
-        num_nodes = nodes.shape[0]
+        num_nodes = nodes.shape[1]
+        assert nodes.is_contiguous()
     x = weight.new_empty(batch, num_nodes, width)
     out = torch.empty_like(x)
     embed_kernel[(num_nodes, batch)](
@@ -34,13 +35,16 @@ def embed_norm(
     return x, out
 
 
-def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
-    """`naive.take_root` in one launch; hidden with unit last stride."""
-    assert hidden.stride(1) == block.stride(0) == 1
-    width = hidden.shape[1]
-    out = hidden.new_empty(1, width)
-    root_kernel[(triton.cdiv(width, BLOCK),)](
-        hidden, hidden.stride(0), block, tokens, path_length, out, width,
+def take_roots(
+    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+) -> Tensor:
+    """`naive.take_roots` in one launch; last strides are 1."""
+    assert hidden.stride(2) == block.stride(1) == tokens.stride(1) == 1
+    batch, _, width = hidden.shape
+    out = hidden.new_empty(batch, 1, width)
+    root_kernel[(triton.cdiv(width, BLOCK), batch)](
+        hidden, hidden.stride(0), hidden.stride(1), block, block.stride(0),
+        active.view(torch.uint8), tokens, tokens.stride(0), path_length, out, width,
         BLOCK=BLOCK, num_warps=4, **overlapping(hidden),
     )  # fmt: skip
     return out
@@ -57,7 +61,7 @@ def embed_kernel(
     factor = load_kept(scale + at, mask)
     node = place
     if nodes is not None:
-        node = tl.load(nodes + place)
+        node = tl.maximum(tl.load(nodes + row * tl.num_programs(0) + place), 0)
     follow(OVERLAPS)
     token = tl.load(tokens + row * token_stride + node)
     value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
@@ -69,14 +73,17 @@ def embed_kernel(
 
 @triton.jit
 def root_kernel(
-    hidden, stride, block, tokens, path_length, out, width,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    hidden, batch_stride, stride, block, block_stride, active, tokens, token_stride, path_length,
+    out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    count = tl.load(block)
-    value = tl.load(hidden + (count - 1) * stride + at, mask=at < width)
-    tl.store(out + at, value, mask=at < width)
+    count = tl.load(block + row * block_stride)
+    count = tl.where(tl.load(active + row) != 0, count, 0)
+    last = tl.maximum(count, 1)
+    value = tl.load(hidden + row * batch_stride + (last - 1) * stride + at, mask=at < width)
+    tl.store(out + row * width + at, value, mask=at < width)
     if tl.program_id(0) == 0:
-        tl.store(tokens, tl.load(block + count))
-        tl.store(path_length, count)
+        tl.store(tokens + row * token_stride, tl.load(block + row * block_stride + last))
+        tl.store(path_length + row, count)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels.shapes import MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.shapes import MixerShape, MixerWeights, Sampling, Steering, Topology
 
 _WORD = 2**32 - 1
 _PHILOX = {0: 0xD2511F53, 2: 0xCD9E8D57}  # what the words of a counter are multiplied by
@@ -443,112 +443,137 @@ def advance(steering: Steering) -> None:
     steering.parity.bitwise_xor_(1)
 
 
-def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of each row, (R, count), and the highest logit, (R,) in fp32.
+def choice_scores(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> Tensor:
+    """What the best tokens are the best by: logits, or those of a row that samples with noise.
 
-    The highest is not finite when any logit of the row is NaN or +∞.
+    The best token of logits / temperature + Gumbel noise is a sample, the best k are k samples
+    without replacement (Gumbel 1954; Kool et al. 2019). The noise belongs to the token's position
+    in its sequence, so whoever chooses a token there, drafter or target, has the same.
+
+    Args: logits (B, n, V) of nodes at depths (B, n). Returns (B, n, V), fp64
+    with sampling.
     """
-    logits = logits.to(accumulation_dtype(logits.dtype))
-    return logits.topk(count, dim=-1).indices, logits.amax(-1)
+    if sampling is None:
+        return logits.to(accumulation_dtype(logits.dtype))
+    temperature = sampling.temperature[:, None, None]
+    sampled = temperature > 0
+    scores = logits.double() / torch.where(sampled, temperature, 1.0)
+    levels = depths
+    if depths.device.type == "cpu" and depths.numel() > 1:  # nodes of a level share their noise
+        levels, at = depths.unique(return_inverse=True)
+    noise = token_noise(
+        sampling.seed, sampling.position[:, None] + 1 + levels.view(-1, levels.shape[-1]),
+        logits.shape[-1],
+    )  # fmt: skip
+    if levels is not depths:
+        noise = noise.gather(1, at.expand(len(logits), -1)[..., None].expand_as(logits))
+    return scores + torch.where(sampled, noise, 0.0)
 
 
-def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
-    """Write each row's best tokens to their places in a tree; nothing waits for the device.
+def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """The token that is chosen after each node, (B, n), and its score, (B, n).
 
-    Args: logits (R, V); places (R, K), the node that takes a row's k-th best, −1 for none;
-    tokens (N,), written there; finite (R,) bool, written: no logit of the row is NaN or +∞.
+    The score is not finite when any logit of the row is NaN or +∞. Args as in `choice_scores`.
     """
-    best, highest = top_tokens(logits, places.shape[1])
-    slots = F.pad(tokens, (0, 1))  # the last, at −1, takes what no node does
-    slots[places] = best
-    tokens.copy_(slots[:-1])
-    finite.copy_(highest.isfinite())
+    highest, best = choice_scores(logits, depths, sampling).max(-1)
+    return best, highest
+
+
+def choose_children(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
+    """Write the best tokens after some nodes to their places in the trees; nothing waits for the
+    device.
+
+    Args: logits (B, n, V), depths and sampling as in `choice_scores`; places (B, n, K), the node
+    of its tree that takes the k-th best, −1 for none; tokens (B, N), written there; finite (B, n)
+    bool, written: no logit is NaN or +∞.
+    """
+    scores, best = choice_scores(logits, depths, sampling).topk(places.shape[2], dim=-1)
+    slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+    places = torch.where(places < 0, tokens.shape[1], places)
+    slots.scatter_(1, places.flatten(1), best.flatten(1))
+    tokens.copy_(slots[:, :-1])
+    finite.copy_(scores[..., 0].isfinite())
 
 
 def embed_norm(
     weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (Q,), and their norm: both
-    (B, N or Q, D)."""
-    x = F.embedding(tokens if nodes is None else tokens.index_select(1, nodes), weight)
+    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (B, Q), and their norm: both
+    (B, N or Q, D). A node below 0 stands for the first."""
+    x = F.embedding(tokens if nodes is None else tokens.gather(1, nodes.clamp(min=0)), weight)
     return add_rms_norm(x, None, scale, eps)
 
 
-def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
-    """Begin a draft after the last certain token, its tree's root.
+def take_roots(
+    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+) -> Tensor:
+    """Begin drafts after each row's last certain token, its tree's root.
 
-    Args: block (1 + M,), how many tokens are certain, and the tokens; hidden (M, D) after each;
-    tokens (N,), whose first is written; path_length (1,), written: they are all accepted.
-    Returns hidden (1, D) after the root.
+    Args: hidden (B, M, D) after each of the tokens of block (B, 1 + M), how many are certain, and
+    the tokens; active (B,) bool; tokens (B, N), whose first are written; path_length (B,), written:
+    the certain ones are all accepted, in active rows.
+    Returns hidden (B, 1, D) after the roots.
     """
-    count = block[:1]
-    tokens[:1] = block.index_select(0, count)
+    count = torch.where(active, block[:, 0], 0)
     path_length.copy_(count)
-    return hidden.index_select(0, count - 1)
+    count = count.clamp(min=1)[:, None]
+    tokens[:, :1] = block.gather(1, count)
+    return hidden.gather(1, (count - 1)[..., None].expand(-1, -1, hidden.shape[2]))
 
 
-def accept_greedy(
+def accept_choices(
     best: Tensor,
     highest: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    finite: Tensor,
+    finite: Tensor | None,
+    active: Tensor,
     path: Tensor,
     path_length: Tensor,
     block: Tensor,
+    position: Tensor,
     report: Tensor,
 ) -> None:
-    """Follow the target's first choices down each tree; writes the last four tensors.
+    """Follow the target's own choices down each tree, and write down what was accepted.
 
-    Args: best (B, N) and highest (B, N), the target's choice at each node and its logit; tokens
-    (B, N) and parents (N,) of the trees; finite (B, …) bool, which of the drafter's logits were;
-    path (B, K) and path_length (B,), the accepted nodes; block (B, 1 + M), how many new tokens
-    there are and the tokens, the target's own last one included, with M above the trees' depth;
-    report (B, 2 + 2·M), whether all logits were finite, the same as block, and the path.
+    Args: best (B, N) and highest (B, N), the token that the target chooses after each node and its
+    score; tokens (B, N) and parents (B, N) of the trees; finite (B, …) bool or None, which of the
+    drafter's logits were; active (B,) bool, whose rows decode at all. Written: path (B, K) and
+    path_length (B,), the accepted nodes; in active rows block (B, 1 + M), how many new tokens there
+    are and the tokens, the target's own last one included, and position (B,), which moves on by as
+    many; report (B, 2 + 2·M): 1 when all logits were finite, 0 when the target's were not, −1 when
+    the drafter's; the same as block; and the path. M is above the trees' depth.
     """
-    longest = block.shape[1] - 1
-    for row in range(tokens.shape[0]):
-        node, count = 0, 0
-        while True:
-            path[row, count] = node
-            report[row, 2 + longest + count] = node
-            count += 1
-            block[row, count] = report[row, 1 + count] = best[row, node]
-            matching = (parents == node) & (tokens[row] == best[row, node])
-            if not matching.any():
-                break
-            node = int(matching.int().argmax())
-        path_length[row] = block[row, 0] = report[row, 1] = count
-        report[row, 0] = finite[row].all() & highest[row].isfinite().all()
-
-
-def settle_sampled(
-    accepted: Tensor,
-    count: Tensor,
-    after: Tensor,
-    tokens: Tensor,
-    target_finite: Tensor,
-    draft_finite: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    report: Tensor,
-) -> None:
-    """Write down what sampled acceptance has decided, as `accept_greedy` does, for one sequence.
-
-    Args: accepted (M,) nodes, of which the first count (1,) are the accepted path; after (1,), the
-    token that follows; tokens (N,) of the tree; target_finite (N,) and draft_finite (…), which
-    logits were. Written: path (1, K), path_length (1,), block (1, 1 + M) and report (1, 2 + 2·M).
-    """
-    longest = len(accepted)
-    place = torch.arange(longest, device=accepted.device)
-    drafted = torch.cat([tokens[accepted[1:]], after])
-    new = torch.where(place < count - 1, drafted, after)
-    finite = target_finite.all() & draft_finite.all()
-    path[:, :longest] = accepted
-    path_length.copy_(count)
-    report.copy_(torch.cat([finite.long()[None], count, new, accepted])[None])
-    block.copy_(report[:, 1 : 2 + longest])
+    longest = (report.shape[1] - 2) // 2
+    node = torch.zeros(len(tokens), 1, dtype=torch.long, device=tokens.device)
+    walking, count = active[:, None], active.long()[:, None]
+    for step in range(longest):
+        choice = best.gather(1, node)
+        for written, value in (
+            (path[:, step : step + 1], node),
+            (report[:, 2 + longest + step :][:, :1], node),
+            (report[:, 2 + step :][:, :1], choice),
+            (block[:, 1 + step :][:, :1], choice),
+        ):
+            written.copy_(torch.where(walking, value, written))
+        matching = (parents == node) & (tokens == choice)
+        walking = walking & matching.any(1, keepdim=True)
+        node = torch.where(walking, matching.long().argmax(1, keepdim=True), node)
+        count = count + walking
+    path_length.copy_(count[:, 0])
+    block[:, :1] = torch.where(active[:, None], count, block[:, :1])
+    position.add_(count[:, 0])
+    code = highest.isfinite().all(1).long()
+    if finite is not None:
+        code = torch.where((code == 1) & ~finite.flatten(1).all(1), -1, code)
+    report[:, :2] = torch.cat([code[:, None], count], 1)
 
 
 def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
@@ -577,15 +602,36 @@ def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tens
 def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
     """Random numbers in [0, 1), (B, P) fp64: a function of seed, position and place alone.
 
-    Philox4x32-10 (Salmon et al. 2011) with the seed as key and (place, position) as counter; the
+    Philox4x32-10 (Salmon et al. 2011) with the seed as key and (place, position, 0) as counter; the
     first two of its four words give 53 bits.
 
     Args: seeds (B,) and positions (B,) int64, not negative; places (B, P) int64 below 2³².
     """
-    key = [seeds[:, None] & _WORD, seeds[:, None] >> 32]
+    words = _philox(seeds[:, None], places, positions[:, None] + torch.zeros_like(places), 0)
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
+
+
+def token_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """Gumbel noise (B, n, V) fp64 of each token: a function of seed, position and token alone.
+
+    −log(−log u) of uniform numbers of 52 bits, never 0 or 1: two of a Philox counter (half the
+    token, position, 1).
+
+    Args: seeds (B,), positions (B, n) int64, not negative.
+    """
+    pairs = torch.arange(-(-num_tokens // 2), device=seeds.device)
+    positions = positions[..., None]
+    words = _philox(seeds[:, None, None], pairs.expand(*positions.shape[:2], -1), positions, 1)
+    bits = [(words[at] >> 6) * 2**26 + (words[at + 1] >> 6) for at in (0, 2)]
+    uniform = (torch.stack(bits, dim=-1).flatten(-2)[..., :num_tokens].double() + 0.5) * 2.0**-52
+    return -(-uniform.log()).log()
+
+
+def _philox(seeds: Tensor, places: Tensor, positions: Tensor, stream: int) -> list[Tensor]:
+    """The four words at counter (place, position, stream), the seed being the key."""
+    key = [seeds & _WORD, seeds >> 32]
     zero = torch.zeros_like(places)
-    position = positions[:, None] + zero
-    counter = [places, position & _WORD, position >> 32, zero]
+    counter = [places, (positions & _WORD) + zero, (positions >> 32) + zero, zero + stream]
     for round_ in range(10):
         keys = [(key[at] + round_ * _PHILOX_KEYS[at]) & _WORD for at in (0, 1)]
         # An int64 product wraps around, but keeps all 64 bits of the two words it consists of
@@ -594,4 +640,4 @@ def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
             (second >> 32 & _WORD) ^ counter[1] ^ keys[0], second & _WORD,
             (first >> 32 & _WORD) ^ counter[3] ^ keys[1], first & _WORD,
         ]  # fmt: skip
-    return ((counter[0] >> 5) * 2**26 + (counter[1] >> 6)).double() * 2.0**-53
+    return counter

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from stree_kernels import naive
-from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.shapes import (
+    Derived,
+    MixerShape,
+    MixerWeights,
+    Sampling,
+    Steering,
+    Topology,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
@@ -131,14 +138,21 @@ def advance(steering: Steering, like: Tensor) -> None:
     _module("pointwise", like).advance(steering)
 
 
-def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `naive.top_tokens`."""
-    return _module("top", logits).top_tokens(logits, count)
+def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """See `naive.choose_best`."""
+    return _module("top", logits).choose_best(logits, depths, sampling)
 
 
-def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
+def choose_children(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
     """See `naive.choose_children`."""
-    _module("top", logits).choose_children(logits, places, tokens, finite)
+    _module("top", logits).choose_children(logits, depths, sampling, places, tokens, finite)
 
 
 def embed_norm(
@@ -148,63 +162,22 @@ def embed_norm(
     return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps)
 
 
-def take_root(hidden: Tensor, block: Tensor, tokens: Tensor, path_length: Tensor) -> Tensor:
-    """See `naive.take_root`."""
-    return _module("gather", hidden).take_root(hidden, block, tokens, path_length)
+def take_roots(
+    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+) -> Tensor:
+    """See `naive.take_roots`."""
+    return _module("gather", hidden).take_roots(hidden, block, active, tokens, path_length)
 
 
-def accept_greedy(
-    best: Tensor,
-    highest: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    finite: Tensor,
-    path: Tensor,
-    path_length: Tensor,
-    block: Tensor,
-    report: Tensor,
-) -> None:
-    """See `naive.accept_greedy`."""
-    _module("accept", highest).accept_greedy(
-        best, highest, tokens, parents, finite, path, path_length, block, report
-    )
-
-
-def samples_fused(laws: Tensor) -> bool:
-    """Whether laws are made and drawn from by the functions below."""
-    return fused(laws.device, torch.float32)
-
-
-def _sampled() -> Any:
-    return importlib.import_module("stree_kernels.sampled")
-
-
-def temperature_law(logits: Tensor, temperature: float, finite: Tensor | None) -> Tensor:
-    """See `sampled.temperature_law`; the twin is `stree.sampling.sampling_law`."""
-    return _sampled().temperature_law(logits, temperature, finite)
-
-
-def sample_siblings(laws: Tensor, count: int, uniforms: Tensor) -> Tensor:
-    """See `sampled.sample_siblings`; the twin is `stree.sampling.sample_siblings`."""
-    return _sampled().sample_siblings(laws, count, uniforms)
-
-
-def sample_children(laws: Tensor, places: Tensor, uniforms: Tensor, tokens: Tensor) -> None:
-    """See `sampled.sample_children`; the twin is `stree.sampling.sample_siblings`."""
-    _sampled().sample_children(laws, places, uniforms, tokens)
-
-
-def accept_sampled(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """See `sampled.accept_sampled`; the twin is `stree.verify.verify_multi_step`."""
-    return _sampled().accept_sampled(*arguments)
-
-
-def settle_sampled(*arguments: Tensor) -> None:
-    """See `naive.settle_sampled`."""
-    (_sampled() if samples_fused(arguments[0]) else naive).settle_sampled(*arguments)
+def accept_choices(best: Tensor, highest: Tensor, *others: Tensor | None) -> None:
+    """See `naive.accept_choices`."""
+    fits = fused(highest.device, torch.float32)
+    module = importlib.import_module("stree_kernels.accept") if fits else naive
+    module.accept_choices(best, highest, *others)
 
 
 def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
     """See `naive.uniforms`."""
-    module = importlib.import_module("stree_kernels.uniforms") if samples_fused(seeds) else naive
+    fits = fused(seeds.device, torch.float32)
+    module = importlib.import_module("stree_kernels.uniforms") if fits else naive
     return module.uniforms(seeds, positions, places)

@@ -117,3 +117,16 @@ class Steering:
     path_length: Tensor
     variant: Tensor
     parity: Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each of B sequences chooses its tokens, on the device.
+
+    temperature (B,) fp64, 0 for the best token; seed (B,) and position (B,) int64, position being
+    that of the current tree's root in its sequence.
+    """
+
+    temperature: Tensor
+    seed: Tensor
+    position: Tensor

@@ -1,8 +1,10 @@
 """The k best tokens of each row of logits, k small, in two launches (Triton).
 
-A general top-k sorts; drafting wants three or so of 10⁴-10⁵ tokens. Each program takes the k
+A general top-k sorts; choosing wants three or so of 10⁴-10⁵ tokens. Each program takes the k
 best of a piece of a row, then one program a row takes the k best of those. Ties go to the
-smaller token. The naive twins are `naive.top_tokens` and `naive.choose_children`.
+smaller token. Rows that sample add noise to their scores first, in fp64, and are then alike: a
+sample is the best token of what it gives. The naive twins are `naive.choose_best` and
+`naive.choose_children`.
 """
 
 from __future__ import annotations
@@ -13,61 +15,89 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, overlapping
+from stree_kernels.shapes import Sampling
+from stree_kernels.uniforms import token_noise
 
 PIECE = 4096
+SAMPLED_PIECE = 1024  # of fp64, with the registers that the noise takes
 MOST_UNROLLED = 8  # code as long as a tree is wide takes minutes to compile
 
 
-def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`naive.top_tokens` for logits (R, V) with unit last stride, in two launches."""
-    num_rows = logits.shape[0]
-    tokens = torch.empty(num_rows, count, device=logits.device, dtype=torch.long)
-    highest = torch.empty(num_rows, device=logits.device, dtype=torch.float32)
-    _choose(logits, count, None, tokens, highest, None)
+def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """`naive.choose_best` for logits (B, n, V) with unit last stride, in two launches."""
+    shape = logits.shape[:2]
+    tokens = torch.empty(shape, device=logits.device, dtype=torch.long)
+    highest = torch.empty(shape, device=logits.device, dtype=torch.float32)
+    _choose(logits, depths, sampling, 1, None, tokens, highest, None)
     return tokens, highest
 
 
-def choose_children(logits: Tensor, places: Tensor, tokens: Tensor, finite: Tensor) -> None:
-    """`naive.choose_children` in the same two launches; places contiguous."""
-    assert places.is_contiguous() and tokens.stride(0) == finite.stride(0) == 1
-    _choose(logits, places.shape[1], places, tokens, None, finite.view(torch.uint8))
+def choose_children(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
+    """`naive.choose_children` in the same two launches; depths and places contiguous."""
+    assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
+    flags = finite.view(torch.uint8)
+    _choose(logits, depths, sampling, places.shape[2], places, tokens, None, flags)
 
 
 def _choose(
     logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
     count: int,
     places: Tensor | None,
     tokens: Tensor,
     highest: Tensor | None,
     finite: Tensor | None,
 ) -> None:
-    num_rows, vocabulary = logits.shape
-    assert logits.stride(1) == 1
-    pieces = triton.cdiv(vocabulary, PIECE)
+    batch, per_row, vocabulary = logits.shape
+    assert logits.stride(2) == 1 and depths.is_contiguous()
+    piece = PIECE if sampling is None else SAMPLED_PIECE
+    pieces = triton.cdiv(vocabulary, piece)
     block = triton.next_power_of_2(pieces * count)
     counts = dict(COUNT=count, UNROLLED=count if count <= MOST_UNROLLED else 1)
-    values = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.float32)
-    candidates = torch.empty(num_rows, pieces, count, device=logits.device, dtype=torch.int32)
-    piece_kernel[(num_rows, pieces)](
-        logits, logits.stride(0), values, candidates, vocabulary, PIECE=PIECE, num_warps=4,
-        **counts, **overlapping(logits),
+    shape = (batch * per_row, pieces, count)
+    values = logits.new_empty(shape, dtype=torch.float32 if sampling is None else torch.float64)
+    candidates = logits.new_empty(shape, dtype=torch.int32)
+    chosen_by: tuple[Tensor | None, ...] = (None, None, None)
+    if sampling is not None:
+        chosen_by = (sampling.temperature, sampling.seed, sampling.position)
+    piece_kernel[(batch * per_row, pieces)](
+        logits, logits.stride(0), logits.stride(1), per_row, depths, *chosen_by,
+        values, candidates, vocabulary, PIECE=piece, num_warps=4, **counts, **overlapping(logits),
     )  # fmt: skip
-    merge_kernel[(num_rows,)](
-        values, candidates, places, tokens, highest, finite, pieces * count,
+    merge_kernel[(batch * per_row,)](
+        values, candidates, per_row, places, tokens, tokens.stride(0),
+        highest, finite, 0 if finite is None else finite.stride(0), pieces * count,
         BLOCK=block, num_warps=min(8, max(1, block // 1024)), **counts, **overlapping(logits),
     )  # fmt: skip
 
 
 @triton.jit
 def piece_kernel(
-    logits, stride, values, candidates, vocabulary,
+    logits, batch_stride, stride, per_row, depths, temperatures, seeds, positions,
+    values, candidates, vocabulary,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = row // per_row
     token = piece * PIECE + tl.arange(0, PIECE)
     known = token < vocabulary
-    value = tl.load(logits + row * stride + token, mask=known, other=-float("inf")).to(tl.float32)
+    at = logits + sequence * batch_stride + row % per_row * stride
+    value = tl.load(at + token, mask=known, other=-float("inf")).to(tl.float32)
+    if temperatures is not None:
+        value = value.to(tl.float64)
+        temperature = tl.load(temperatures + sequence)
+        if temperature > 0.0:
+            position = tl.load(positions + sequence) + tl.load(depths + row) + 1
+            value = value / temperature + token_noise(tl.load(seeds + sequence), position, token)
     # NaN would lose every comparison and hide: as the best of all it shows
     value = tl.where(value != value, float("inf"), value)
     at = (row * tl.num_programs(1) + piece) * COUNT
@@ -82,11 +112,13 @@ def piece_kernel(
 
 @triton.jit
 def merge_kernel(
-    values, candidates, places, tokens, highest, finite, num_candidates,
+    values, candidates, per_row, places, tokens, token_stride, highest, finite, finite_stride,
+    num_candidates,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
+    sequence = row // per_row
     at = tl.arange(0, BLOCK)
     mask = at < num_candidates
     value = tl.load(values + row * num_candidates + at, mask=mask, other=-float("inf"))
@@ -94,14 +126,16 @@ def merge_kernel(
     if highest is not None:
         tl.store(highest + row, tl.max(value, axis=0))
     if finite is not None:
-        tl.store(finite + row, (tl.abs(tl.max(value, axis=0)) < float("inf")).to(tl.uint8))
+        is_finite = (tl.abs(tl.max(value, axis=0)) < float("inf")).to(tl.uint8)
+        tl.store(finite + sequence * finite_stride + row % per_row, is_finite)
     for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
         best = tl.max(value, axis=0)
         chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
-        place = row * COUNT + rank
-        if places is not None:
-            place = tl.load(places + place)
-        tl.store(tokens + place, chosen.to(tl.int64), mask=place >= 0)
+        if places is None:
+            tl.store(tokens + row * COUNT + rank, chosen.to(tl.int64))
+        else:
+            place = tl.load(places + row * COUNT + rank)
+            tl.store(tokens + sequence * token_stride + place, chosen.to(tl.int64), mask=place >= 0)
         taken = token == chosen
         value = tl.where(taken, -float("inf"), value)
         token = tl.where(taken, 2147483647, token)

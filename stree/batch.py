@@ -8,6 +8,7 @@ what shares the batch.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree import threads
+from stree import threads, verifiers
+from stree.clock import PhaseClock
+from stree.drafters import Drafter
+from stree.drafters.model import ModelDrafter
 from stree.errors import StreeError, UsageError, naming_what_does_not_fit
+from stree.executors import executor_of
 from stree.forest import Forest
 from stree.generation import (
     DecodingStats,
@@ -31,13 +36,14 @@ from stree.generation import (
     warn_beyond_positions,
 )
 from stree.models.hybrid import HybridModel
-from stree.rows import AFTER, RowChooser, Rows
-from stree.step import Choose, Drafter, ModelDrafter, Step
+from stree.rows import Rows
+from stree.step import Step
 from stree.tokenizer import eos_token_ids
 from stree.tree import TokenTree
+from stree.verifiers import Verifier
 from stree_kernels import ops
 
-PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of the others
+PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
 
 
 @dataclass(frozen=True)
@@ -70,29 +76,37 @@ class _Sequence:
     stop: StopRule
     stats: DecodingStats
     num_read: int = 0  # tokens of the prompt that are in the caches
-    unread: list[int] = field(default_factory=list)  # by the drafter, the root last
     finish_reason: str = ""
     since: float = field(default_factory=time.perf_counter)
 
     @property
-    def decoding(self) -> bool:
-        return bool(self.unread) and not self.finish_reason
+    def reading(self) -> bool:
+        return self.num_read < len(self.prompt)
 
     @property
-    def num_committed(self) -> int:
-        """Tokens that are, or are about to be, in the target's cache: all but the root."""
+    def decoding(self) -> bool:
+        return not self.reading and not self.finish_reason
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a block."""
+        return self.tree.max_depth + 1
+
+    @property
+    def position(self) -> int:
+        """Where the root stands in the sequence: all before it is committed."""
         return len(self.prompt) + len(self.stop.tokens) - 1
 
 
 class BatchDecoder:
     """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
 
-    Args: drafter, a model or anything that fills trees (`stree.step.Drafter`). tree, what requests
-    decode with that name none (default with a drafter: the paper's). num_rows, how many sequences
-    at once. max_length, the longest sequence, prompt included. max_nodes, the largest tree of any
-    request (default: of `tree`). tokenizer, needed for stop strings only. choose, the source of
-    randomness (default: the requests' own seeds).
-    Raises `UsageError` when target and drafter do not fit each other, `OutOfMemory`.
+    Args: drafter, a model or anything that fills trees (`stree.drafters.Drafter`). tree, what
+    requests decode with that name none (default with a drafter: the paper's). num_rows, how many
+    sequences at once. max_length, the longest sequence, prompt included. max_nodes, the largest
+    tree of any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by
+    name (`stree.verifiers.named`) or one of your own.
+    Raises `UsageError` when target, drafter and verifier do not fit each other, `OutOfMemory`.
     """
 
     def __init__(
@@ -105,7 +119,7 @@ class BatchDecoder:
         max_length: int = 2048,
         max_nodes: int = 1,
         tokenizer: Any = None,
-        choose: Choose | None = None,
+        verifier: str | Verifier = "coupled",
     ) -> None:
         require_whole("max_length", max_length)
         warn_beyond_positions(target.config, max_length)
@@ -114,22 +128,26 @@ class BatchDecoder:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if isinstance(drafter, HybridModel):
             require_partners(target, drafter)
+        self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
+        fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
         with naming_what_does_not_fit(
-            "lower num_rows or max_length, take smaller trees, or use bfloat16 or a larger GPU",
-            f"buffers for {num_rows} sequences of {max_length} tokens, {self.max_nodes} nodes each",
+            f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
+            f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
         ):
             if isinstance(drafter, HybridModel):
                 drafter = ModelDrafter(drafter, num_rows, max_length, self.max_nodes)
             self.cache = target.new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
+        verifiers.require_fit(self.verifier, drafter)
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
-        self.rows = Rows.new(num_rows, target.device)
-        self._choose = choose
-        self._step = Step(target, self.cache, drafter)
+        self.rows = Rows.new(num_rows, self.max_nodes, target.device)
+        self.clock: PhaseClock | None = None  # told of the phases of each step, if given
+        self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
         self._sequences: dict[int, _Sequence] = {}
+        self._launched: deque[dict[int, _Sequence]] = deque()  # whose steps are not collected
 
     @property
     def num_free_rows(self) -> int:
@@ -164,6 +182,8 @@ class BatchDecoder:
         require_room(prompt, generation, tree, vocabulary, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=tree.max_depth)
+        self._require_same_models()
+        self.executor.follow_weights()
         self._sequences[row] = _Sequence(prompt, generation, tree, stop, stats)
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
@@ -173,17 +193,22 @@ class BatchDecoder:
 
     @torch.no_grad()
     def step(self) -> list[Report]:
-        """Read a piece of each new prompt, and decode one step of every other row.
+        """Decode one step of every row whose prompt has been read, and read a piece of the others'.
 
         A row whose logits are not finite ends with its error; the others do not notice.
         """
-        reports = []
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            for row, sequence in self._sequences.items():
-                if not sequence.unread and not sequence.finish_reason:
-                    reports += self._read(row, sequence)
             decoding = {row: each for row, each in self._sequences.items() if each.decoding}
-            return reports + (self._decode(decoding) if decoding else [])
+            reading = {row: each for row, each in self._sequences.items() if each.reading}
+            while self._launched and not any(map(self._lives, self._launched[0].items())):
+                self._launched.popleft()
+                self.executor.drop()
+            while decoding and len(self._launched) <= self.executor.ahead:
+                self._launch(decoding)
+            reports = []
+            for row, each in reading.items():
+                reports += self._read(row, each, alone=not decoding)
+            return reports + (self._collect() if decoding else [])
 
     def release(self, row: int) -> GenerationOutput:
         """Take a row back; returns what it generated. "released" ends an unfinished request."""
@@ -220,73 +245,76 @@ class BatchDecoder:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
 
-    def _read(self, row: int, sequence: _Sequence) -> list[Report]:
+    def _lives(self, item: tuple[int, _Sequence]) -> bool:
+        """Whether a row still has the sequence that a step was launched for, unfinished."""
+        row, sequence = item
+        return self._sequences.get(row) is sequence and sequence.decoding
+
+    def _read(self, row: int, sequence: _Sequence, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
-        piece = sequence.prompt[sequence.num_read : sequence.num_read + PREFILL_CHUNK]
-        tokens = torch.tensor(piece, device=self.target.device)
+        end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
+        tokens = torch.tensor(sequence.prompt[sequence.num_read : end], device=self.target.device)
         logits = self.target.prefill(tokens[None], self.cache.at(row))
         if self.drafter is not None:
             self.drafter.read(row, tokens)
-        sequence.num_read += len(piece)
-        if sequence.num_read < len(sequence.prompt):
+        sequence.num_read += len(tokens)
+        if sequence.reading:
             return []
-        self.rows.position[row] = len(sequence.prompt) - 1
         token, finite = self._first_token(row, sequence, logits)
         now = time.perf_counter()
         sequence.stats.prefill_s, sequence.since = now - sequence.since, now
         if not finite:
             return [self._fail(row, sequence, "target")]
-        self.rows.active[row] = True
-        sequence.unread = [token]
+        self.rows.begin(row, len(sequence.prompt), token)
         return [self._keep(row, sequence, [token])]
 
     def _first_token(self, row: int, sequence: _Sequence, logits: Tensor) -> tuple[int, bool]:
         rows = self.rows.narrow(row, 1, [sequence.generation])
-        choose = self._choose or RowChooser(rows)
-        place = torch.full((1, 1), AFTER, device=logits.device)
-        token = choose(rows.distribution(logits)[:, None], place)
-        return int(token), bool(logits.amax().isfinite())
+        rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
+        token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
+        return int(token), bool(score.isfinite())
 
-    def _decode(self, decoding: dict[int, _Sequence]) -> list[Report]:
-        """One step of all rows up to the last that is decoding."""
-        batch = max(decoding) + 1
-        root = TokenTree.chain(0)
+    def prepare(self) -> None:
+        """Make ready now what steps of the rows that are taken need (graphs), as the first of them
+        would otherwise do."""
+        if self._sequences:
+            with ops.current(self.target.device):
+                self.executor.prepare(*self._step_of(self._sequences))
+
+    def _launch(self, decoding: dict[int, _Sequence]) -> None:
+        clock = self.clock
+        self.executor.launch(*self._step_of(decoding), clock.mark if clock else _no_mark)
+        if clock is not None:
+            clock.end_call()
+        self._launched.append(decoding)
+
+    def _step_of(self, decoding: dict[int, _Sequence]) -> tuple[Rows, Forest, int, int]:
+        """What a step is launched with; all rows that are taken take part, or their buffers would
+        fall behind."""
+        batch = self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
+        root = TokenTree.chain(0, "root")
         trees = [decoding[row].tree if row in decoding else root for row in range(batch)]
         forest = Forest.of(trees, self.target.device)
-        self._catch_up(decoding)
-        longest = max(len(each.unread) for each in decoding.values())
-        block = [[0] * (1 + longest) for _ in range(batch)]
-        for row, each in decoding.items():
-            block[row][: 1 + len(each.unread)] = [len(each.unread), *each.unread]
-        used = max(each.num_committed for each in decoding.values()) + forest.num_nodes
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
-        positions = [each.num_committed for each in decoding.values()]
-        rows.position[list(decoding)] = torch.tensor(positions, device=rows.position.device)
-        report = self._step.run(
-            torch.tensor(block, device=self.target.device), forest, rows,
-            self._choose or RowChooser(rows), used,
-        ).tolist()  # fmt: skip
-        return [self._account(row, each, report[row]) for row, each in decoding.items()]
+        longest = max(each.longest for each in decoding.values())
+        # Steps that are still on their way commit at most a block each
+        position = max(
+            each.position + each.longest * sum(row in step for step in self._launched)
+            for row, each in decoding.items()
+        )
+        return rows, forest, longest, position
 
-    def _catch_up(self, decoding: dict[int, _Sequence]) -> None:
-        """A drafter reads at most as many tokens in a draft as a tree has nodes."""
-        if self.drafter is None:
-            for each in decoding.values():
-                each.unread = each.unread[-1:]
-            return
-        for row, each in decoding.items():
-            if len(each.unread) > self.max_nodes:
-                tokens = torch.tensor(each.unread[:-1], device=self.target.device)
-                self.drafter.read(row, tokens)
-                each.unread = each.unread[-1:]
+    def _collect(self) -> list[Report]:
+        launched, report = self._launched.popleft(), self.executor.collect()
+        living = [item for item in launched.items() if self._lives(item)]
+        return [self._account(row, each, report[row]) for row, each in living]
 
     def _account(self, row: int, sequence: _Sequence, report: list[int]) -> Report:
         finite, count, *rest = report
         if finite != 1:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
         block, path = rest[:count], rest[len(rest) // 2 :][:count]
-        drafted = sequence.tree.num_nodes > 1
-        sequence.unread = block if drafted else [*sequence.unread, *block]
         stats = sequence.stats
         result = self._keep(row, sequence, block)
         num_kept = len(result.tokens)
@@ -309,8 +337,27 @@ class BatchDecoder:
     def _fail(self, row: int, sequence: _Sequence, who: str) -> Report:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
-        model = self.target if who == "target" else getattr(self.drafter, "model", None)
-        models = [(who, model)] if isinstance(model, HybridModel) else []
+        models = [(name, model) for name, model, _ in self._models() if name == who]
         tokens = sequence.prompt + sequence.stop.tokens
         error = not_finite(who, models, sequence.stats.num_calls, tokens)
         return Report(row, [], "error", error)
+
+    def _models(self) -> list[tuple[str, HybridModel, Any]]:
+        """Those with weights, by what they are here, and the caches made for them."""
+        models = []
+        if isinstance(self.target, HybridModel):
+            models.append(("target", self.target, self.cache))
+        if isinstance(self.drafter, ModelDrafter):
+            models.append(("drafter", self.drafter.model, self.drafter.cache))
+        return models
+
+    def _require_same_models(self) -> None:
+        for name, model, cache in self._models():
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
+                raise UsageError(
+                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
+                    f"for {cache.dtype} on {cache.device}: make a new decoder"
+                )
+
+
+def _no_mark(phase: str) -> None: ...

@@ -6,7 +6,7 @@ Shapes: B rows, N nodes of the largest tree, K children of the widest node, W co
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ from stree_kernels.shapes import Topology
 
 @dataclass(frozen=True)
 class Level:
-    """What drafting needs of one level: nodes (B, n) with children, the root's level first, and
-    the places (B, n, k) of their children; −1 for none."""
+    """What drafting needs of one level: nodes (B, n) with children, the root's level first, their
+    depths (B, n) int32, and the places (B, n, k) of their children; −1 for none."""
 
     nodes: Tensor
+    depths: Tensor
     places: Tensor
 
 
@@ -29,13 +30,13 @@ class Level:
 class Forest:
     """A tree a row.
 
-    parents (B, N), −1 for the root and −2 for padding; children (B, N, K), −1 for none; drawn_by
-    (B, N), the place of a node with children in the order of `levels`; widths, how many children
-    the nodes of each level have at most.
+    parents (B, N), −1 for the root and −2 for padding; depths (B, N) int32; children (B, N, K), −1
+    for none; drawn_by (B, N), the place of a node with children in the order of `levels`.
     """
 
     trees: tuple[TokenTree, ...]
     parents: Tensor
+    depths: Tensor
     children: Tensor
     drawn_by: Tensor
     levels: tuple[Level, ...]
@@ -50,8 +51,18 @@ class Forest:
         return self.parents.shape[1]
 
     @property
+    def num_drawn_from(self) -> int:
+        """How many places for nodes with children all levels have."""
+        return sum(level.nodes.shape[1] for level in self.levels)
+
+    @property
     def max_depth(self) -> int:
         return len(self.levels)
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """What forests have in common that differ in what their tensors hold only."""
+        return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
 
     def topology(self, width: int) -> Topology:
         """For a conv of that width; padding sees itself only."""
@@ -68,6 +79,7 @@ def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
     parents = [_padded(tree.parents, size, -2) for tree in trees]
+    depths = [_padded(tree.depths, size, 0) for tree in trees]
     children = [
         [_padded(nodes, widest, -1) for nodes in tree.children]
         + [[-1] * widest] * (size - tree.num_nodes)
@@ -76,7 +88,7 @@ def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
     inner = _inner(trees)
     drawn_by = torch.zeros(len(trees), size, dtype=torch.long)
     levels, done = [], 0
-    for level in inner:
+    for depth, level in enumerate(inner):
         count = max(map(len, level))
         width = max(
             len(tree.children[node]) for tree, row in zip(trees, level, strict=True) for node in row
@@ -87,12 +99,59 @@ def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
             for at, node in enumerate(there):
                 drawn_by[row, node] = done + at
                 places[row, at, : len(tree.children[node])] = torch.tensor(tree.children[node])
-        levels.append(Level(nodes.to(device), places.to(device)))
+        same = torch.full_like(nodes, depth, dtype=torch.int32)
+        levels.append(Level(nodes.to(device), same.to(device), places.to(device)))
         done += count
     return Forest(
-        trees, torch.tensor(parents, device=device), torch.tensor(children, device=device),
-        drawn_by.to(device), tuple(levels), device,
+        trees, torch.tensor(parents, device=device),
+        torch.tensor(depths, dtype=torch.int32, device=device),
+        torch.tensor(children, device=device), drawn_by.to(device), tuple(levels), device,
     )  # fmt: skip
+
+
+class StaticForest(Forest):
+    """A forest whose tensors stay where they are while its trees are exchanged, for graphs."""
+
+    def __init__(self, forest: Forest) -> None:
+        state = dict(vars(forest))
+        for name in ("parents", "depths", "children", "drawn_by"):
+            state[name] = state[name].clone()
+        state["levels"] = tuple(
+            Level(each.nodes.clone(), each.depths.clone(), each.places.clone())
+            for each in forest.levels
+        )
+        self.__dict__.update(state)
+        self.__dict__["topologies"] = {}
+
+    def topology(self, width: int) -> Topology:
+        return self._static(_topology, width)
+
+    def inner_topology(self, width: int) -> Topology:
+        return self._static(_inner_topology, width)
+
+    def hold(self, forest: Forest) -> None:
+        """Take over the trees of another forest of the same shape."""
+        if forest.trees == self.trees:
+            return
+        for name in ("parents", "depths", "children", "drawn_by"):
+            getattr(self, name).copy_(getattr(forest, name))
+        for mine, theirs in zip(self.levels, forest.levels, strict=True):
+            mine.nodes.copy_(theirs.nodes)
+            mine.places.copy_(theirs.places)
+        for (make, width), mine in self.__dict__["topologies"].items():
+            theirs = make(forest.trees, width, self.device)
+            for name in ("ancestors", "depths", "windows"):
+                getattr(mine, name).copy_(getattr(theirs, name))
+        self.__dict__["trees"] = forest.trees
+
+    def _static(self, make: Callable[..., Topology], width: int) -> Topology:
+        topologies = self.__dict__["topologies"]
+        if (make, width) not in topologies:
+            given = make(self.trees, width, self.device)
+            topologies[make, width] = Topology(
+                given.ancestors.clone(), given.depths.clone(), given.windows.clone()
+            )
+        return topologies[make, width]
 
 
 def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:

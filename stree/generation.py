@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.draft import SamplingRule
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -73,12 +73,6 @@ class GenerationConfig:
         object.__setattr__(self, "stop_strings", tuple(strings))
         if self.eos_token_id is not None:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
-
-    @property
-    def rule(self) -> SamplingRule:
-        if self.temperature == 0:  # one rule, so one graph, whatever top_k and top_p say
-            return SamplingRule()
-        return SamplingRule(self.temperature, self.top_k, self.top_p)
 
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
         if self.ignore_eos:
@@ -201,8 +195,16 @@ def warn_beyond_positions(config: HybridConfig, max_length: int) -> None:
             f"max_length is {max_length}, and the target was made for "
             f"{config.max_position_embeddings} positions: beyond them it decodes on, but its "
             "attention was not trained there",
-            stacklevel=3,
+            stacklevel=_frames_in_here(),
         )
+
+
+def _frames_in_here() -> int:
+    """How many callers up the first one outside this package is, for warnings."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("stree."):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def require_room(

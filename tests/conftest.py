@@ -14,6 +14,8 @@ from captures import Event, Replayed
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from stree.executors import Graphs
+
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What the tests of faults counted (`figures` in tests/faults), over all of them."""
@@ -33,9 +35,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def captured_on_cpu(monkeypatch):
-    """Captured functions simply run whenever they are replayed."""
-    monkeypatch.setattr("stree.steps.Capture", Replayed)
-    monkeypatch.setattr("stree.draft.Capture", Replayed)
+    """Steps are graphs, as on a GPU: captured functions simply run whenever they are replayed."""
+    monkeypatch.setattr("stree.executors.Capture", Replayed)
+    monkeypatch.setattr("stree.batch.executor_of", Graphs)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))

@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stree.draft import ModelDrafter, SamplingRule, StaticDraft
+from stree.drafters.model import ModelDrafter
+from stree.forest import Forest
 from stree.models.cache import HybridCache, MambaCache
 from stree.models.hybrid import Attention, HybridModel, Layer
-from stree.sampling import RandomChooser
+from stree.rows import Rows
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
 from stree_pipelines.benches.profiles import profile_call
@@ -56,11 +57,12 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
 def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
     """µs of one greedy draft of the paper's tree."""
     tree = TokenTree.paper()
-    model = ModelDrafter(drafter, context + 64, tree.num_nodes)
-    model.catch_up([1] * context)
-    choose = RandomChooser(0, drafter.device)
-    static = StaticDraft(model, tree, SamplingRule(), choose)
-    function = {"draft": lambda: static._run(model.cache, choose, model.cache.num_slots)}
+    model = ModelDrafter(drafter, 1, context + 64, tree.num_nodes)
+    model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
+    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
+    rows.begin(0, context, 1)
+    longest, bound = tree.max_depth + 1, model.cache.num_slots
+    function = {"draft": lambda: model.draft(rows, forest, longest, bound, False)}
     us_draft = side_by_side(function, drafter.device, repeats)["draft"]
     return [dict(what="draft", num_nodes=tree.num_nodes, context=context, us_draft=us_draft)]
 

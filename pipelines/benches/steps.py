@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.draft import ModelDrafter, SamplingRule
+from stree.batch import BatchDecoder
+from stree.drafters import Proposal
+from stree.drafters.model import ModelDrafter
 from stree.engine import Decoder
+from stree.executors import Graphs
+from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
-from stree.steps import DeviceSteps
+from stree.rows import Rows
 from stree.tree import TokenTree
+from stree.verifiers.coupled import Coupled
 from stree_pipelines.benches.timing import in_turns, spread
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 
@@ -26,31 +31,27 @@ TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper(
 PERIOD = 20  # steps after which the numbers of accepted drafts come round again
 
 
-class GivenAcceptance(DeviceSteps):
-    """Greedy steps that accept accepted[i % len(accepted)] drafts at step i, along the deepest
-    path of the tree."""
+class GivenAcceptance(Coupled):
+    """Accepts accepted[i % len(accepted)] drafts at step i, along the deepest path of the tree that
+    all rows have."""
 
-    def __init__(self, decoder: Decoder, draft: Any, accepted: list[int]) -> None:
-        tree, device = decoder.tree, decoder.target.device
+    def __init__(self, tree: TokenTree, accepted: list[int], device: torch.device) -> None:
         deepest = max(range(tree.num_nodes), key=lambda node: tree.depths[node])
         self.line = torch.tensor(tree.path_to(deepest), device=device)
         self.accepted = torch.tensor(accepted, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
-        assert isinstance(decoder.target, HybridModel)
-        super().__init__(
-            decoder.target, tree, decoder.cache, draft, SamplingRule(), decoder._random
-        )
 
-    def _choices(self, logits: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        best, highest = super()._choices(logits, nodes)
+    def choose(
+        self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        best, highest = super().choose(logits, proposal, forest, rows)
         count = self.accepted.index_select(0, self.turn % len(self.accepted))
         self.turn += 1
-        inner, drafted = self.line[:-1], nodes[0].index_select(0, self.line[1:])
+        inner, drafted = self.line[:-1], proposal.tokens.index_select(1, self.line[1:])
         place = torch.arange(len(inner), device=best.device)
-        # Where it ends, the target wants what the tree does not have
-        other = ((nodes.max() + 1) % logits.shape[1]).expand_as(drafted)
-        chosen = torch.where(place < count, drafted, other)
-        return best.flatten().index_copy(0, inner, chosen)[:, None], highest
+        # Where it ends, the target wants what no tree has
+        other = (proposal.tokens.max() + 1) % logits.shape[-1]
+        return best.index_copy(1, inner, torch.where(place < count, drafted, other)), highest
 
 
 def accepted_for(tau: float, max_depth: int) -> list[int]:
@@ -79,11 +80,8 @@ def decode_at(
     prompt = [1] * context
     rows = []
     for tau in taus:
-        decoder = Decoder(target, drafter, tree, max_length=longest)
-        assert isinstance(decoder.drafter, ModelDrafter)
-        draft = decoder.drafter.capture(tree, SamplingRule(), decoder._random)
-        steps = GivenAcceptance(decoder, draft, accepted_for(tau, tree.max_depth))
-        decoder._steps[SamplingRule()] = steps
+        verifier = GivenAcceptance(tree, accepted_for(tau, tree.max_depth), target.device)
+        decoder = Decoder(target, drafter, tree, max_length=longest, verifier=verifier)
         seconds: dict[str, list[float]] = {"plain": [], "tree": []}
         reached = 0.0
         for _ in range(repeats + 1):  # the first one warms up
@@ -96,7 +94,7 @@ def decode_at(
             name: spread([1e6 * each for each in times[1:]]) for name, times in seconds.items()
         }
         speedup = reached * a_step["plain"]["median"] / a_step["tree"]["median"]
-        gpu_us = _graphs_alone_us(steps, context, num_steps)
+        gpu_us = _graphs_alone_us(decoder.batch, context, num_steps)
         rows.append(dict(
             what="step", context=context, num_nodes=tree.num_nodes, tau=reached,
             us_plain=a_step["plain"], us_tree=a_step["tree"], us_graphs=gpu_us,
@@ -114,17 +112,14 @@ def graphs(
     rows = []
     for temperature in (0.0, 1.0):
         for method, tree in TREES.items():
-            rule = SamplingRule(temperature)
             longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
             decoder = Decoder(target, drafter if tree else None, tree, max_length=longest)
-            draft = None
-            if isinstance(decoder.drafter, ModelDrafter):
-                draft = decoder.drafter.capture(decoder.tree, rule, decoder._random)
-            steps = DeviceSteps(target, decoder.tree, decoder.cache, draft, rule, decoder._random)
-            _begin(steps, context)
-            functions: dict[str, Callable[[], object]] = {"target": steps.verify.replay}
-            if draft is not None:
-                functions = {"draft": draft.capture.replay, **functions}
+            _launcher(decoder.batch, context, temperature)()
+            assert isinstance(decoder.batch.executor, Graphs)
+            (envelope,) = decoder.batch.executor.envelopes.values()
+            functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
+            if envelope.draft is not None:
+                functions = {"draft": envelope.draft.replay, **functions}
             times = in_turns(functions, target.device, repeats)
             row = dict(what="graphs", context=context, method=method, temperature=temperature)
             row["num_nodes"] = decoder.tree.num_nodes
@@ -132,24 +127,37 @@ def graphs(
     return rows
 
 
-def _begin(steps: DeviceSteps, context: int) -> None:
-    """As if so many tokens were committed."""
-    for cache in (steps.cache, steps.draft.cache if steps.draft else None):
+def _launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:
+    """What launches a step of all rows, from now on as if so many tokens were committed."""
+    drafter = decoder.drafter
+    for cache in (decoder.cache, drafter.cache if isinstance(drafter, ModelDrafter) else None):
         if cache is not None:
             cache.length.fill_(context)
             cache.path_length.zero_()
-    steps.begin(1)
+    generation = GenerationConfig(temperature=temperature)
+    for row in range(decoder.num_rows):
+        decoder.rows.set(row, generation)
+        decoder.rows.begin(row, context, 1)
+    rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
+    forest = Forest.of([decoder.tree] * decoder.num_rows, decoder.target.device)
+    longest = decoder.tree.max_depth + 1
+
+    def launch() -> None:
+        decoder.executor.launch(rows, forest, longest, decoder.max_length, lambda phase: None)
+        decoder.executor.drop()
+
+    return launch
 
 
-def _graphs_alone_us(steps: DeviceSteps, context: int, num_steps: int) -> float:
+def _graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:
     """A step's time when the host only replays graphs, far ahead of the device."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(3):
-        _begin(steps, context)
+        launch = _launcher(decoder, context)
         before.record()
         for _ in range(num_steps // 2):
-            steps.launch(lambda phase: None)
+            launch()
         after.record()
         after.synchronize()
         times.append(before.elapsed_time(after) * 1e3 / (num_steps // 2))

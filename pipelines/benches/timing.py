@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stree.errors import InvariantBroken
+from stree.executors import Capture
 from stree.files import write_atomically
-from stree.graphs import Capture
 from stree_pipelines.evaluation.context import describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def side_by_side(
     On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
     """
     if device.type == "cuda":
-        captures = {name: Capture(device, each, each) for name, each in functions.items()}
+        captures = {name: Capture(device, each) for name, each in functions.items()}
         functions = {name: capture.graph.replay for name, capture in captures.items()}
     return in_turns(functions, device, repeats)
 

@@ -413,8 +413,7 @@ class HybridModel(nn.Module):
 
     @on_own_gpu
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
-        """(…, V) in fp32 or wider; else as multiplied, which is enough to find the best and to make
-        laws in fp64."""
+        """(…, V) in fp32 or wider; else as multiplied, which is enough to choose by."""
         product = F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
         logits = product(hidden, self.head_weight.to(hidden.dtype))
         return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
@@ -486,9 +485,9 @@ class HybridModel(nn.Module):
     def forest_forward(
         self, tokens: Tensor, forest: Forest, cache: HybridCache, bound: int
     ) -> Tensor:
-        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N)."""
+        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied."""
         topology = forest.topology(self.config.d_conv)
-        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound))
+        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=False)
 
     @torch.no_grad()
     @on_own_gpu
@@ -505,8 +504,8 @@ class HybridModel(nn.Module):
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
         the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
-        nodes (Q,); each sequence has the tree of `topology` that `cache.variant` names; bound as
-        in `tree_forward`.
+        nodes (B, Q), −1 for none; each sequence has the tree of `topology` that `cache.variant`
+        names; bound as in `tree_forward`.
         """
         norm = cast(Layer, self.model.layers[0]).input_layernorm
         embedding = self.model.embed_tokens.weight

@@ -12,8 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "compile_kernels.py"
 KERNELS = {
     "norm_kernel", "swiglu_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
-    "embed_kernel", "root_kernel", "share_kernel", "peaks_kernel", "law_kernel", "sums_kernel",
-    "siblings_kernel", "place_kernel", "rest_kernel", "after_kernel", "settle_kernel",
+    "embed_kernel", "root_kernel", "share_kernel", "uniforms_kernel",
 }  # fmt: skip
 
 

@@ -23,7 +23,9 @@ def test_embed_norm(batch, width, dtype):
     weight[:, width:] = torch.nan
     tokens = torch.randint(11, (batch, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     tokens[:, 0] = tokens[:, 8] = 10**6  # outside the nodes below
-    some, one = torch.tensor([3, 1, 1, 7], device=DEVICE), torch.tensor([2], device=DEVICE)
+    some = torch.tensor([[3, 1, 1, 7]] * batch, device=DEVICE)
+    some[-1, 0] = 5
+    one = torch.full((batch, 1), 2, device=DEVICE)
     for given, nodes in ((tokens, some), (tokens, one), (tokens[:, 1:8], None)):
         x, normed = gather.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
         wanted, _ = naive.embed_norm(weight[:, :width], given, nodes, scale, 1e-5)
@@ -32,16 +34,33 @@ def test_embed_norm(batch, width, dtype):
         assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
 
 
+def test_a_node_that_is_none_stands_for_the_first():
+    weight, scale = normal(11, 16), normal(16, seed=1)
+    tokens = torch.tensor([[4, 5, 6]], device=DEVICE)
+    for module in (naive, gather):
+        x, _ = module.embed_norm(
+            weight, tokens, torch.tensor([[2, -1]], device=DEVICE), scale, 1e-5
+        )
+        assert torch.equal(x[0], weight[[6, 4]])
+
+
 @each_dtype
 @each_width
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_take_root(length, width, dtype):
-    hidden = torch.full((5, width + 2), torch.nan, device=DEVICE, dtype=dtype)
-    hidden[length - 1, :width] = normal(width, dtype=dtype)
-    block = torch.tensor([length, 20, 21, 22, 23, 24], device=DEVICE)
+def test_take_roots(width, dtype):
+    """Rows with 1, 3 and 5 certain tokens, and an idle one that claims more than there are."""
+    lengths = [1, 3, 5, 9]
+    hidden = torch.full((4, 5, width + 2), torch.nan, device=DEVICE, dtype=dtype)
+    for row, length in enumerate(lengths[:3]):
+        hidden[row, length - 1, :width] = normal(width, dtype=dtype)
+    hidden[3, 0, :width] = 1
+    block = torch.tensor([[length, 20, 21, 22, 23, 24] for length in lengths], device=DEVICE)
+    active = torch.tensor([True, True, True, False], device=DEVICE)
     for module in (naive, gather):
-        tokens, path_length = torch.full((4,), -7, device=DEVICE), torch.zeros(1).long().to(DEVICE)
-        got = module.take_root(hidden[:, :width], block, tokens, path_length)
-        assert torch.equal(got, hidden[length - 1 : length, :width])
-        assert tokens.tolist() == [19 + length, -7, -7, -7]
-        assert path_length.tolist() == [length]
+        tokens = torch.full((4, 6), -7, device=DEVICE)[:, :4]
+        path_length = torch.full((4,), -7, device=DEVICE)
+        got = module.take_roots(hidden[..., :width], block, active, tokens, path_length)
+        for row, length in enumerate(lengths[:3]):
+            assert torch.equal(got[row, 0], hidden[row, length - 1, :width])
+            assert tokens[row].tolist() == [19 + length, -7, -7, -7]
+        assert tokens[3].tolist() == [20, -7, -7, -7] and (got[3] == 1).all()
+        assert path_length.tolist() == [1, 3, 5, 0]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from process_group import run_together
 
-from stree.engine import Decoder
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
 from stree_pipelines.benches import intervals, models, profiles, steps, timing
@@ -49,7 +48,6 @@ def test_a_profile_is_saved_and_printed(tmp_path, capsys):
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
-    monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
     monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)

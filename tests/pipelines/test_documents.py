@@ -12,7 +12,9 @@ import pytest
 import torch
 from documented import Command, commands_in, require_parse
 from tiny_run import write_conversations
+from toys import TableTarget
 
+from stree import Decoder, GenerationConfig, Request
 from stree.models.convert import load_config, save_model
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
@@ -113,6 +115,25 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
         exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
         assert capsys.readouterr().out.strip()
+
+
+def test_architecture_s_examples_decode_as_plainly():
+    """The drafter and the verifier that the page writes; each example's output is the target's."""
+    text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    table = torch.full((8, 8, 8), -5.0)
+    for token in range(8):
+        table[:, token, (token + 1) % 8] = 5.0  # counts, and begins anew
+    target = TableTarget(table)
+    request = Request([5, 6], GenerationConfig(40))
+    wanted = Decoder(target, max_length=128).generate(request.prompt_ids, request.generation)
+    scope, blocks = {"target": target}, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)  # this repository's own words
+        (output,) = scope["decoder"].generate([request])
+        assert output.tokens == wanted.tokens
+        longest = max(output.stats.accepted_per_call)
+        assert (longest <= 1) == ("AtMostOne" in block)
 
 
 def test_every_command_of_readme_is_known():

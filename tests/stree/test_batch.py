@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from toys import tiny_model
+from toys import right_now_and_then, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.batch import BatchDecoder, Request
@@ -20,16 +20,6 @@ class Letters:
 
     def decode(self, tokens):
         return "".join(chr(ord("a") + token % 26) for token in tokens)
-
-
-def drafter_of(target):
-    """A model that is right now and then."""
-    drafter = tiny_model(1, target.dtype)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
-    return drafter
 
 
 def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:
@@ -69,7 +59,7 @@ def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
 def test_greedy_rows_equal_plain_decoding(dtype):
     target = tiny_model(1, dtype)
     requests = random_requests(24, 0, sampled=False)
-    decoder = BatchDecoder(target, drafter_of(target), num_rows=7, max_length=128,
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=7, max_length=128,
                            tokenizer=Letters())  # fmt: skip
     plain = Decoder(target, max_length=128, tokenizer=Letters())
     outputs = serve(decoder, requests, seed=1)
@@ -86,7 +76,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
     requests = random_requests(24, 2, sampled=True)
 
     def make(num_rows):
-        return BatchDecoder(target, drafter_of(target), num_rows=num_rows, max_length=128,
+        return BatchDecoder(target, right_now_and_then(target), num_rows=num_rows, max_length=128,
                             tokenizer=Letters())  # fmt: skip
 
     alone = make(1).generate(requests)
@@ -101,7 +91,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
 def test_rows_are_clean_when_they_change_hands():
     """What a row held before, NaN included, is not seen by its next sequence."""
     target = tiny_model(1)
-    decoder = BatchDecoder(target, drafter_of(target), num_rows=2, max_length=64)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=64)
     request = Request([3, 1, 4], GenerationConfig(12))
     wanted = decoder.generate([request, request])
     for cache in (decoder.cache, decoder.drafter.cache):
@@ -139,7 +129,7 @@ def test_a_row_with_bad_logits_ends_alone():
 def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
     monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 8)
     target = tiny_model(1)
-    decoder = BatchDecoder(target, drafter_of(target), num_rows=2, max_length=128)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=128)
     prompt = [(7 * i) % 61 for i in range(40)]
     short = decoder.admit(Request([5], GenerationConfig(30)))
     decoder.step()
@@ -158,7 +148,7 @@ def test_an_unfinished_request_can_be_released():
     for _ in range(3):
         decoder.step()
     output = decoder.release(row)
-    assert output.finish_reason == "released" and len(output.tokens) == 4
+    assert output.finish_reason == "released" and len(output.tokens) == 3
     assert decoder.num_free_rows == 1
 
 
@@ -173,7 +163,7 @@ def test_an_unfinished_request_can_be_released():
 )
 def test_what_cannot_be_served_is_refused_at_admission(request_, message):
     target = tiny_model(1)
-    decoder = BatchDecoder(target, drafter_of(target), TokenTree.chain(3), num_rows=1,
+    decoder = BatchDecoder(target, right_now_and_then(target), TokenTree.chain(3), num_rows=1,
                            max_length=300 if not message.startswith("max") else 64)  # fmt: skip
     with pytest.raises(UsageError, match=message):
         decoder.admit(request_)

@@ -38,14 +38,15 @@ class TimedTarget(TableTarget):
         self.gpu.now += PREFILL_S
         return super().prefill(tokens, cache)
 
-    def tree_forward(self, tokens, tree, cache):
+    def forest_forward(self, *arguments):
         self.gpu.now += VERIFY_S
-        return super().tree_forward(tokens, tree, cache)
+        return super().forest_forward(*arguments)
 
 
 class TimedDrafter(TableDrafter):
-    def catch_up(self, sequence):
+    def read(self, *arguments):
         self.gpu.now += PREFILL_S
+        super().read(*arguments)
 
     def draft(self, *arguments):
         self.gpu.now += DRAFT_S
@@ -72,13 +73,11 @@ def test_on_the_host_prefill_and_streamer_are_no_decoding(gpu, streamed):
 def on_device(gpu, monkeypatch, captured_on_cpu):
     """The decoder works as on a GPU, whose draft and target call take so long a replay."""
     capture = gpu.capture([DRAFT_S, VERIFY_S], CAPTURE_S)
-    monkeypatch.setattr("stree.draft.Capture", capture)
-    monkeypatch.setattr("stree.steps.Capture", capture)
+    monkeypatch.setattr("stree.executors.Capture", capture)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     clock = stree.clock.PhaseClock
     monkeypatch.setattr(stree.engine, "PhaseClock", lambda device: clock(torch.device("cuda")))
-    monkeypatch.setattr(Decoder, "_on_device", lambda self, choose: True)
     return gpu
 
 

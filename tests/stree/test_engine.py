@@ -9,12 +9,15 @@ import pytest
 import torch
 from toys import TableDrafter, TableTarget, tiny_model
 
-from stree import Decoder, GenerationConfig, TokenTree, generate
-from stree.draft import Draft, ModelDrafter
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
+from stree.drafters import Drawn, Proposal
+from stree.drafters.model import ModelDrafter
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
+from stree.forest import Forest
 from stree.models.config import HybridConfig
-from stree.sampling import RandomChooser
-from stree.tree import balanced, parents_of
+from stree.rows import Rows
+from stree.tree import balanced
+from stree_kernels import naive
 
 TREES = {
     "chain-1": TokenTree.chain(1),
@@ -31,57 +34,60 @@ TREES = {
 class Prophet:
     """Knows what the target will say and drafts it most of the time, at a random sibling."""
 
-    def __init__(self, continuation: list[int], vocabulary: int, seed: int) -> None:
-        self.continuation, self.vocabulary = continuation, vocabulary
-        self.random = random.Random(seed)
+    drawn = Drawn.POINT
+    capturable = False
 
-    def reset(self) -> None: ...
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], vocabulary: int) -> None:
+        self.answers, self.vocabulary = answers, vocabulary
+        self.prompts: dict[int, list[int]] = {}
+        self.random = random.Random(0)
 
-    def catch_up(self, sequence: list[int]) -> None:
-        self.prompt_length = len(sequence)
+    def clear(self, row: int) -> None:
+        self.prompts[row] = []
 
-    def draft(self, sequence, tree, rule, choose) -> Draft:
-        done = len(sequence) - self.prompt_length
-        tokens = [sequence[-1]] + [
-            self.random.randrange(self.vocabulary) for _ in range(tree.num_nodes - 1)
-        ]
-        node = 0
-        while tree.children[node] and self.random.random() < 0.8:
-            node = self.random.choice(tree.children[node])
-            position = done + tree.depths[node] - 1
-            if position < len(self.continuation):
-                tokens[node] = self.continuation[position]
-        return Draft(torch.tensor(tokens), None, torch.tensor(True))
+    def read(self, row: int, tokens) -> None:
+        self.prompts[row] += tokens.tolist()
+
+    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+        shape = (len(rows.active), forest.num_nodes)
+        tokens = torch.tensor([[self.random.randrange(self.vocabulary)] * shape[1]
+                               for _ in range(shape[0])])  # fmt: skip
+        tokens[:, :1] = rows.block.gather(1, rows.block[:, :1])
+        for row, tree in enumerate(forest.trees):
+            if not rows.active[row]:
+                continue
+            answer = self.answers[tuple(self.prompts[row])]
+            done, node = int(rows.position[row]) - len(self.prompts[row]) + 1, 0
+            while tree.children[node] and self.random.random() < 0.8:
+                node = self.random.choice(tree.children[node])
+                place = done + tree.depths[node] - 1
+                if place < len(answer):
+                    tokens[row, node] = answer[place]
+        return Proposal(tokens)
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_greedy_is_lossless_on_200_prompts(tree):
-    """200 prompts × 64 tokens a tree in fp64: no mismatch, and the tree does its work."""
+def test_greedy_is_lossless_on_200_prompts():
+    """200 prompts × 64 tokens for each of 8 trees in fp64: no mismatch, and trees do their work."""
     torch.set_num_threads(1)
     config = dict(num_layers=2, attn_layers=(1,), d_model=16, num_heads=2, num_kv_heads=1,
                   num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
                   gated_norm_groups=2, intermediate_size=24)  # fmt: skip
     target = tiny_model(1, **config)
     generation = GenerationConfig(max_new_tokens=64)
-    plain = Decoder(target, max_length=128)
-    calls = tokens = 0
-    for prompt in prompts(200):
-        wanted = expected(plain, tuple(prompt), generation)
-        prophet = Prophet(wanted, target.config.vocab_size, seed=prompt[0])
-        got = Decoder(target, prophet, TREES[tree], max_length=128).generate(prompt, generation)
-        assert got.tokens == wanted
-        calls += got.stats.num_calls
-        tokens += got.stats.num_new_tokens
-    assert tokens / calls > 1.2
-
-
-_EXPECTED: dict[tuple, list[int]] = {}
-
-
-def expected(decoder: Decoder, prompt: tuple, generation: GenerationConfig) -> list[int]:
-    if prompt not in _EXPECTED:
-        _EXPECTED[prompt] = decoder.generate(prompt, generation).tokens
-    return _EXPECTED[prompt]
+    plain = BatchDecoder(target, num_rows=100, max_length=96)
+    outputs = plain.generate([Request(prompt, generation) for prompt in prompts(200)])
+    answers = {tuple(p): out.tokens for p, out in zip(prompts(200), outputs, strict=True)}
+    one = Decoder(target, max_length=96)
+    for prompt in prompts(8):
+        assert one.generate(prompt, generation).tokens == answers[tuple(prompt)]
+    prophet = Prophet(answers, target.config.vocab_size)
+    decoder = BatchDecoder(target, prophet, num_rows=64, max_length=96, max_nodes=32)
+    for tree in TREES.values():
+        served = [Request(prompt, generation, tree) for prompt in prompts(200)]
+        outputs = decoder.generate(served)
+        assert [out.tokens for out in outputs] == [answers[tuple(p)] for p in prompts(200)]
+        calls = sum(out.stats.num_calls for out in outputs)
+        assert sum(out.stats.num_new_tokens for out in outputs) / calls > 1.2
 
 
 def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
@@ -114,23 +120,36 @@ def test_greedy_with_model_drafters(tree, drafter):
 @pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize("tree", TREES)
 def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
-    """Each node's children come from the drafter's logits after the sequence and its path."""
+    """Each node's children come from the drafter's logits after the sequence and its path, with
+    the noise of their position."""
     model, tree = tiny_model(4, num_layers=2, attn_layers=attn_layers), TREES[tree]
-    rule, choose = GenerationConfig(temperature=temperature).rule, RandomChooser(3)
-    drafter, sequence = ModelDrafter(model, 64, tree.num_nodes), [5, 6, 7, 8]
-    drafter.catch_up(sequence[:-1])
-    for news in ([], [9], list(range(tree.max_depth + 1)), [3, 1]):  # certain since the last draft
+    drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
+    drafter.read(0, torch.tensor(sequence))
+    generation = GenerationConfig(temperature=temperature, seed=4)
+    rows, forest = Rows.new(1, 32), Forest.of([tree], torch.device("cpu"))
+    rows.set(0, generation)
+    rows.active[0] = True
+    rows = rows.narrow(0, 1, [generation])
+    for news in ([8], [9], list(range(tree.max_depth + 1)), [3, 1]):  # certain since the last draft
         sequence += news
-        draft = drafter.draft(sequence, tree, rule, choose)
-        assert draft.finite.all() and draft.tokens[0] == sequence[-1]
-        for row, node in enumerate(parents_of(tree)):
-            path = draft.tokens[tree.path_to(node)[1:]].tolist()
-            logits = model(torch.tensor([sequence + path]))[0, -1]
+        rows.position[0] = len(sequence) - 1
+        rows.block[0, : 1 + len(news)] = torch.tensor([len(news), *news])
+        with torch.no_grad():
+            draft = drafter.draft(rows, forest, 8, 64, True)
+        assert draft.finite.all() and draft.tokens[0, 0] == sequence[-1]
+        for node, children in enumerate(tree.children):
+            if not children:
+                continue
+            path = draft.tokens[0, tree.path_to(node)[1:]].tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([sequence + path]))[0, -1]
+            drawn_from = draft.logits[0, forest.drawn_by[0, node]]
+            torch.testing.assert_close(drawn_from, logits, rtol=0, atol=1e-9)
             if temperature:
-                torch.testing.assert_close(draft.laws[row], rule.law(logits), rtol=0, atol=1e-10)
-            else:
-                best = logits.topk(len(tree.children[node])).indices
-                assert draft.tokens[list(tree.children[node])].equal(best)
+                position = torch.tensor([[len(sequence) + len(path)]])
+                logits = logits + naive.token_noise(torch.tensor([4]), position, 61)[0, 0]
+            best = logits.topk(len(children)).indices
+            assert draft.tokens[0, list(children)].equal(best)
 
 
 def counting_target(vocabulary: int = 12, eos: tuple[int, ...] = ()) -> TableTarget:
@@ -417,11 +436,11 @@ def test_what_does_not_fit_is_named(monkeypatch):
 
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
     decoder = Decoder(target, drafter, max_length=99)
-    monkeypatch.setattr(target, "tree_forward", refuse)
+    monkeypatch.setattr(target, "forest_forward", refuse)
     with pytest.raises(OutOfMemory, match=r"after 2 tokens with paper.* 20.00 GiB.; lower max_new"):
         decoder.generate([1, 2], GenerationConfig(8))
     monkeypatch.setattr(drafter, "new_cache", refuse)
-    with pytest.raises(OutOfMemory, match=r"buffers for 99 tokens and paper.*; lower max_length"):
+    with pytest.raises(OutOfMemory, match=r"for 99 tokens and 13 nodes.*; lower max_length"):
         Decoder(target, drafter, max_length=99)
 
 

@@ -1,80 +1,93 @@
-"""Captured steps give what uncaptured ones give. Runs on CUDA only."""
+"""Graphs give what steps one operation after the other give. Runs on CUDA only."""
 
 import pytest
 import torch
-from toys import tiny_model
+from toys import right_now_and_then, tiny_model
 
-from stree import Decoder, GenerationConfig, TokenTree
-from stree.engine import DecodingStats
-from stree.graphs import MAX_KEPT
-from stree.sampling import RandomChooser
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.executors import MAX_KEPT, Eager, Graphs
+from stree.tree import balanced
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-class Uncaptured(RandomChooser):
-    """The same draws, but the drafter does not recognise it as capturable."""
-
-    on_cuda = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+TREES = [TokenTree.chain(0), TokenTree.chain(4), TokenTree.paper(), balanced([3, 2])]
 
 
 @pytest.fixture
 def models():
     target = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).cuda()
-    drafter = tiny_model(1, torch.float32, num_layers=2, attn_layers=()).cuda()
-    return target, drafter
+    return target, right_now_and_then(target)
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(4), TokenTree.paper()], ids=str)
+def eager(monkeypatch, make):
+    with monkeypatch.context() as patch:
+        patch.setattr("stree.batch.executor_of", Eager)
+        return make()
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+@pytest.mark.parametrize("kernels", ["fused", "naive"])
+@pytest.mark.parametrize("tree", TREES[1:], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_equals_uncaptured(models, tree, temperature):
-    target, drafter = models
-    decoder = Decoder(target, drafter, tree, max_length=700)
-    plain = Decoder(target, drafter, tree, max_length=700)
-    plain._verify = lambda tokens: target.tree_forward(tokens, tree, plain.cache)
+def test_graphs_give_what_eager_steps_give(
+    models, tree, temperature, kernels, verifier, monkeypatch
+):
+    if kernels == "naive":
+        monkeypatch.setenv("STREE_KERNELS", "naive")
+
+    def make():
+        return Decoder(*models, tree, max_length=700, verifier=verifier)
+
+    decoder, plain = make(), eager(monkeypatch, make)
+    assert isinstance(decoder.batch.executor, Graphs)
     for seed, length in ((1, 5), (2, 250), (3, 300)):
-        prompt = torch.randint(
-            61, (length,), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
+        prompt = [(7 * i + seed) % 61 for i in range(length)]
         generation = GenerationConfig(60, temperature=temperature, seed=seed)
-        got = decoder.generate(prompt, generation).tokens
-        assert got == decoder.generate(prompt, generation).tokens  # the capture drew nothing
-        choose = Uncaptured(seed, "cuda")
-        assert got == plain.generate(prompt, generation, choose=choose).tokens
+        got = decoder.generate(prompt, generation)
+        assert got.tokens == decoder.generate(prompt, generation).tokens
+        wanted = plain.generate(prompt, generation)
+        assert got.tokens == wanted.tokens
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
-def test_greedy_graphs_are_lossless(models):
-    target, drafter = (model.double() for model in models)
-    generation = GenerationConfig(100)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_are_lossless(models, temperature, dtype):
+    target, drafter = (model.to(dtype) for model in models)
+    generation = GenerationConfig(100, temperature=temperature, seed=7)
     for length in (3, 200):
-        prompt = list(range(50)) * 4
-        wanted = Decoder(target, max_length=700).generate(prompt[:length], generation).tokens
-        for tree in (TokenTree.chain(4), TokenTree.paper()):
+        prompt = (list(range(50)) * 4)[:length]
+        wanted = Decoder(target, max_length=700).generate(prompt, generation).tokens
+        for tree in TREES[1:]:
             decoder = Decoder(target, drafter, tree, max_length=700)
-            assert decoder.generate(prompt[:length], generation).tokens == wanted
+            assert decoder.generate(prompt, generation).tokens == wanted
+
+
+def test_rows_get_what_they_get_alone(models):
+    """Requests of all settings come and go; 64 of them in up to 16 rows."""
+    served = [
+        Request(
+            [(11 * seed + i) % 61 for i in range(1 + 3 * seed)],
+            GenerationConfig(20 + seed, temperature=0.5 * (seed % 3), top_k=10 * (seed % 2),
+                             seed=seed),
+            TREES[seed % 4],
+        )
+        for seed in range(64)
+    ]  # fmt: skip
+
+    def serve(num_rows):
+        decoder = BatchDecoder(*models, num_rows=num_rows, max_length=400, max_nodes=16)
+        return [(each.tokens, each.finish_reason) for each in decoder.generate(served)]
+
+    alone = serve(1)
+    for num_rows in (5, 16):
+        assert serve(num_rows) == alone
 
 
 def test_phases_add_up(models):
     decoder = Decoder(*models, TokenTree.paper(), max_length=700)
     decoder.generate([1, 2, 3], GenerationConfig(20))
-    stats: DecodingStats = decoder.generate([1, 2, 3], GenerationConfig(50)).stats
+    stats = decoder.generate([1, 2, 3], GenerationConfig(50)).stats
     assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=0.05)
-
-
-@pytest.mark.parametrize("tree", [None, TokenTree.chain(4), TokenTree.paper()], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_on_the_device_give_the_same_tokens(models, tree, temperature):
-    target, drafter = models
-    host = Decoder(target, drafter if tree else None, tree, max_length=700)
-    device = Decoder(target, drafter if tree else None, tree, max_length=700)
-    for seed, length in ((1, 5), (2, 250)):
-        prompt = [(7 * i + seed) % 61 for i in range(length)]
-        generation = GenerationConfig(60, temperature=temperature, seed=seed)
-        wanted = host.generate(prompt, generation, choose=RandomChooser(seed, "cuda"))
-        got = device.generate(prompt, generation)
-        assert device._steps and not host._steps
-        assert got.tokens == wanted.tokens
-        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
 def test_sampling_at_no_temperature_to_speak_of_is_greedy(models):
@@ -102,15 +115,15 @@ def test_weights_that_moved_are_followed(models, temperature):
     assert got == fresh.generate([1, 2, 3], generation).tokens != before
 
 
-def test_graphs_of_many_rules_free_their_memory(models):
-    decoder = Decoder(*models, TokenTree.paper(), max_length=700)
+def test_graphs_of_many_trees_free_their_memory(models):
+    decoder = BatchDecoder(*models, num_rows=1, max_length=700, max_nodes=32)
 
-    def allocated(temperature):
-        decoder.generate([1, 2, 3], GenerationConfig(20, temperature=temperature))
+    def allocated(depth):
+        decoder.generate([Request([1, 2, 3], GenerationConfig(20), TokenTree.chain(depth))])
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    used = [allocated(0.5 + each / 100) for each in range(3 * MAX_KEPT)]
+    used = [allocated(1 + each) for each in range(3 * MAX_KEPT)]
     assert max(used[2 * MAX_KEPT :]) <= 1.02 * max(used[MAX_KEPT : 2 * MAX_KEPT])
 
 
@@ -120,14 +133,14 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
     decoder = Decoder(models[0], max_length=700)
     generation = GenerationConfig(4, temperature=temperature)
     decoder.generate([1, 2, 3], generation)
-    (steps,) = decoder._steps.values()
-    replay = steps.verify.replay
+    (envelope,) = decoder.batch.executor.envelopes.values()
+    replay = envelope.rest.replay
 
     def slow():
         torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
         return replay()
 
-    steps.verify.replay = slow
+    envelope.rest.replay = slow
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
     torch.cuda._sleep(200_000_000)

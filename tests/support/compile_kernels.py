@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import TokenTree, balanced
-from stree.verify import level_widths, tables
 from stree_kernels import ops
+from stree_kernels.shapes import Sampling
 
 
 class AbsentGPU:
@@ -86,38 +86,30 @@ def main() -> None:
             cache = model.new_cache(512, num_nodes)
             tokens = torch.zeros(1, num_nodes, dtype=torch.long)
             logits = model.tree_forward(tokens, tree, cache, cache.num_slots)
-            best, highest = ops.top_tokens(logits[0], 1)
+            depths = torch.zeros(1, num_nodes, dtype=torch.int32)
+            one, setting = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
+            sampling = Sampling(setting, one, one)
+            ops.choose_best(logits, depths, sampling)
+            best, highest = ops.choose_best(logits, depths, None)
             block = torch.ones(1, 1 + num_nodes, dtype=torch.long)
             report = torch.zeros(1, 2 + 2 * num_nodes, dtype=torch.long)
-            ops.accept_greedy(
-                best.T, highest[None], tokens, torch.tensor(tree.parents),
-                torch.ones(1, dtype=torch.bool), cache.path, cache.path_length, block, report,
-            )  # fmt: skip
-            flags = torch.ones(num_nodes, dtype=torch.bool)
-            law = ops.temperature_law(logits[0], 0.7, flags)
-            uniforms = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
-            after = ops.sample_siblings(law[:1], 1, uniforms)[0]
-            alone, one = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long)
-            written = cache.path, cache.path_length, block, report
-            ops.settle_sampled(alone, one, after, tokens[0], flags, flags[None], *written)
+            active = torch.ones(1, dtype=torch.bool)
+            for finite in (active[None], None):
+                ops.accept_choices(
+                    best, highest, tokens, torch.tensor([tree.parents]), finite, active,
+                    cache.path, cache.path_length, block, one, report,
+                )  # fmt: skip
+            ops.uniforms(one, one, one[None])
             if num_nodes == 1:
                 continue
-            where = tables(tree, tokens.device)
-            places, drawn_by = level_widths(tree)[:3], uniforms[0]
-            ops.accept_sampled(law, law[:1], tokens[0], *where, places, drawn_by)
             topology = topology_of(tree, config.d_conv, tokens.device)
-            inner = torch.arange(1, num_nodes)
-            hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)[0]
-            places = torch.full((len(inner), 3), -1)
-            logits, finite = model.logits(hidden), torch.ones(len(inner), dtype=torch.bool)
-            ops.choose_children(logits, places, tokens[0], finite)
-            ops.choose_children(logits, torch.full((len(inner), 255), -1), tokens[0], finite)
-            ops.sample_children(
-                ops.temperature_law(logits, 1.0, finite), places, uniforms, tokens[0]
-            )
-            ops.take_root(hidden, block[0], tokens[0], cache.path_length)
-        drawn_by = torch.zeros(9, 1, dtype=torch.float64)
-        ops.sample_siblings(drawn_by.new_zeros(1, config.vocab_size), 9, drawn_by)
+            inner = torch.arange(1, num_nodes)[None]
+            hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)
+            logits, finite = model.logits(hidden), torch.ones_like(inner, dtype=torch.bool)
+            for count, by in ((3, None), (3, sampling), (255, None), (255, sampling)):
+                places = torch.full((*inner.shape, count), -1)
+                ops.choose_children(logits, depths[:, 1:].contiguous(), by, places, tokens, finite)
+            ops.take_roots(hidden, block, active, tokens, cache.path_length)
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):

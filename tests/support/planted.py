@@ -107,10 +107,10 @@ def spoil_rows(model: str, nth: int) -> None:
         return logits
 
     if model == "target":
-        name = "stree.models.hybrid:HybridModel.tree_forward"
+        name = "stree.models.hybrid:HybridModel.forest_forward"
         _replace(name, lambda original: _changed(original, nth, spoil))
     else:
-        name = "stree.draft:draw_children"
+        name = "stree_kernels.ops:choose_children"
         _replace(name, lambda original: _preceded(original, nth, spoil))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict
@@ -10,11 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from stree.draft import Draft, SamplingRule, grow
+from stree.drafters import Drawn, Proposal
+from stree.forest import Forest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
-from stree.sampling import Chooser
-from stree.tree import TokenTree
+from stree.rows import Rows
+from stree_kernels import ops
 
 
 def tiny_config(**changes: object) -> HybridConfig:
@@ -39,10 +42,22 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: obj
     return model.eval()
 
 
+def right_now_and_then(target: HybridModel) -> HybridModel:
+    """A drafter: the target's weights with noise."""
+    drafter = HybridModel(target.config).to(target.dtype).eval()
+    drafter.load_state_dict(target.state_dict())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+    return drafter
+
+
 class TableTarget:
     """A target whose logits are a table over the last two tokens."""
 
     device = torch.device("cpu")
+    dtype = torch.float64
 
     def __init__(self, table: Tensor, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.table = table  # (V, V, V)
@@ -51,63 +66,151 @@ class TableTarget:
             num_heads=1, num_kv_heads=1, head_dim=2, eos_token_ids=eos_token_ids,
         )  # fmt: skip
 
-    def new_cache(self, max_length: int, max_nodes: int) -> TableCache:
-        return TableCache()
+    def new_cache(self, max_length: int, max_nodes: int, batch: int = 1) -> TableCache:
+        return TableCache([TableRow() for _ in range(batch)], max_nodes)
 
     def after(self, context: Sequence[int]) -> Tensor:
         return self.table[context[-2], context[-1]]
 
     def prefill(self, tokens: Tensor, cache: TableCache) -> Tensor:
-        cache.committed += tokens[0].tolist()
-        return self.after(cache.committed)[None]
+        (row,) = cache.rows
+        row.committed += tokens[0].tolist()
+        return self.after(row.committed)[None]
 
-    def tree_forward(self, tokens: Tensor, tree: TokenTree, cache: TableCache) -> Tensor:
-        cache.tree = tokens[0].tolist()
-        rows = []
-        for node in range(tree.num_nodes):
-            path = [cache.tree[each] for each in tree.path_to(node)]
-            rows.append(self.after(cache.committed + path))
-        return torch.stack(rows)[None]
+    def forest_forward(
+        self, tokens: Tensor, forest: Forest, cache: TableCache, bound: int
+    ) -> Tensor:
+        logits = torch.zeros(*tokens.shape, self.table.shape[-1], dtype=self.table.dtype)
+        for at, (row, tree) in enumerate(zip(cache.rows, forest.trees, strict=True)):
+            accepted = cache.path[at, : int(cache.path_length[at])].tolist()
+            row.committed += [row.tree[node] for node in accepted]
+            cache.path_length[at] = 0
+            row.tree = tokens[at].tolist()
+            if len(row.committed) < 1:
+                continue  # an idle row
+            for node in range(tree.num_nodes):
+                path = [row.tree[each] for each in tree.path_to(node)]
+                logits[at, node] = self.after(row.committed + path)
+        return logits
 
 
-class TableCache:
+class TableRow:
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self.committed: list[int] = []
         self.tree: list[int] = []
 
-    def commit(self, path: Sequence[int]) -> None:
-        self.committed += [self.tree[node] for node in path]
+
+class TableCache:
+    def __init__(self, rows: list[TableRow], max_nodes: int) -> None:
+        self.rows = rows
+        self.path = torch.zeros(len(rows), max_nodes, dtype=torch.long)
+        self.path_length = torch.zeros(len(rows), dtype=torch.long)
+        self.variant = torch.zeros(len(rows), dtype=torch.long)
+
+    def narrow(self, first: int, count: int) -> TableCache:
+        view = copy.copy(self)
+        view.rows = self.rows[first : first + count]
+        for name in ("path", "path_length", "variant"):
+            setattr(view, name, getattr(self, name).narrow(0, first, count))
+        return view
+
+    def at(self, row: int) -> TableCache:
+        return self.narrow(row, 1)
+
+    def reset(self) -> None:
+        self.path_length.zero_()
+        for row in self.rows:
+            row.committed, row.tree = [], []
 
 
 class TableDrafter:
-    """Grows trees with the product's own code, from a table over the last two tokens."""
+    """Grows trees with the product's own op, from a table over the last two tokens."""
+
+    drawn = Drawn.WITHOUT_REPLACEMENT
+    capturable = False
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
+        self.sequences: dict[int, list[int]] = defaultdict(list)
 
-    def reset(self) -> None: ...
+    def clear(self, row: int) -> None:
+        self.sequences[row] = []
 
-    def catch_up(self, sequence: list[int]) -> None: ...
+    def read(self, row: int, tokens: Tensor) -> None:
+        self.sequences[row] += tokens.tolist()
+
+    def read_blocks(self, rows: Rows) -> None:
+        for row, (count, *block) in enumerate(rows.block.tolist()):
+            if rows.active[row]:
+                self.sequences[row] += block[:count]
 
     def draft(
-        self, sequence: list[int], tree: TokenTree, rule: SamplingRule, choose: Chooser
-    ) -> Draft:
-        past = {0: (sequence[-2], sequence[-1])}
+        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+    ) -> Proposal:
+        self.read_blocks(rows)
+        batch = len(rows.active)
+        tokens = torch.zeros(batch, forest.num_nodes, dtype=torch.long)
+        finite = torch.ones(batch, forest.num_drawn_from, dtype=torch.bool)
+        for row in range(batch):
+            tokens[row, 0] = self.sequences[row][-1] if rows.active[row] else 0
+        drawn_from: list[Tensor] = []
+        for level in forest.levels:
+            logits = torch.zeros(*level.nodes.shape, len(self.table), dtype=self.table.dtype)
+            for row, tree in enumerate(forest.trees):
+                for at, node in enumerate(level.nodes[row].tolist()):
+                    if node >= 0 and rows.active[row]:
+                        path = tokens[row, tree.path_to(node)[1:]].tolist()
+                        before, last = (self.sequences[row] + path)[-2:]
+                        logits[row, at] = self.table[before, last]
+            ops.choose_children(
+                rows.kept(logits), level.depths, rows.sampling, level.places, tokens,
+                finite[:, : level.nodes.shape[1]],
+            )  # fmt: skip
+            drawn_from.append(rows.kept(logits))
+        logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
+        return Proposal(tokens, finite, logits)
 
-        def advance(tokens: Tensor, nodes: tuple[int, ...]) -> Tensor:
-            for node in nodes:
-                past[node] = (past[tree.parents[node]][1], int(tokens[node]))
-            return torch.stack([self.table[past[node]] for node in nodes])
 
-        tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
-        tokens[0] = sequence[-1]
-        return grow(advance, self.table[past[0]][None], tokens, tree, rule, choose)
+class Undrawn(TableDrafter):
+    """Draws nothing: the best tokens of its table, whatever the rows' settings."""
+
+    drawn = Drawn.POINT
+
+    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+        greedy = dataclasses.replace(rows, sampled=False, filtered=False)
+        proposal = super().draft(greedy, forest, longest, bound, False)
+        return Proposal(proposal.tokens, proposal.finite)
 
 
-def exact_law(run: Callable[[Chooser], Hashable]) -> dict[Hashable, float]:
+def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """What `ops.choose_children` does for rows that sample, as choices that can be enumerated:
+    siblings one after the other, without replacement, the first tokens when none is left."""
+
+    def choose_children(logits, depths, sampling, places, tokens, finite) -> None:
+        finite.copy_(logits.amax(-1).isfinite())
+        for row, at, rank in itertools.product(*map(range, places.shape)):
+            place = int(places[row, at, rank])
+            if place < 0:
+                continue
+            taken = tokens[row, places[row, at, :rank]]
+            temperature = 0.0 if sampling is None else float(sampling.temperature[row])
+            scores = logits[row, at].double().clone()
+            if temperature == 0:
+                scores[taken] = -torch.inf
+                tokens[row, place] = scores.argmax()
+                continue
+            probs = (scores / temperature).softmax(-1)
+            probs[taken] = 0.0
+            if probs.sum() == 0:
+                free = torch.ones_like(probs).index_fill(0, taken, 0.0)
+                tokens[row, place] = free.argmax()
+            else:
+                tokens[row, place] = choose(probs / probs.sum())
+
+    return choose_children
+
+
+def exact_law(run: Callable[[Callable[[Tensor], Tensor]], Hashable]) -> dict[Hashable, float]:
     """The law of run(choose) over all its random choices, each weighted by its probability."""
     law: dict[Hashable, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]

@@ -1,0 +1,54 @@
+"""Drafters: what fills token trees, a file each, and what all of them offer a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from stree.forest import Forest
+from stree.rows import Rows
+
+
+class Drawn(Enum):
+    """How a node's children were drawn, on which it depends what may verify them."""
+
+    POINT = "each token as if from a distribution that has no other"
+    WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
+
+
+@dataclass
+class Proposal:
+    """Drafted trees.
+
+    tokens (B, N), the roots first. finite (B, …) bool: no logits were NaN or +∞; None where there
+    were none. logits (B, I, V): what each node with children, in the order of `Forest.drawn_by`,
+    drew its children from, as `Rows.kept` leaves them; None where they were not asked for, or
+    there are none.
+    """
+
+    tokens: Tensor
+    finite: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Anything that fills trees for a batch of rows."""
+
+    drawn: Drawn
+    capturable: bool  # drafts touch tensors of fixed places only, and never wait for the device
+
+    def clear(self, row: int) -> None:
+        """Forget a row's sequence."""
+
+    def read(self, row: int, tokens: Tensor) -> None:
+        """Read more of a row's prompt, tokens (T,)."""
+
+    def draft(
+        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+    ) -> Proposal:
+        """Fill the trees of B rows, after reading rows.block, whose active rows have 1 to `longest`
+        tokens; bound, cache slots that a target's call looks at."""
+        ...

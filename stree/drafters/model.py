@@ -1,0 +1,69 @@
+"""A small language model that drafts, level by level, one call a level."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree.drafters import Drawn, Proposal
+from stree.forest import Forest
+from stree.models.hybrid import HybridModel
+from stree.rows import Rows
+from stree.tree import TokenTree
+from stree_kernels import ops
+
+
+class ModelDrafter:
+    """Drafts with a model of the target's vocabulary.
+
+    It first reads the tokens that became certain since its last draft, as a chain, then the inner
+    nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
+    certain tokens reaches its states.
+    """
+
+    drawn = Drawn.WITHOUT_REPLACEMENT
+    capturable = True
+
+    def __init__(self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int) -> None:
+        self.model = model
+        self.cache = model.new_cache(max_length, max_nodes, num_rows)
+        self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
+        self.cache.variant.copy_(torch.arange(num_rows))
+        # What nodes hold that no row's tree has must be tokens, too
+        self._tokens = torch.zeros(num_rows * max_nodes, dtype=torch.long, device=model.device)
+
+    def clear(self, row: int) -> None:
+        self.cache.narrow(row, 1).reset()
+
+    def read(self, row: int, tokens: Tensor) -> None:
+        self.model.prefill(tokens[None], self.cache.at(row))
+
+    def draft(
+        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+    ) -> Proposal:
+        batch, model = len(rows.active), self.model
+        cache, width = self.cache.narrow(0, batch), model.config.d_conv
+        bound = min(bound + longest, cache.num_slots)
+        chain = TokenTree.chain(longest - 1)
+        chains = Forest.of([chain] * batch, forest.device).topology(width)
+        block = rows.block[:, : 1 + longest]
+        hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound)
+        tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
+        hidden = ops.take_roots(hidden, block, rows.active, tokens, cache.path_length)
+        finite = torch.ones(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
+        read = drawn = 0
+        drawn_from = []
+        for level in forest.levels:
+            count = level.nodes.shape[1]
+            if drawn:
+                inner = forest.inner_topology(width)
+                hidden = model.tree_hidden(tokens, inner, cache, read, bound, level.nodes)
+                read += count
+            logits = rows.kept(model.logits(hidden, wide=False))
+            ops.choose_children(
+                logits, level.depths, rows.sampling, level.places, tokens,
+                finite[:, drawn : drawn + count],
+            )  # fmt: skip
+            drawn += count
+            drawn_from.append(logits)
+        return Proposal(tokens, finite, torch.cat(drawn_from, dim=1) if keep_logits else None)

@@ -1,0 +1,220 @@
+"""Who runs a step: PyTorch as it is, or CUDA graphs. Nothing else knows of graphs.
+
+Graphs are captured once for each envelope: how many rows, trees of what shape, whether any row
+samples. What rows and trees hold may differ from replay to replay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stree.forest import Forest, StaticForest
+from stree.models.hybrid import HybridModel
+from stree.rows import Rows
+from stree.step import Step
+from stree_kernels import ops
+
+MAX_KEPT = 8  # envelopes, two graphs each
+BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
+Mark = Callable[[str], None]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class LastUsed(dict[K, V]):
+    """Holds the `MAX_KEPT` values that were used last: graphs hold memory."""
+
+    def __getitem__(self, key: K) -> V:
+        value = self.pop(key)  # a dict is in the order of insertion
+        super().__setitem__(key, value)
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MAX_KEPT:
+            del self[next(iter(self))]
+
+
+def executor_of(step: Step) -> Eager | Graphs:
+    """Graphs where target and drafter can be captured."""
+    drafter = step.drafter
+    capturable = drafter is None or drafter.capturable
+    on_gpu = isinstance(step.target, HybridModel) and step.target.device.type == "cuda"
+    return Graphs(step) if on_gpu and capturable else Eager(step)
+
+
+class Eager:
+    """Runs steps as they are asked for: the CPU, fp64, drafters that think on the host."""
+
+    ahead = 0  # how many steps are launched before the one is read that they follow
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.reports: deque[Tensor] = deque()
+
+    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
+        """Start a step of some rows.
+
+        longest and position, the most tokens of any active row's block, and where its root stands
+        at most; mark is told when a phase ends.
+        """
+        bound = position + forest.num_nodes
+        if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
+            longest = max(1, int(torch.where(rows.active, rows.block[:, 0], 0).max()))
+        proposal = self.step.draft(rows, forest, longest, bound)
+        mark("draft")
+        report = new_report(rows, forest)
+        self.step.verify(rows, forest, proposal, bound, report, mark)
+        self.reports.append(report)
+
+    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> None:
+        """Nothing has to be made ready."""
+
+    def collect(self) -> list[list[int]]:
+        """The report (B, 2 + 2·M) of the oldest step not yet collected; see `Step.verify`."""
+        return self.reports.popleft().tolist()
+
+    def drop(self) -> None:
+        """Forget the oldest report; nothing waits for it."""
+        self.reports.popleft()
+
+    def num_rows(self, taken: int, most: int) -> int:
+        """How many rows a step has when the first `taken` of them must take part."""
+        return taken
+
+    def follow_weights(self) -> None:
+        """Weights may have moved since the last step."""
+
+
+class Graphs:
+    """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
+
+    Tokens, accepted paths and all lengths stay on the device; the host reads a report of each step
+    while the next one runs.
+    """
+
+    ahead = 1
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.reads_lengths_on_device = ops.fused(step.target.device, step.target.dtype)
+        self.envelopes: LastUsed[Any, Envelope] = LastUsed()
+        self.launched: deque[tuple[Tensor, Any]] = deque()
+        self.weights: list[int] = []
+
+    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
+        """As `Eager.launch`; the next report is on its way when this returns."""
+        envelope = self.prepare(rows, forest, longest, position)
+        self.launched.append(envelope.replay(forest, mark))
+
+    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> Envelope:
+        """The graphs of such steps, captured when first asked for."""
+        longest = max(longest, forest.max_depth + 1)
+        bound = self.step.cache.num_slots
+        if not self.reads_lengths_on_device:
+            bound = min(-(-(position + forest.num_nodes) // BUCKET) * BUCKET, bound)
+        key = (len(rows.active), forest.shape, longest, rows.sampled, rows.filtered, bound)
+        if key not in self.envelopes:
+            self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)
+        return self.envelopes[key]
+
+    def collect(self) -> list[list[int]]:
+        report, arrived = self.launched.popleft()
+        arrived.synchronize()
+        return report.tolist()
+
+    def drop(self) -> None:
+        self.launched.popleft()
+
+    def num_rows(self, taken: int, most: int) -> int:
+        """A power of two, so that few envelopes serve any number."""
+        return min(1 << (taken - 1).bit_length(), most)
+
+    def follow_weights(self) -> None:
+        """Drop graphs of weights that have moved: graphs hold their addresses."""
+        models = [self.step.target, getattr(self.step.drafter, "model", None)]
+        weights = [
+            each.data_ptr() for model in models if model is not None for each in model.parameters()
+        ]
+        if weights != self.weights:
+            self.envelopes.clear()
+            self.weights = weights
+
+
+class Envelope:
+    """The graphs of steps of as many rows, with trees of one shape.
+
+    They are captured, and rehearsed, while all rows are idle: such a step changes nothing but that
+    paths which were accepted before are replayed, as the next step would do.
+    """
+
+    def __init__(self, step: Step, rows: Rows, forest: Forest, longest: int, bound: int) -> None:
+        self.forest = StaticForest(forest)
+        device = rows.active.device
+        self.report = new_report(rows, forest)
+        shape = self.report.shape
+        self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
+        self.arrived = [torch.cuda.Event() for _ in range(2)]
+        self.turn = 0
+        active = rows.active.clone()
+        rows.active.zero_()
+        self.draft: Capture | None = None
+        if step.drafts(forest):
+            self.draft = Capture(device, lambda: step.draft(rows, self.forest, longest, bound))
+            proposal = self.draft.outputs
+        else:
+            proposal = step.draft(rows, self.forest, longest, bound)
+        self.rest = Capture(
+            device, lambda: step.verify(rows, self.forest, proposal, bound, self.report)
+        )
+        rows.active.copy_(active)
+
+    def replay(self, forest: Forest, mark: Mark) -> tuple[Tensor, Any]:
+        """Start a step; returns where its report arrives, and the event of that."""
+        self.forest.hold(forest)
+        if self.draft is not None:
+            self.draft.replay()
+        mark("draft")
+        self.rest.replay()
+        mark("verify")
+        self.turn = 1 - self.turn
+        self.pinned[self.turn].copy_(self.report, non_blocking=True)
+        self.arrived[self.turn].record()
+        mark("accept")
+        return self.pinned[self.turn], self.arrived[self.turn]
+
+
+class Capture:
+    """A function of static tensors, captured once and replayed without host work.
+
+    It is run twice beforehand, so that libraries and lazy constants are ready.
+    """
+
+    def __init__(self, device: torch.device, function: Callable[[], Any]) -> None:
+        with ops.current(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            # PyTorch's own stream for captures is of the GPU that was current at the first one
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.outputs = function()
+
+    def replay(self) -> Any:
+        """Run it; returns the static outputs, which the next replay overwrites."""
+        self.graph.replay()
+        return self.outputs
+
+
+def new_report(rows: Rows, forest: Forest) -> Tensor:
+    shape = (len(rows.active), 2 + 2 * (forest.max_depth + 1))
+    return torch.zeros(shape, dtype=torch.long, device=rows.active.device)

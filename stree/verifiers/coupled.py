@@ -1,0 +1,51 @@
+"""The target chooses its own token after each node; a draft that is that token is accepted.
+
+At temperature 0 that token is the best one. Else it is the best of logits / temperature + Gumbel
+noise, which is a sample from the target's distribution (Gumbel 1954). The noise depends on the
+request's seed, the position in the sequence and the token alone (`naive.token_noise`), and the
+drafter draws its children with the same: so both often choose alike (Daliri et al. 2024, "Coupling
+without Communication and Drafter-Invariant Speculative Decoding"; for several drafts Rowan et al.
+2025, "List-Level Distribution Coupling").
+
+What comes out is what plain decoding with the same seed gives, token for token: whatever drafter
+and tree there are, every token is chosen by the target's own rule after the tokens before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from stree.drafters import Drawn, Proposal
+from stree.forest import Forest
+from stree.rows import Rows
+from stree_kernels import ops
+
+
+class Coupled:
+    """Greedy verification, and its extension to sampling by common random numbers."""
+
+    accepts = frozenset(Drawn)
+    reads_logits = False
+
+    def accept(
+        self,
+        logits: Tensor,
+        proposal: Proposal,
+        forest: Forest,
+        rows: Rows,
+        cache: Any,
+        report: Tensor,
+    ) -> None:
+        best, highest = self.choose(rows.kept(logits), proposal, forest, rows)
+        ops.accept_choices(
+            best, highest, proposal.tokens, forest.parents, proposal.finite, rows.active,
+            cache.path, cache.path_length, rows.block, rows.position, report,
+        )  # fmt: skip
+
+    def choose(
+        self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The target's token (B, N) after each node, and its score (B, N)."""
+        return ops.choose_best(logits, forest.depths, rows.sampling)

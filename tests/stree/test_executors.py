@@ -1,0 +1,179 @@
+"""Steps as graphs give what steps one operation after the other give, with the fused kernels, too.
+
+Graphs and events need CUDA, so here a captured function simply runs whenever it is replayed, and
+the kernels run in Triton's interpreter.
+"""
+
+import random
+
+import pytest
+import torch
+from captures import living_captures
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.executors import MAX_KEPT, Eager, Graphs
+from stree.tree import balanced
+from stree_kernels import ops
+
+TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3, 2])]
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(
+            [rng.randrange(61) for _ in range(rng.randint(1, 12))],
+            GenerationConfig(
+                rng.randint(1, 30), temperature=rng.choice([0.0, 0.7, 1.2]), seed=rng.randrange(99),
+                top_k=rng.choice([0, 20]),
+            ),
+            rng.choice(TREES),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
+    target, served = tiny_model(1), requests(12)
+    drafter = right_now_and_then(target)
+
+    def serve():
+        return BatchDecoder(
+            target, drafter, num_rows=num_rows, max_length=64, max_nodes=13, verifier=verifier
+        ).generate(served)
+
+    by_graphs = serve()
+    monkeypatch.setattr("stree.batch.executor_of", Eager)
+    one_by_one = serve()
+    for got, wanted in zip(by_graphs, one_by_one, strict=True):
+        assert got.tokens == wanted.tokens and got.finish_reason == wanted.finish_reason
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+        assert got.stats.end_node_per_call == wanted.stats.end_node_per_call
+    assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
+def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
+    """Two rows of their own trees, the whole step in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/stree/test_graphs.py compares them on the GPU itself")
+    target = tiny_model(1, torch.float32, num_layers=2)
+    drafter = right_now_and_then(target)
+    served = [
+        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3), TREES[3]),
+        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4), TREES[1]),
+    ]
+
+    def serve():
+        decoder = BatchDecoder(target, drafter, num_rows=2, max_length=32, max_nodes=10)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    assert len({each for _, accepted in wanted for each in accepted}) > 1
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted
+
+
+def test_what_is_not_finite_is_reported(captured_on_cpu):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=1, max_length=16)
+    row = decoder.admit(Request([1, 2], GenerationConfig(8)))
+    decoder.step()
+    target.model.norm.weight.data[0] = torch.nan
+    (report,) = decoder.step()
+    assert report.finish_reason == "error" and "weights" in str(report.error)
+    decoder.release(row)
+
+
+def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
+    """Another envelope is captured while a sequence is under way, with a path to replay."""
+    target = tiny_model(1)
+    drafter, generation = right_now_and_then(target), GenerationConfig(20)
+    alone = Decoder(target, drafter, TREES[2], max_length=64).generate([3, 1], generation)
+    decoder = BatchDecoder(target, drafter, TREES[2], num_rows=4, max_length=64)
+    first = decoder.admit(Request([3, 1], generation))
+    outputs = {}
+    for turn in range(60):
+        if turn in (4, 6, 7):
+            decoder.admit(Request([turn], GenerationConfig(9, temperature=turn % 2)))
+        for report in decoder.step():
+            if report.finish_reason:
+                outputs[report.row] = decoder.release(report.row)
+    assert outputs[first].tokens == alone.tokens
+    assert len(decoder.executor.envelopes) > 3
+
+
+def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu):
+    before = living_captures()
+    target = tiny_model(1, num_layers=1, attn_layers=())
+    decoder = BatchDecoder(target, target, num_rows=1, max_length=64, max_nodes=20)
+    for depth in (*range(1, MAX_KEPT + 4), 1):
+        request = Request([1, 2, 3], GenerationConfig(6), TokenTree.chain(depth))
+        decoder.generate([request])
+    assert len(decoder.executor.envelopes) == MAX_KEPT
+    assert len(living_captures() - before) == 2 * MAX_KEPT  # a draft and a target call each
+    for other in range(MAX_KEPT):
+        kept = living_captures()
+        decoder.generate([request])
+        assert living_captures() == kept  # what is used all the time stays
+        request_of_another = Request([1], GenerationConfig(3), TokenTree.chain(12 + other % 7))
+        decoder.generate([request_of_another])
+
+
+def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, target, num_rows=2, max_length=64, max_nodes=5)
+    trees = [TokenTree((-1, 0, 0, 1)), TokenTree((-1, 0, 0, 2))]
+    served = [
+        Request([1, 2], GenerationConfig(9, temperature=temperature, seed=seed), tree)
+        for temperature in (0.5, 1.0) for seed in (1, 2) for tree in trees
+    ]  # fmt: skip
+    outputs = [decoder.generate([each])[0].tokens for each in served]
+    assert len(decoder.executor.envelopes) == 1
+    for each, tokens in zip(served, outputs, strict=True):
+        assert Decoder(target, max_length=64).generate([1, 2], each.generation).tokens == tokens
+
+
+def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
+    before, generation = living_captures(), GenerationConfig(6)
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, TokenTree.chain(2))
+    decoder.generate([1, 2, 3], generation)
+    old = living_captures() - before
+    decoder.generate([1, 2, 3], generation)
+    assert living_captures() - before == old
+    for model, seed in ((target, 3), (drafter, 4)):
+        held = [
+            weight.data for weight in model.parameters()
+        ]  # or the new ones may take their place
+        other = tiny_model(seed, attn_layers=model.config.attn_layers)
+        for weight, new in zip(model.parameters(), other.parameters(), strict=True):
+            weight.data = new.data
+        got = decoder.generate([1, 2, 3], generation)
+        now = living_captures() - before
+        assert not now & old and len(now) == 2
+        old = now
+        assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+        del held
+
+
+def test_slots_are_looked_at_in_buckets_without_the_fused_kernels(captured_on_cpu):
+    target = tiny_model(1, num_layers=2)
+    decoder = Decoder(target, max_length=600)
+    executor = decoder.batch.executor
+    assert isinstance(executor, Graphs) and not executor.reads_lengths_on_device
+    for length in (10, 250, 300, 10):
+        prompt, generation = [7] * length, GenerationConfig(12)
+        want = naive_tokens(target, prompt, 12)
+        assert decoder.generate(prompt, generation).tokens == want
+    assert sorted(key[-1] for key in executor.envelopes) == [256, 512]
+
+
+def naive_tokens(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
