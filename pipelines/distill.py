@@ -19,12 +19,13 @@ from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
-from stree.tokenizer import fingerprint
+from stree.tokenizer import fingerprint, require_same_tokenizer
 from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.training.cli import TrainingCLI
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
+    require_drafter_of,
     require_same_vocabulary,
 )
 from stree_pipelines.training.parser import TrainingParser
@@ -52,18 +53,28 @@ class DistillCLI(TrainingCLI):
 
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
         target = load_config(options["target"])
-        trained = drafter_config_of(target, options["drafter"], options["drafter_layers"])
+        trained = drafter_config_of(
+            target, options["drafter"], options["drafter_layers"], options["start_from"]
+        )
         dtype = getattr(torch, options["target_dtype"])
+        loss = options["loss"]
+        loss.require_fitting(options["teacher_cache"])
+        reference = None if loss.reference is None else load_config(loss.reference)
+        if reference is not None:
+            require_drafter_of(target, "loss.reference", loss.reference, reference)
         cached = options["teacher_cache"] is not None
         return ModelPlan(
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,
-            activation_checkpointing=options["activation_checkpointing"],
+            activation_checkpointing=options["activation_checkpointing"], reference=reference,
         )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:
         super()._prepare_data(vocab_size)
         model = self.options["model"]
+        for drafter in (model["start_from"], model["loss"]["reference"]):
+            if drafter is not None:
+                require_same_tokenizer(str(self.target_path), drafter)
         if model["teacher_cache"] is not None:
             cache = TeacherCache(model["teacher_cache"])
             cache.require(

@@ -41,7 +41,8 @@ SMALLER_TRAINING = (
 @dataclass(frozen=True)
 class ModelPlan:
     """The architectures of a training. `target` runs with what is trained; `cached` says that
-    its outputs come from a cache instead, `beside` that it has a GPU of its own."""
+    its outputs come from a cache instead, `beside` that it has a GPU of its own. `reference` is the
+    drafter that tokens are chosen by."""
 
     trained: HybridConfig
     target: HybridConfig | None = None
@@ -49,6 +50,7 @@ class ModelPlan:
     cached: bool = False
     beside: bool = False
     activation_checkpointing: bool = False
+    reference: HybridConfig | None = None
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
@@ -135,6 +137,7 @@ def describe_training(
     memory = training_memory(
         plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
+        plan.reference,
     )  # fmt: skip
     own_gpu = {}
     if plan.beside and plan.target is not None and on_cuda:
@@ -152,6 +155,8 @@ def describe_training(
     if plan.target is not None:
         cached = ", its outputs come from the cache" if plan.cached else ""
         yield model_line("target", plan.target) + cached
+    if plan.reference is not None:
+        yield model_line("reference", plan.reference)
     yield (
         f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
         + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "

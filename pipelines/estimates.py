@@ -70,17 +70,22 @@ def training_memory(
     target: HybridConfig | None = None,
     target_dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
+    reference: HybridConfig | None = None,
 ) -> dict[str, int]:
     """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
 
     target: the frozen target that runs beside; None when there is none (or it is cached).
     checkpointing: activations are computed again in the backward pass.
+    reference: a drafter in fp32 that tokens are chosen by.
     """
     parts = {
         "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
         "activations": _trained_activations(trained, shape, precision, checkpointing),
         "the head's gradient": 4 * trained.vocab_size * trained.d_model,
     }
+    if reference is not None:
+        parts["reference"] = 4 * num_parameters(reference)
+        parts["reference's activations"] = _one_layer_bytes(reference, shape, precision)
     if target is not None:
         return parts | forward_memory(target, shape, precision, on_cuda, target_dtype)
     return {**parts, "loss": _loss_bytes(trained, shape, on_cuda)}

@@ -102,8 +102,10 @@ NOISE = (
 LIGHTNING = str(Path(lightning.__file__).parent)
 # What a configuration names to be read.
 INPUTS = (
-    ("model", "target"), ("model", "teacher_cache"), ("data", "train"), ("data", "valid"),
-    ("data", "tokenizer"), ("data", "template"), ("evaluation", "config"),
+    ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
+    ("model.loss", "reference"),
+    ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
+    ("evaluation", "config"),
 )  # fmt: skip
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
 

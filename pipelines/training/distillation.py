@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,15 +14,18 @@ from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from, slice_drafter
 from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
+from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (
     LossTerms,
     chunked_distillation_loss,
-    chunked_top_k_loss,
+    live_teacher,
+    measure_rows,
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.sharding import own_part
-from stree_pipelines.training.teachers import TopK
+from stree_pipelines.training.teachers import Teacher, TopK
+from stree_pipelines.training.token_weights import token_weights
 
 
 class Distillation(Training):
@@ -34,6 +38,8 @@ class Distillation(Training):
         target: str,
         drafter: HybridConfig | None = None,
         drafter_layers: list[int] | None = None,
+        start_from: str | None = None,
+        loss: LossConfig = LossConfig(),
         ce_weight: float = 0.0,
         temperature: float = 1.0,
         optimizer: OptimizerConfig = OptimizerConfig(),
@@ -50,8 +56,10 @@ class Distillation(Training):
             drafter: architecture of a drafter with random weights; null slices one from the target.
             drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
                 and the last Mamba-2 layer.
-            ce_weight: weight of the cross-entropy to the data beside the KL divergence.
-            temperature: of both softmaxes in the KL divergence.
+            start_from: folder of a drafter of this target to go on from, with new optimiser state.
+            loss: the divergence from the target, and which tokens count (docs/losses.md).
+            ce_weight: weight of the cross-entropy to the data beside the divergence.
+            temperature: of both softmaxes in the divergence.
             optimizer: AdamW, with a learning rate that warms up and falls along a cosine.
             target_dtype: in which the frozen target's weights are held.
             target_placement: the whole frozen target on each device; its weights shared among the
@@ -70,11 +78,16 @@ class Distillation(Training):
         self.ce_weight = ce_weight
         self.has_two_terms = ce_weight > 0
         self.temperature = temperature
-        config = drafter_config_of(load_config(target), drafter, drafter_layers)
+        loss.require_fitting(teacher_cache)
+        self.loss_config = loss
+        config = drafter_config_of(load_config(target), drafter, drafter_layers, start_from)
+        is_sliced = drafter is None and start_from is None
         model = None
-        if teacher_cache is None or drafter is None:  # a cut-out drafter starts from its weights
+        if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
             model = load_model(target, dtype=getattr(torch, target_dtype))
-        if drafter is None:
+        if start_from is not None:
+            self.exported = load_model(start_from).train()
+        elif is_sliced:
             assert model is not None
             self.exported = slice_drafter(model, drafter_layers)
         else:
@@ -84,6 +97,11 @@ class Distillation(Training):
         if teacher_cache is None:
             assert model is not None
             self.frozen = FrozenTarget(model, target_placement)
+        self.reference: FrozenTarget | None = None
+        if loss.reference is not None:
+            reference = load_model(loss.reference)
+            require_drafter_of(config, "loss.reference", loss.reference, reference.config)
+            self.reference = FrozenTarget(reference, "replicated")
 
     @property
     def target(self) -> HybridModel | None:
@@ -94,6 +112,8 @@ class Distillation(Training):
         super().on_fit_start()
         if self.frozen is not None:
             self.frozen.place(self.device, self.trainer.device_ids, self.trainer.world_size)
+        if self.reference is not None:
+            self.reference.place(self.device, self.trainer.device_ids, self.trainer.world_size)
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -113,30 +133,53 @@ class Distillation(Training):
         return batch["loss_mask"]
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
+        """Tokens are weighed for the gradient only: a validation is about all of them alike."""
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         mask = shift_left(self.counted_mask(batch))
+        hidden, head = self.exported.hidden_states(tokens, segment_ids), self.exported.head_weight
+        teacher = self._teacher(batch, mask, hidden)
         options: dict[str, Any] = dict(
-            ce_labels=shift_left(tokens),
-            ce_weight=self.ce_weight,
+            divergence=self.loss_config.divergence,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
-            normalizer=normalizer,
         )
+        weights = accepted = None
+        if self.loss_config.weighs_tokens and torch.is_grad_enabled():
+            weights, accepted = self._weights(batch, mask, hidden, head, teacher, options)
+        terms = chunked_distillation_loss(
+            hidden, head, teacher, mask, ce_labels=shift_left(tokens), ce_weight=self.ce_weight,
+            weights=weights, normalizer=normalizer, **options,
+        )  # fmt: skip
+        if accepted is None:
+            return terms
+        # Of all tokens: runs with other weights are to be compared by it.
+        num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
+        return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
+
+    def _teacher(self, batch: Batch, mask: Tensor, hidden: Tensor) -> Teacher:
+        """Of the tokens that count."""
         if self.frozen is None:
-            parts = (batch[f"teacher_{name}"] for name in ("ids", "log_probs", "log_tail"))
-            hidden = self.exported.hidden_states(tokens, segment_ids)
-            head = self.exported.head_weight
-            return chunked_top_k_loss(hidden, head, TopK(*parts), mask, **options)
-        inputs = batch.get("target_inputs", TargetInputs(tokens, segment_ids))
-        target_hidden = self.frozen.hidden_states(inputs, tokens.device)
-        return chunked_distillation_loss(
-            self.exported.hidden_states(tokens, segment_ids),
-            self.exported.head_weight,
-            target_hidden,
-            self.frozen.head_weight,
-            mask,
-            **options,
-        )
+            return TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
+        inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
+        target_hidden = self.frozen.hidden_states(inputs, hidden.device)
+        head = self.frozen.head_weight
+        return live_teacher(target_hidden, head, mask, hidden, self.temperature)
+
+    def _weights(
+        self, batch: Batch, mask: Tensor, hidden: Tensor, head: Tensor, teacher: Teacher,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Weight and acceptance of each token (B, T); a pass over the vocabulary for the drafter,
+        and one for the reference."""
+        drafter = measure_rows(hidden, head, teacher, mask, **options)
+        reference = None
+        if self.reference is not None:
+            inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
+            reference_hidden = self.reference.hidden_states(inputs, hidden.device)
+            reference = measure_rows(
+                reference_hidden, self.reference.head_weight, teacher, mask, **options
+            )
+        return token_weights(self.loss_config, mask, drafter, reference), drafter.accepted
 
 
 def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None:
@@ -147,13 +190,36 @@ def require_same_vocabulary(drafter: HybridConfig, target: HybridConfig) -> None
         )
 
 
-def drafter_config_of(
-    target: HybridConfig, drafter: HybridConfig | None, layers: list[int] | None
-) -> HybridConfig:
-    """The architecture of the drafter that model.drafter or model.drafter_layers asks for.
+def require_drafter_of(
+    target: HybridConfig, option: str, folder: str, drafter: HybridConfig
+) -> None:
+    if drafter.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"model.{option} {folder} has a vocabulary of {drafter.vocab_size} tokens, the target "
+            f"one of {target.vocab_size}: name a drafter distilled from this target"
+        )
 
-    Raises UsageError when both are given, or the target does not go with them.
+
+def drafter_config_of(
+    target: HybridConfig,
+    drafter: HybridConfig | None,
+    layers: list[int] | None,
+    start_from: str | None = None,
+) -> HybridConfig:
+    """The architecture of the drafter that model.drafter, model.drafter_layers or model.start_from
+    asks for.
+
+    Raises UsageError when more than one is given, or the target does not go with it.
     """
+    if start_from is not None:
+        if drafter is not None or layers is not None:
+            raise UsageError(
+                "model.start_from names a drafter that is there already: leave model.drafter and "
+                "model.drafter_layers out"
+            )
+        config = load_config(start_from)
+        require_drafter_of(target, "start_from", start_from, config)
+        return config
     if drafter is None:
         return drafter_config_from(target, layers)
     if layers is not None:

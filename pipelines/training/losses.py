@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stree.errors import UsageError
-from stree_pipelines.training.teachers import LiveTeacher, Teacher, TopK
+from stree_pipelines.training.divergences import Chunk, Divergence, ForwardKL, RowTerms
+from stree_pipelines.training.teachers import LiveTeacher, Teacher
 
 # One (C, V) fp32 buffer: small enough to stay in cache on a CPU, large enough to fill a GPU.
 _CPU_BUFFER_BYTES = 8 << 20
@@ -30,107 +31,129 @@ _MIN_NUM_CHUNKS = 16
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a training step logs; `loss` carries the gradient, the others are detached scalars."""
+    """What a training step logs; `loss` carries the gradient, the others are detached scalars:
+    loss = divergence + ce_weight · cross_entropy."""
 
     loss: Tensor
-    kl: Tensor
+    divergence: Tensor
     cross_entropy: Tensor
     simulated_acceptance: Tensor
+
+
+@dataclass(frozen=True)
+class MeasuredRows:
+    """Of each row, in the shape of the mask and 0 outside it, fp32 without gradient: the
+    divergence, the chance that its draft is accepted as the divergence sees it (`RowTerms.chance`),
+    and Σ_v min(p_v, q_v)."""
+
+    divergence: Tensor
+    chance: Tensor
+    accepted: Tensor
+
+
+def live_teacher(
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    mask: Tensor,
+    student_hidden: Tensor,
+    temperature: float = 1.0,
+) -> LiveTeacher:
+    """The teacher of the rows in `mask`; no gradient flows to it.
+
+    teacher_hidden (…, Dt) float, teacher_head (V, Dt) float, mask (…) bool. Its products run in the
+    dtype of those of `student_hidden`. Raises UsageError when the mask is of other rows.
+    """
+    rows_M = _rows_of(mask, teacher_hidden=teacher_hidden)
+    dtype = product_dtype(student_hidden)
+    hidden_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
+    return LiveTeacher(hidden_MD.to(dtype), teacher_head.detach().to(dtype), temperature)
 
 
 def chunked_distillation_loss(
     student_hidden: Tensor,
     student_head: Tensor,
-    teacher_hidden: Tensor,
-    teacher_head: Tensor,
+    teacher: Teacher,
     mask: Tensor,
+    divergence: Divergence = ForwardKL(),
     ce_labels: Tensor | None = None,
     ce_weight: float = 0.0,
     temperature: float = 1.0,
+    weights: Tensor | None = None,
     chunk_tokens: int | None = None,
     normalizer: Tensor | None = None,
 ) -> LossTerms:
-    """Forward KL(teacher ‖ student), averaged over the tokens in `mask`, plus optional CE.
+    """The divergence of a student from its teacher, averaged over the tokens in `mask`, plus CE.
 
-    loss = τ²·mean_m Σ_v p_mv (log p_mv − log q_mv)  +  ce_weight · mean_m (−log q¹_m[label_m])
+    loss = mean_m w_m [ D(p_m, q_m)  +  ce_weight · (−log q¹_m[label_m]) ]
 
     with p and q the softmax of the teacher's and the student's logits divided by the temperature
-    τ (τ² keeps the gradient's size, Hinton et al. 2015, section 2) and q¹ the student at τ = 1.
-    The simulated acceptance is mean_m Σ_v min(p_mv, q_mv): the chance that a token drawn from the
-    student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
+    τ, D as in divergences.py (forward KL: τ² Σ_v p_v (log p_v − log q_v)), and q¹ the student at
+    τ = 1. The simulated acceptance is mean_m w_m Σ_v min(p_mv, q_mv): the chance that a token drawn
+    from the student passes speculative sampling (Leviathan et al. 2023, corollary 3.6).
+
+    Of a teacher that knows its top k only, D is the divergence after all tokens outside the top k
+    are merged into one, hence at most the full one (data processing inequality; Cover & Thomas,
+    Elements of Information Theory, section 2.8) and equal to it when k = V: the student is free to
+    share out the tail as it likes. The simulated acceptance counts the top k only, so it is at most
+    the full one, too.
 
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
         student_head: (V, Ds) float.
-        teacher_hidden: (…, Dt) float; no gradient flows to it or to its head.
-        teacher_head: (V, Dt) float.
+        teacher: of the rows that count, in the mask's order, at the same temperature.
         mask: (…) bool, the rows that count; the others are not computed at all.
         ce_labels: (…) int64, read where the mask is True; needed when `ce_weight` is not 0.
         temperature: τ > 0.
+        weights: (…) fp32, not negative, w of the rows that count; None is 1 for each. Rows of
+            weight 0 are not computed.
         chunk_tokens: rows per chunk; None chooses by device and vocabulary.
         normalizer: scalar to divide the sums by in place of the number of rows (the global mean
             over ranks that hold different numbers of tokens).
 
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
-    A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0, so logits of
-    −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
+    A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
+    so logits of −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
 
     Raises:
-        UsageError: shapes that do not fit, CE without labels, a temperature that is not positive.
-    """
-    if teacher_head.shape[0] != student_head.shape[0]:
-        raise UsageError(
-            f"the teacher's head has {teacher_head.shape[0]} tokens, the student's "
-            f"{student_head.shape[0]}; a drafter needs its target's vocabulary"
-        )
-    rows_M = _rows_of(mask, student_hidden=student_hidden, teacher_hidden=teacher_hidden)
-    compute_dtype = product_dtype(student_hidden)
-    teacher_MD = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows_M]
-    teacher = LiveTeacher(
-        teacher_MD.to(compute_dtype), teacher_head.detach().to(compute_dtype), temperature
-    )
-    return _loss_of(
-        student_hidden, student_head, teacher, rows_M, ce_labels, ce_weight, temperature,
-        chunk_tokens, normalizer,
-    )  # fmt: skip
-
-
-def chunked_top_k_loss(
-    student_hidden: Tensor,
-    student_head: Tensor,
-    teacher: TopK,
-    mask: Tensor,
-    ce_labels: Tensor | None = None,
-    ce_weight: float = 0.0,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    normalizer: Tensor | None = None,
-) -> LossTerms:
-    """Forward KL on the teacher's top k and one bucket for all other tokens, plus optional CE.
-
-    kl = mean_m [ Σ_{v ∈ S_m} p_mv (log p_mv − log q_mv)  +  P_m (log P_m − log Q_m) ]
-
-    with S_m the k tokens that the teacher finds most probable, P_m = 1 − Σ_{v ∈ S_m} p_mv and
-    Q_m = 1 − Σ_{v ∈ S_m} q_mv. It is the KL divergence after all tokens outside S_m are merged
-    into one, hence at most the full one (data processing inequality; Cover & Thomas, Elements of
-    Information Theory, section 2.8) and equal to it when k = V. What it leaves out is
-    P_m · KL(p(· | not S_m) ‖ q(· | not S_m)): the student is free to share out the tail as it
-    likes. The gradient with respect to its logits is q − p̂, where p̂ is p on S_m and P_m q_v / Q_m
-    elsewhere. The simulated acceptance counts the top k only, so it is at most the full one, too.
-
-    Args as `chunked_distillation_loss`, but for:
-        teacher: of the rows that count, in the mask's order, at the same temperature.
-
-    Raises:
-        UsageError: as there, and when the teacher has another number of rows than the mask.
+        UsageError: shapes that do not fit, CE without labels, a temperature that is not positive,
+            a divergence that needs more than the teacher knows.
     """
     rows_M = _rows_of(mask, student_hidden=student_hidden)
-    if len(teacher.ids) != len(rows_M):
-        raise UsageError(f"the teacher has {len(teacher.ids)} rows, the mask {len(rows_M)}")
+    _require_teacher(teacher, divergence, len(rows_M), student_head)
     return _loss_of(
-        student_hidden, student_head, teacher, rows_M, ce_labels, ce_weight, temperature,
-        chunk_tokens, normalizer,
+        student_hidden, student_head, teacher, rows_M, divergence, ce_labels, ce_weight,
+        temperature, weights, chunk_tokens, normalizer,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def measure_rows(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher: Teacher,
+    mask: Tensor,
+    divergence: Divergence = ForwardKL(),
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> MeasuredRows:
+    """What `chunked_distillation_loss` would say of each row by itself; arguments as there."""
+    rows_M = _rows_of(mask, student_hidden=student_hidden)
+    _require_teacher(teacher, divergence, len(rows_M), student_head)
+    student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
+    if chunk_tokens is None:
+        chunk_tokens = chunk_rows(len(rows_M), student_head.shape[0], student_head.is_cuda)
+    dtype = product_dtype(student_hidden)
+    measured = student_MD.new_zeros(3, mask.numel(), dtype=torch.float32)
+    with torch.autocast(student_MD.device.type, enabled=False):
+        head_VD = student_head.to(dtype)
+        for start in range(0, len(rows_M), chunk_tokens):
+            rows = slice(start, min(start + chunk_tokens, len(rows_M)))
+            logits_CV = (student_MD[rows].to(dtype) @ head_VD.T).float()
+            accepted_C, terms, _ = _compare(
+                logits_CV, teacher, rows, divergence, temperature, with_grad=False
+            )
+            measured[:, rows_M[rows]] = torch.stack([terms.value, terms.chance, accepted_C])
+    return MeasuredRows(*measured.reshape(3, *mask.shape).unbind())
 
 
 def chunked_cross_entropy(
@@ -148,7 +171,9 @@ def chunked_cross_entropy(
     `chunked_distillation_loss`.
     """
     rows_M = _rows_of(mask, hidden=hidden)
-    return _loss_of(hidden, head, None, rows_M, labels, 1.0, 1.0, chunk_tokens, normalizer)
+    return _loss_of(
+        hidden, head, None, rows_M, None, labels, 1.0, 1.0, None, chunk_tokens, normalizer
+    )
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
@@ -169,35 +194,70 @@ def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
     return mask.reshape(-1).nonzero().squeeze(1)
 
 
+def _require_teacher(
+    teacher: Teacher, divergence: Divergence, num_rows: int, student_head: Tensor
+) -> None:
+    if len(teacher) != num_rows:
+        raise UsageError(f"the teacher has {len(teacher)} rows, the mask {num_rows}")
+    if isinstance(teacher, LiveTeacher):
+        if teacher.head.shape[0] != student_head.shape[0]:
+            raise UsageError(
+                f"the teacher's head has {teacher.head.shape[0]} tokens, the student's "
+                f"{student_head.shape[0]}; a drafter needs its target's vocabulary"
+            )
+    elif divergence.needs_whole_law:
+        raise UsageError(
+            f"{type(divergence).__name__} asks for the probability of every token, a cached "
+            "teacher has its top k only: use the live target, or another divergence"
+        )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    divergence: Divergence | None  # None where there is no teacher
+    ce_weight: float
+    temperature: float
+    chunk_tokens: int
+    dtype: torch.dtype  # of the matrix products
+
+
 def _loss_of(
     student_hidden: Tensor,
     student_head: Tensor,
     teacher: Teacher | None,
     rows_M: Tensor,
+    divergence: Divergence | None,
     labels: Tensor | None,
     ce_weight: float,
     temperature: float,
+    weights: Tensor | None,
     chunk_tokens: int | None,
     normalizer: Tensor | None,
 ) -> LossTerms:
     if temperature <= 0:
         raise UsageError(f"temperature is {temperature}; wanted more than 0")
-    labels_M = None
-    if ce_weight:
-        if labels is None:
-            raise UsageError(f"ce_weight is {ce_weight} but there are no ce_labels")
-        labels_M = labels.reshape(-1)[rows_M]
-    student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
+    if ce_weight and labels is None:
+        raise UsageError(f"ce_weight is {ce_weight} but there are no ce_labels")
     if normalizer is None:
-        normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_MD.device)
+        normalizer = torch.full((), float(max(len(rows_M), 1)), device=student_hidden.device)
+    weights_M = None
+    if weights is not None:
+        weights_M = weights.reshape(-1)[rows_M]
+        kept = weights_M.nonzero().squeeze(1)
+        rows_M, weights_M = rows_M[kept], weights_M[kept]
+        teacher = None if teacher is None else teacher.of(kept)
+    labels_M = labels.reshape(-1)[rows_M] if ce_weight and labels is not None else None
+    student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
         chunk_tokens = chunk_rows(len(rows_M), student_head.shape[0], student_head.is_cuda)
+    settings = _Settings(
+        divergence, ce_weight, temperature, chunk_tokens, product_dtype(student_MD)
+    )
     loss, terms_3 = _ChunkedLoss.apply(
-        student_MD, student_head, teacher, labels_M, normalizer, ce_weight, temperature,
-        chunk_tokens, product_dtype(student_MD), torch.is_grad_enabled(),
+        student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings,
+        torch.is_grad_enabled(),
     )  # fmt: skip
-    kl, cross_entropy, acceptance = terms_3.unbind()
-    return LossTerms(loss, kl, cross_entropy, acceptance)
+    return LossTerms(loss, *terms_3.unbind())
 
 
 def chunk_rows(num_rows: int, vocab_size: int, on_cuda: bool) -> int:
@@ -211,37 +271,37 @@ def chunk_rows(num_rows: int, vocab_size: int, on_cuda: bool) -> int:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(loss, [kl, cross entropy, acceptance]); gradients of `loss` are made in the forward."""
+    """(loss, [divergence, cross entropy, acceptance]); gradients of `loss` are made in the
+    forward."""
 
     @staticmethod
     def forward(
-        ctx, student_MD, student_head, teacher, labels_M, normalizer,
-        ce_weight, temperature, chunk_tokens, compute_dtype, with_grad,
+        ctx, student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings, with_grad
     ):  # fmt: skip
         needs_hidden = with_grad and ctx.needs_input_grad[0]
         needs_head = with_grad and ctx.needs_input_grad[1]
-        num_rows = student_MD.shape[0]
+        num_rows, dtype = student_MD.shape[0], settings.dtype
         sums_3 = student_MD.new_zeros(3, dtype=torch.float32)
         grad_MD = torch.zeros_like(student_MD) if needs_hidden else None
         grad_VD = torch.zeros_like(student_head, dtype=torch.float32) if needs_head else None
         with torch.autocast(student_MD.device.type, enabled=False):
-            student_VD = student_head.to(compute_dtype)
-            for start in range(0, num_rows, chunk_tokens):
-                rows = slice(start, min(start + chunk_tokens, num_rows))
-                student_CD = student_MD[rows].to(compute_dtype)
+            student_VD = student_head.to(dtype)
+            for start in range(0, num_rows, settings.chunk_tokens):
+                rows = slice(start, min(start + settings.chunk_tokens, num_rows))
+                student_CD = student_MD[rows].to(dtype)
                 student_CV = (student_CD @ student_VD.T).float()
                 grad_CV = _chunk_terms(
                     student_CV, teacher, rows, None if labels_M is None else labels_M[rows],
-                    ce_weight, temperature, sums_3, with_grad,
+                    None if weights_M is None else weights_M[rows], settings, sums_3, with_grad,
                 )  # fmt: skip
                 del student_CV
                 if grad_CV is None:
                     continue
-                grad_CV = grad_CV.div_(normalizer).to(compute_dtype)
+                grad_CV = grad_CV.div_(normalizer).to(dtype)
                 if grad_MD is not None:
                     grad_MD[rows] = grad_CV @ student_VD
                 if grad_VD is not None:
-                    if compute_dtype == torch.float32:
+                    if dtype == torch.float32:
                         grad_VD.addmm_(grad_CV.T, student_CD)
                     else:
                         grad_VD.add_(grad_CV.T @ student_CD)
@@ -250,7 +310,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = (grad_MD, grad_VD)
         ctx.head_dtype = student_head.dtype
         ctx.mark_non_differentiable(terms_3)
-        return terms_3[0] * temperature**2 + ce_weight * terms_3[1], terms_3
+        return terms_3[0] + settings.ce_weight * terms_3[1], terms_3
 
     @staticmethod
     @once_differentiable
@@ -262,61 +322,78 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_MD.mul_(grad_loss)
         if grad_VD is not None:
             grad_VD = grad_VD.mul_(grad_loss).to(ctx.head_dtype)
-        return grad_MD, grad_VD, *([None] * 8)
+        return grad_MD, grad_VD, *([None] * 6)
 
 
 def _chunk_terms(
-    student_CV: Tensor,
+    logits_CV: Tensor,
     teacher: Teacher | None,
     rows: slice,
     labels_C: Tensor | None,
-    ce_weight: float,
-    temperature: float,
+    weights_C: Tensor | None,
+    settings: _Settings,
     sums_3: Tensor,
     with_grad: bool,
 ) -> Tensor | None:
-    """Add a chunk's Σ KL, Σ CE and Σ acceptance to `sums_3`; return d loss / d student logits.
+    """Add a chunk's Σ divergence, Σ CE and Σ acceptance to `sums_3`; return d loss / d student
+    logits.
 
     The logits are consumed (overwritten). At most five (C, V) buffers live at once.
     """
-    grad_CV = None
-    if labels_C is not None and (temperature != 1.0 or teacher is None):
-        log_q_CV = torch.log_softmax(student_CV, dim=-1)
-        _add_cross_entropy(log_q_CV, labels_C, sums_3, acceptance=teacher is None)
-        if with_grad:
-            grad_CV = log_q_CV.exp_().mul_(ce_weight)
-            _subtract_one_hot(grad_CV, labels_C, ce_weight)
-        if teacher is None:
-            return grad_CV
-        del log_q_CV
-        labels_C = None
-    assert teacher is not None
-    if temperature != 1.0:
-        student_CV.div_(temperature)
-    log_q_CV = torch.log_softmax(student_CV, dim=-1)
+    grad_CV = log_q_CV = None
+    if teacher is not None:
+        assert settings.divergence is not None
+        accepted_C, terms, log_q_CV = _compare(
+            logits_CV, teacher, rows, settings.divergence, settings.temperature, with_grad
+        )
+        sums_3[0] += _total(terms.value, weights_C)
+        sums_3[2] += _total(accepted_C, weights_C)
+        grad_CV = terms.gradient
+        if grad_CV is not None and settings.temperature != 1.0:
+            grad_CV.div_(settings.temperature)
+        if settings.temperature != 1.0 and labels_C is not None:
+            # The logits once more, up to a constant in each row.
+            log_q_CV = torch.log_softmax(log_q_CV.mul_(settings.temperature), dim=-1)
+    elif labels_C is not None:
+        log_q_CV = torch.log_softmax(logits_CV, dim=-1)
     if labels_C is not None:
-        _add_cross_entropy(log_q_CV, labels_C, sums_3, acceptance=False)
+        assert log_q_CV is not None
+        picked_C = log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
+        sums_3[1] -= _total(picked_C, weights_C)
+        if teacher is None:
+            sums_3[2] += _total(picked_C.exp(), weights_C)
+        if with_grad:
+            ce_grad_CV = log_q_CV.exp_().mul_(settings.ce_weight)
+            _subtract_one_hot(ce_grad_CV, labels_C, settings.ce_weight)
+            grad_CV = ce_grad_CV if grad_CV is None else grad_CV.add_(ce_grad_CV)
+    if grad_CV is not None and weights_C is not None:
+        grad_CV.mul_(weights_C[:, None])
+    return grad_CV
+
+
+def _compare(
+    logits_CV: Tensor,
+    teacher: Teacher,
+    rows: slice,
+    divergence: Divergence,
+    temperature: float,
+    with_grad: bool,
+) -> tuple[Tensor, RowTerms, Tensor]:
+    """Acceptance (C,), divergence with its gradient with respect to the logits divided by the
+    temperature, and log q (C, V). The logits are consumed."""
+    if temperature != 1.0:
+        logits_CV.div_(temperature)
+    log_q_CV = torch.log_softmax(logits_CV, dim=-1)
     log_p_CV = teacher.log_law(rows, log_q_CV)
     p_CV = log_p_CV.exp()
-    q_CV = torch.exp(log_q_CV, out=student_CV)
-    # Where p = 0 the term is 0 whatever the logs are (−inf − −inf is NaN).
-    sums_3[0] += log_p_CV.sub_(log_q_CV).masked_fill_(p_CV == 0, 0.0).mul_(p_CV).sum()
-    del log_p_CV
-    sums_3[2] += teacher.overlap(rows, p_CV, q_CV)
-    if not with_grad:
-        return None
-    kl_grad_CV = q_CV.sub_(p_CV).mul_(temperature)  # τ² from the loss, 1/τ from the logits
-    if labels_C is not None:
-        kl_grad_CV.add_(log_q_CV.exp_(), alpha=ce_weight)
-        _subtract_one_hot(kl_grad_CV, labels_C, ce_weight)
-    return kl_grad_CV if grad_CV is None else kl_grad_CV.add_(grad_CV)
+    q_CV = torch.exp(log_q_CV, out=logits_CV)
+    accepted_C = teacher.overlap(rows, p_CV, q_CV)
+    chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, temperature)
+    return accepted_C, divergence(chunk, with_grad), log_q_CV
 
 
-def _add_cross_entropy(log_q_CV: Tensor, labels_C: Tensor, sums_3: Tensor, acceptance: bool):
-    picked_C = log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
-    sums_3[1] -= picked_C.sum()
-    if acceptance:
-        sums_3[2] += picked_C.exp().sum()
+def _total(values_C: Tensor, weights_C: Tensor | None) -> Tensor:
+    return values_C.sum() if weights_C is None else (values_C * weights_C).sum()
 
 
 def _subtract_one_hot(grad_CV: Tensor, labels_C: Tensor, weight: float) -> None:

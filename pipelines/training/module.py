@@ -134,7 +134,7 @@ class Training(pl.LightningModule):
         if self.has_drafter:
             metrics["simulated_acceptance"] = terms.simulated_acceptance
         if self.has_two_terms:
-            metrics |= {"kl": terms.kl, "cross_entropy": terms.cross_entropy}
+            metrics |= {"divergence": terms.divergence, "cross_entropy": terms.cross_entropy}
         metrics = {name: value / accumulate for name, value in metrics.items()}
         if batch_idx % accumulate:
             metrics = {name: self.step_metrics[name] + value for name, value in metrics.items()}

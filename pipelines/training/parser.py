@@ -33,8 +33,8 @@ HELP = {
     "trainer.enable_progress_bar": "a bar instead of lines (default: on a terminal)",
 }
 SECTIONS = {
-    "trainer", "model", "model.optimizer", "model.architecture", "data", "export", "checkpoint",
-    "evaluation",
+    "trainer", "model", "model.loss", "model.optimizer", "model.architecture", "data", "export",
+    "checkpoint", "evaluation",
 }  # fmt: skip
 # Lightning's docstrings repeat defaults, and not those that hold here.
 _OTHER_DEFAULT = re.compile(r"\s*Defaults?:? (?:to )?``.*?``\.?")

@@ -49,7 +49,7 @@ FREE_OPTIONS = {
 LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
-    "tokens_per_second", "lr", "grad_norm", "kl", "cross_entropy", "tokens_seen",
+    "tokens_per_second", "lr", "grad_norm", "divergence", "cross_entropy", "tokens_seen",
 )  # fmt: skip
 
 

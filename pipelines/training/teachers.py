@@ -7,7 +7,7 @@ k tokens whose probabilities are known.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,11 +17,17 @@ from torch import Tensor
 class Teacher(Protocol):
     """What the chunked loss asks of a teacher; `rows` is a chunk of the M rows."""
 
+    def __len__(self) -> int:
+        """M."""
+
+    def of(self, rows: Tensor) -> Teacher:
+        """The same teacher of some of its rows, by their indices."""
+
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """A new (C, V) fp32 tensor: the log-probabilities to learn, given the student's own."""
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
-        """Σ over the chunk of Σ_v min(p_v, q_v), as far as it is known: p_CV is exp(log_law)."""
+        """Σ_v min(p_v, q_v) of each row (C,), as far as it is known: p_CV is exp(log_law)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,12 @@ class LiveTeacher:
     head: Tensor
     temperature: float = 1.0
 
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def of(self, rows: Tensor) -> LiveTeacher:
+        return replace(self, hidden=self.hidden[rows])
+
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         logits_CV = (self.hidden[rows] @ self.head.T).float()
         if self.temperature != 1.0:
@@ -39,7 +51,7 @@ class LiveTeacher:
         return torch.log_softmax(logits_CV, dim=-1)
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
-        return torch.minimum(p_CV, q_CV).sum()
+        return torch.minimum(p_CV, q_CV).sum(1)
 
 
 @dataclass(frozen=True)
@@ -54,9 +66,15 @@ class TopK:
     log_probs: Tensor
     log_tail: Tensor
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def of(self, rows: Tensor) -> TopK:
+        return TopK(self.ids[rows], self.log_probs[rows], self.log_tail[rows])
+
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
-        """The known log-probabilities, and the tail spread as the student spreads its own: the
-        divergence from that law is the divergence of top k and tail bucket, gradient included."""
+        """The known log-probabilities, and the tail spread as the student spreads its own: an
+        f-divergence from that law is the one of top k and tail bucket, gradient included."""
         ids_Ck = self.ids[rows].long()
         law_CV = log_q_CV.scatter(1, ids_Ck, -math.inf)
         tail_C = self.log_tail[rows]
@@ -66,9 +84,9 @@ class TopK:
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
         """Of the k only: what of the tail overlaps is unknown, so this is at most the whole."""
-        return torch.minimum(
-            self.log_probs[rows].exp(), q_CV.gather(1, self.ids[rows].long())
-        ).sum()
+        return torch.minimum(self.log_probs[rows].exp(), q_CV.gather(1, self.ids[rows].long())).sum(
+            1
+        )
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""The chunked losses against dense twins, and what they may cost.
+"""The chunked losses against dense twins, and what they may cost. (Each kind of divergence, and how
+much a token counts: test_divergences.py.)
 
 Tolerances: fp32 sums over V terms in another order differ by about 1e-6 relative; 1e-5 is the
 bound that the pipeline promises. Memory is counted, not timed: a dispatch mode adds up the storage
@@ -7,21 +8,16 @@ of every tensor that is alive.
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from loss_cases import live_loss, make_case, peak_bytes, top_k_case
 
 from stree.errors import UsageError
 from stree_pipelines.training.losses import (
     chunked_cross_entropy,
     chunked_distillation_loss,
-    chunked_top_k_loss,
 )
-from stree_pipelines.training.teachers import LiveTeacher, TopK, top_k_of
+from stree_pipelines.training.teachers import TopK
 
 
 def dense_distillation_loss(
@@ -39,27 +35,12 @@ def dense_distillation_loss(
     return kl * temperature**2 + ce_weight * cross_entropy, kl, cross_entropy, acceptance
 
 
-def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*size, scale=1.0):
-        return torch.randn(*size, generator=generator) * scale
-
-    return {
-        "student_hidden": randn(*shape, student_width).requires_grad_(),
-        "student_head": randn(vocab, student_width, scale=0.5).requires_grad_(),
-        "teacher_hidden": randn(*shape, teacher_width),
-        "teacher_head": randn(vocab, teacher_width, scale=0.5),
-        "mask": torch.rand(shape, generator=generator) < 0.6,
-    }, torch.randint(vocab, shape, generator=generator)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000, None])
 def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_tokens):
     case, labels = make_case()
-    terms = chunked_distillation_loss(
+    terms = live_loss(
         **case, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
         chunk_tokens=chunk_tokens,
     )  # fmt: skip
@@ -71,20 +52,12 @@ def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_t
     )
     want = torch.autograd.grad(loss * 3.0, leaves)
     torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(terms.kl, kl, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.divergence, kl * temperature**2, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(terms.simulated_acceptance, acceptance, rtol=1e-5, atol=1e-6)
     if ce_weight:
         torch.testing.assert_close(terms.cross_entropy, cross_entropy, rtol=1e-5, atol=1e-6)
     for got_grad, want_grad in zip(got, want, strict=True):
         torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-6)
-
-
-def top_k_case(k, temperature=1.0, **options):
-    """A case and the top k of its teacher on the rows that count."""
-    case, labels = make_case(**options)
-    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
-    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head, temperature), k, chunk_rows=5)
-    return case, labels, teacher, (hidden, head)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -93,9 +66,9 @@ def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
     case, labels, teacher, (hidden, head) = top_k_case(97, temperature)
     options = dict(ce_labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
     leaves = case["student_hidden"], case["student_head"]
-    got = chunked_top_k_loss(**case, teacher=teacher, **options)
-    want = chunked_distillation_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
-    for name in ("loss", "kl", "cross_entropy", "simulated_acceptance"):
+    got = chunked_distillation_loss(**case, teacher=teacher, **options)
+    want = live_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
+    for name in ("loss", "divergence", "cross_entropy", "simulated_acceptance"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want.loss, leaves), strict=True
@@ -108,7 +81,7 @@ def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
 def test_top_k_loss_and_its_gradients_are_the_formula_in_fp64(k, ce_weight, temperature):
     """The tail bucket written out: 1 minus the sums, which fp64 affords."""
     case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
-    terms = chunked_top_k_loss(
+    terms = chunked_distillation_loss(
         **case, teacher=teacher, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
         chunk_tokens=7,
     )  # fmt: skip
@@ -136,11 +109,11 @@ def test_more_of_the_teacher_never_lowers_the_top_k_loss():
     losses, acceptances = [], []
     for k in (1, 2, 8, 40, 97):
         case, _, teacher, _ = top_k_case(k, seed=3)
-        terms = chunked_top_k_loss(**case, teacher=teacher)
+        terms = chunked_distillation_loss(**case, teacher=teacher)
         losses.append(terms.loss.item())
         acceptances.append(terms.simulated_acceptance.item())
     case, _ = make_case(seed=3)
-    full = chunked_distillation_loss(**case)
+    full = live_loss(**case)
     assert losses == sorted(losses) and losses[-2] < full.loss
     assert acceptances == sorted(acceptances)
     assert acceptances[-2] < full.simulated_acceptance
@@ -153,7 +126,7 @@ def test_a_tail_without_mass_stays_without():
         teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
         torch.full_like(teacher.log_tail, -torch.inf),
     )  # fmt: skip
-    terms = chunked_top_k_loss(**case, teacher=certain)
+    terms = chunked_distillation_loss(**case, teacher=certain)
     terms.loss.backward()
     assert terms.loss.isfinite() and terms.loss > 0
     assert case["student_hidden"].grad.isfinite().all()
@@ -163,7 +136,7 @@ def test_a_teacher_of_other_rows_is_refused():
     case, _, teacher, _ = top_k_case(4)
     case["mask"] = torch.ones_like(case["mask"])
     with pytest.raises(UsageError, match=r"the teacher has \d+ rows, the mask 63"):
-        chunked_top_k_loss(**case, teacher=teacher)
+        chunked_distillation_loss(**case, teacher=teacher)
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, None])
@@ -190,7 +163,7 @@ def test_tied_head_and_hidden_add_their_gradients():
     embedding = case["student_head"]
     hidden = embedding[labels]
     rest = {k: v for k, v in case.items() if not k.startswith("student")}
-    terms = chunked_distillation_loss(hidden, embedding, **rest, chunk_tokens=4)
+    terms = live_loss(hidden, embedding, **rest, chunk_tokens=4)
     (got,) = torch.autograd.grad(terms.loss, embedding)
     loss = dense_distillation_loss(embedding[labels], embedding, *rest.values(), labels, 0.0, 1.0)
     torch.testing.assert_close(
@@ -200,7 +173,7 @@ def test_tied_head_and_hidden_add_their_gradients():
 
 def test_equal_models_have_zero_loss_and_full_acceptance():
     case, _ = make_case(student_width=20)
-    terms = chunked_distillation_loss(
+    terms = live_loss(
         case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
         case["teacher_head"], case["mask"],
     )  # fmt: skip
@@ -211,9 +184,9 @@ def test_equal_models_have_zero_loss_and_full_acceptance():
 def test_nothing_to_count_gives_zero_and_not_nan():
     case, labels = make_case()
     case["mask"] = torch.zeros_like(case["mask"])
-    terms = chunked_distillation_loss(**case, ce_labels=labels, ce_weight=0.5)
+    terms = live_loss(**case, ce_labels=labels, ce_weight=0.5)
     terms.loss.backward()
-    for value in (terms.loss, terms.kl, terms.cross_entropy, terms.simulated_acceptance):
+    for value in (terms.loss, terms.divergence, terms.cross_entropy, terms.simulated_acceptance):
         assert value == 0
     assert not case["student_hidden"].grad.any()
     assert not case["student_head"].grad.any()
@@ -221,14 +194,14 @@ def test_nothing_to_count_gives_zero_and_not_nan():
 
 def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
     case, labels = make_case()
-    clean = chunked_distillation_loss(**case).loss
+    clean = live_loss(**case).loss
     mask = case["mask"]
     case["student_hidden"] = (
         case["student_hidden"].detach().masked_fill(~mask[..., None], torch.nan)
     )
     case["teacher_hidden"] = case["teacher_hidden"].masked_fill(~mask[..., None], torch.nan)
     labels = labels.masked_fill(~mask, -100)
-    assert chunked_distillation_loss(**case, ce_labels=labels).loss == clean
+    assert live_loss(**case, ce_labels=labels).loss == clean
 
 
 def test_minus_infinity_on_both_sides_is_masked():
@@ -242,9 +215,9 @@ def test_minus_infinity_on_both_sides_is_masked():
         case[f"{side}_hidden"], case[f"{side}_head"] = hidden, head
     assert (case["teacher_hidden"] @ case["teacher_head"].T)[..., -1].isneginf().all()
     case["student_hidden"].requires_grad_()
-    terms = chunked_distillation_loss(**case)
+    terms = live_loss(**case)
     kept = dict(case, **{k: case[k][:-5] for k in ("student_head", "teacher_head")})
-    torch.testing.assert_close(terms.loss, chunked_distillation_loss(**kept).loss)
+    torch.testing.assert_close(terms.loss, live_loss(**kept).loss)
     terms.loss.backward()
     assert case["student_hidden"].grad.isfinite().all()
 
@@ -254,14 +227,14 @@ def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
     hidden, head = (case[f"student_{part}"].detach().clone() for part in ("hidden", "head"))
     hidden[..., 0], head[-5:, 0] = 10.0, -1e38
     case.update(student_hidden=hidden, student_head=head)
-    assert chunked_distillation_loss(**case).loss == torch.inf
+    assert live_loss(**case).loss == torch.inf
 
 
 def test_bf16_autocast_keeps_the_softmax_in_fp32():
     case, labels = make_case(vocab=301)
     want = dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        terms = chunked_distillation_loss(**case)
+        terms = live_loss(**case)
     assert terms.loss.dtype == torch.float32
     torch.testing.assert_close(terms.loss, want, rtol=2e-2, atol=0)
     grads = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
@@ -271,14 +244,14 @@ def test_bf16_autocast_keeps_the_softmax_in_fp32():
 def test_validation_makes_no_gradients():
     case, _ = make_case()
     with torch.no_grad():
-        terms = chunked_distillation_loss(**case)
+        terms = live_loss(**case)
     assert not terms.loss.requires_grad
 
 
 def test_normalizer_replaces_the_number_of_rows():
     case, _ = make_case()
-    half = chunked_distillation_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
-    torch.testing.assert_close(half * 2, chunked_distillation_loss(**case).loss)
+    half = live_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
+    torch.testing.assert_close(half * 2, live_loss(**case).loss)
 
 
 @pytest.mark.parametrize(
@@ -293,47 +266,7 @@ def test_normalizer_replaces_the_number_of_rows():
 def test_what_does_not_fit_is_refused(change, message):
     case, _ = make_case()
     with pytest.raises(UsageError, match=message):
-        chunked_distillation_loss(**{**case, **change})
-
-
-class StorageCounter(TorchDispatchMode):
-    """Bytes of all storages that operations under this mode have made and that are alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self.sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage(), given)
-        return out
-
-    def _count(self, storage, given):
-        key = storage._cdata
-        if key in given or key in self.sizes:
-            return
-        self.sizes[key] = storage.nbytes()
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._free, key)
-
-    def _free(self, key):
-        self.live_bytes -= self.sizes.pop(key)
-
-
-def peak_bytes(step) -> int:
-    gc.collect()
-    with StorageCounter() as counter:
-        step()
-    return counter.peak_bytes
+        live_loss(**{**case, **change})
 
 
 def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
@@ -341,7 +274,7 @@ def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
     case, _ = make_case((1, num_tokens), vocab, student_width=16, teacher_width=24)
     case["mask"] = torch.ones_like(case["mask"])
     two_logits = 2 * num_tokens * vocab * 4
-    assert peak_bytes(lambda: chunked_distillation_loss(**case).loss.backward()) < two_logits / 5
+    assert peak_bytes(lambda: live_loss(**case).loss.backward()) < two_logits / 5
 
 
 def test_the_memory_counter_sees_dense_logits():

@@ -18,7 +18,7 @@ from stree.models.convert import load_config, load_model, save_model
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill, train_target
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.losses import chunked_distillation_loss
+from stree_pipelines.training.losses import chunked_distillation_loss, live_teacher
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.precision import supported_precision
@@ -374,10 +374,11 @@ def test_simulated_acceptance_is_logged_from_the_loss(workspace):
     tokens = torch.randint(VOCAB_SIZE, (1, 6))
     mask = torch.ones(1, 6, dtype=torch.bool)
     batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens), "loss_mask": mask}
-    want = chunked_distillation_loss(
-        module.exported.hidden_states(tokens), module.exported.head_weight,
-        module.target.hidden_states(tokens), module.target.head_weight, shift_left(mask),
-    )  # fmt: skip
+    hidden, counted = module.exported.hidden_states(tokens), shift_left(mask)
+    teacher = live_teacher(
+        module.target.hidden_states(tokens), module.target.head_weight, counted, hidden
+    )
+    want = chunked_distillation_loss(hidden, module.exported.head_weight, teacher, counted)
     torch.testing.assert_close(
         module.loss_terms(batch).simulated_acceptance, want.simulated_acceptance
     )

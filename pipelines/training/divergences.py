@@ -1,0 +1,189 @@
+"""How far a student's next-token law q is from its teacher's p: what a drafter can be taught by.
+
+Legend: C rows of a chunk, V vocabulary. p and q are the softmaxes of the logits divided by the
+temperature τ.
+
+Each divergence gives a value a row, and its gradient with respect to the student's divided logits
+z. For a value Σ_v φ(p_v, q_v) that gradient is q_v (g_v − Σ_u q_u g_u) with g = ∂φ/∂q. Values that
+are quadratic in small differences of logits carry τ², those that are linear τ: so the size of a
+gradient does not depend on the temperature (Hinton et al. 2015, section 2).
+
+All but `Cover` are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging
+tokens into one bucket never raises the value. So the law that a cached top k gives (`TopK.log_law`,
+its tail spread like the student's) yields value and gradient of the divergence of the merged laws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """log p, log q, p and q, (C, V) fp32, and `accepted`, (C,): Σ_v min(p_v, q_v) as far as the
+    teacher knows. All but log_q may be overwritten: a large vocabulary affords few more."""
+
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    accepted: Tensor
+    temperature: float
+
+
+@dataclass(frozen=True)
+class RowTerms:
+    """value (C,); chance (C,), how likely a draft after each of these tokens is accepted in the way
+    of drafting that the divergence is about; gradient (C, V), None where none was asked for."""
+
+    value: Tensor
+    chance: Tensor
+    gradient: Tensor | None
+
+
+class Divergence(Protocol):
+    needs_whole_law: bool  # whether a cached top k of the teacher does not suffice
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms: ...
+
+
+@dataclass(frozen=True)
+class ForwardKL:
+    """τ² Σ p (log p − log q)."""
+
+    needs_whole_law = False
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        value = _forward_kl(chunk).mul_(chunk.temperature**2)
+        grad = chunk.q.sub_(chunk.p).mul_(chunk.temperature**2) if with_grad else None
+        return RowTerms(value, chunk.accepted, grad)
+
+
+@dataclass(frozen=True)
+class ReverseKL:
+    """τ² Σ q (log q − log p): infinite where the student goes and the teacher rules it out."""
+
+    needs_whole_law = False
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        log_ratio = _minus(chunk.log_q, chunk.log_p, chunk.q, out=chunk.log_p)
+        value = torch.mul(chunk.q, log_ratio, out=chunk.p).sum(1)
+        square = chunk.temperature**2
+        grad = None
+        if with_grad:
+            grad = log_ratio.sub_(value[:, None]).mul_(chunk.q).mul_(square)
+        return RowTerms(value * square, chunk.accepted, grad)
+
+
+@dataclass(frozen=True)
+class JensenShannon:
+    """τ² [β KL(p ‖ m) + (1 − β) KL(q ‖ m)] with m = β p + (1 − β) q: the generalised divergence of
+    Agarwal et al. 2024 (GKD, eq. 1). Divided by β it goes to the forward KL for β → 0, divided by
+    1 − β to the reverse one for β → 1."""
+
+    beta: float
+    needs_whole_law = False
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        beta, square = self.beta, chunk.temperature**2
+        log_m = torch.lerp(chunk.q, chunk.p, beta).log_()
+        value = beta * _minus(chunk.log_p, log_m, chunk.p, out=chunk.log_p).mul_(chunk.p).sum(1)
+        log_ratio = _minus(chunk.log_q, log_m, chunk.q, out=chunk.p)
+        of_student = torch.mul(chunk.q, log_ratio, out=log_m).sum(1)
+        value += (1 - beta) * of_student
+        grad = None
+        if with_grad:
+            grad = log_ratio.sub_(of_student[:, None]).mul_(chunk.q).mul_((1 - beta) * square)
+        return RowTerms(value * square, chunk.accepted, grad)
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """τ ½ Σ |p − q|: one minus the chance that a draft is accepted (Leviathan et al. 2023,
+    corollary 3.6), times τ. Its gradient vanishes where the two laws do not overlap, so that it is
+    for drafters that have learnt something already."""
+
+    needs_whole_law = False
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
+        value = torch.abs(difference, out=chunk.log_p).sum(1).mul_(0.5 * chunk.temperature)
+        grad = None
+        if with_grad:
+            signs = difference.sign_().mul_(0.5 * chunk.temperature)
+            grad = _through_softmax(signs, chunk.q, spare=chunk.log_p)
+        return RowTerms(value, chunk.accepted, grad)
+
+
+@dataclass(frozen=True)
+class LK:
+    """λ · forward KL + (1 − λ) · TV with λ = exp(−η α), where α is the row's own chance of
+    acceptance and a constant to the gradient: the hybrid of Samarin et al. 2026, row by row."""
+
+    eta: float
+    needs_whole_law = False
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        square, linear = chunk.temperature**2, chunk.temperature
+        share = torch.exp(-self.eta * chunk.accepted)
+        kl = _forward_kl(chunk)
+        difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
+        distance = torch.abs(difference, out=chunk.log_p).sum(1).mul_(0.5)
+        value = share * square * kl + (1 - share) * linear * distance
+        grad = None
+        if with_grad:
+            signs = torch.sign(difference, out=chunk.log_p).mul_(0.5)
+            rest = _through_softmax(signs, chunk.q).mul_(((1 - share) * linear)[:, None])
+            grad = difference.mul_((share * square)[:, None]).add_(rest)
+        return RowTerms(value, chunk.accepted, grad)
+
+
+@dataclass(frozen=True)
+class Cover:
+    """λ · forward KL + (1 − λ) τ (1 − c) with λ = exp(−η c) and c = Σ p (1 − (1 − q)^k), which is a
+    constant in λ: what LK is to one draft, this is to the k siblings that a tree has after a token.
+
+    c is the chance that the target's token is among k drafts drawn independently: what SpecInfer's
+    naive sampling accepts, and at most what its multi-step sampling does (Miao et al. 2024). It
+    counts tokens one by one, so that of a merged tail nothing can be said.
+    """
+
+    eta: float
+    width: int
+    needs_whole_law = True
+
+    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
+        square, linear, k = chunk.temperature**2, chunk.temperature, self.width
+        kl = _forward_kl(chunk)
+        log_missed = torch.neg(chunk.q, out=chunk.log_p).log1p_()  # by one draft
+        cover = -torch.mul(log_missed, k).expm1_().mul_(chunk.p).sum(1)
+        share = torch.exp(-self.eta * cover)
+        value = share * square * kl + (1 - share) * linear * (1 - cover)
+        grad = None
+        if with_grad:
+            slopes = log_missed.mul_(k - 1).exp_().mul_(chunk.p).mul_(-k)
+            rest = _through_softmax(slopes, chunk.q).mul_(((1 - share) * linear)[:, None])
+            difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
+            grad = difference.mul_((share * square)[:, None]).add_(rest)
+        return RowTerms(value, cover, grad)
+
+
+def _forward_kl(chunk: Chunk) -> Tensor:
+    """Σ p (log p − log q), (C,); overwrites log_p."""
+    return _minus(chunk.log_p, chunk.log_q, chunk.p, out=chunk.log_p).mul_(chunk.p).sum(1)
+
+
+def _minus(minuend: Tensor, subtrahend: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """The difference of two logarithms, 0 where its weight is 0: the term is 0 whatever the
+    logarithms are (−inf − −inf is NaN)."""
+    return torch.sub(minuend, subtrahend, out=out).masked_fill_(weight == 0, 0.0)
+
+
+def _through_softmax(slopes: Tensor, q: Tensor, spare: Tensor | None = None) -> Tensor:
+    """∂φ/∂q becomes ∂φ/∂z, in place; `spare` is a buffer of this shape that may be overwritten."""
+    mean = torch.mul(q, slopes, out=spare).sum(1, keepdim=True)
+    return slopes.sub_(mean).mul_(q)

@@ -1,0 +1,81 @@
+"""Small students and teachers for the losses, and how much memory a step takes."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stree_pipelines.training.losses import chunked_distillation_loss, live_teacher
+from stree_pipelines.training.teachers import LiveTeacher, top_k_of
+
+
+def live_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):
+    """Of a teacher that is asked, as `chunked_distillation_loss` takes it."""
+    temperature = options.get("temperature", 1.0)
+    teacher = live_teacher(teacher_hidden, teacher_head, mask, student_hidden, temperature)
+    return chunked_distillation_loss(student_hidden, student_head, teacher, mask, **options)
+
+
+def make_case(shape=(3, 21), vocab=97, student_width=12, teacher_width=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size, scale=1.0):
+        return torch.randn(*size, generator=generator) * scale
+
+    return {
+        "student_hidden": randn(*shape, student_width).requires_grad_(),
+        "student_head": randn(vocab, student_width, scale=0.5).requires_grad_(),
+        "teacher_hidden": randn(*shape, teacher_width),
+        "teacher_head": randn(vocab, teacher_width, scale=0.5),
+        "mask": torch.rand(shape, generator=generator) < 0.6,
+    }, torch.randint(vocab, shape, generator=generator)
+
+
+def top_k_case(k, temperature=1.0, **options):
+    """A case and the top k of its teacher on the rows that count."""
+    case, labels = make_case(**options)
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head, temperature), k, chunk_rows=5)
+    return case, labels, teacher, (hidden, head)
+
+
+class StorageCounter(TorchDispatchMode):
+    """Bytes of all storages that operations under this mode have made and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage(), given)
+        return out
+
+    def _count(self, storage, given):
+        key = storage._cdata
+        if key in given or key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key):
+        self.live_bytes -= self.sizes.pop(key)
+
+
+def peak_bytes(step) -> int:
+    with StorageCounter() as counter:
+        step()
+    return counter.peak_bytes
