@@ -9,10 +9,12 @@ new order every pass over the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,38 +24,52 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
 from stree.errors import BadData, CheckpointRefused, UsageError
-from stree.tokenizer import load_tokenizer
+from stree.tokenizer import fingerprint, load_tokenizer
 from stree_pipelines.data.chat import ChatEncoder, show_mask
 from stree_pipelines.data.conversations import ReadReport, read_conversations
-from stree_pipelines.data.packing import Packing, TokenTable, count_rows, make_batch, pack
+from stree_pipelines.data.generated import is_generated, read_answers
+from stree_pipelines.data.packing import (
+    Packing,
+    TokenTable,
+    count_rows,
+    joined,
+    make_batch,
+    pack,
+    shared_out,
+)
 from stree_pipelines.training.teacher_cache import CachedTargets, TeacherCache
 
 Batch = dict[str, Any]
 CHUNK = 1024  # conversations encoded together
+MIX_STREAM = 1 << 40  # of random numbers; passes over the data have the small ones
 
 
 def tokenize(
-    sources: list[str], encoder: ChatEncoder, strict: bool = False, limit: int | None = None
-) -> tuple[TokenTable, list[ReadReport]]:
-    """All conversations of `sources` (at most `limit` over all) as one flat table, and what each
-    source gave. Raises `BadData` as `read_conversations` does."""
+    source: str,
+    tokenizer: Any,
+    encoder: ChatEncoder,
+    strict: bool = False,
+    limit: int | None = None,
+) -> tuple[TokenTable, ReadReport]:
+    """The conversations of a source (at most `limit`) as one flat table, and what it gave: those of
+    generate_data.py with the ids that they have there. Raises `BadData` as `read_conversations` and
+    `read_answers` do, and `CheckpointRefused` for generated data of another tokenizer."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
-    lengths: list[int] = []
-    reports: list[ReadReport] = []
-    for source in sources:
-        left = None if limit is None else limit - len(lengths)
-        if left == 0:
-            break
-        conversations, report = read_conversations(source, strict=strict, limit=left)
+    report = ReadReport(source)
+    if is_generated(source):
+        for ids, answer in read_answers(Path(source).expanduser(), fingerprint(tokenizer), limit):
+            tokens.append(ids)
+            masks.append(answer)
+        report.given = report.accepted = len(tokens)
+    else:
+        conversations, report = read_conversations(source, strict=strict, limit=limit)
         while chunk := list(islice(conversations, CHUNK)):
             for chat in encoder.encode([conversation.turns for conversation in chunk]):
                 tokens.append(chat.tokens)
                 masks.append(chat.assistant)
-                lengths.append(len(chat.tokens))
-        reports.append(report)
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), reports
+    offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+    return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), report
 
 
 @lru_cache(maxsize=4)  # every micro-batch of a pass asks for the same one
@@ -239,11 +255,13 @@ class ConversationDataModule(pl.LightningDataModule):
         template: str | None = None,
         strict: bool = False,
         limit: int | None = None,
+        mix: list[float] | None = None,
         num_valid_batches: int = 16,
     ):
         """
         Args:
-            train: JSONL(.gz) or Parquet file, folder, `datasets` name (`name:split`), or several.
+            train: JSONL(.gz) or Parquet file, folder (also of generate_data.py), `datasets` name
+                (`name:split`), or several.
             tokenizer: folder of the tokenizer, e.g. the target's checkpoint.
             valid: like `train`, for the validation loss; None for none.
             sequence_length: tokens in a packed row (T).
@@ -256,6 +274,8 @@ class ConversationDataModule(pl.LightningDataModule):
             template: chat template by name, .jinja file or text; default the tokenizer's own.
             strict: stop at the first bad row instead of skipping and counting it.
             limit: use at most this many training conversations.
+            mix: shares of the sources of `train` in the tokens that count for the loss; of a source
+                that has more, a part is used. Default: all of each.
             num_valid_batches: a validation has the rows of so many global batches.
         """
         super().__init__()
@@ -269,6 +289,15 @@ class ConversationDataModule(pl.LightningDataModule):
             raise UsageError(f"seed must not be negative, got {seed}")
         if limit is not None and limit < 1:
             raise UsageError(f"limit must be at least 1, or null for all, got {limit}")
+        num_sources = 1 if isinstance(train, str) else len(train)
+        if mix is not None and (num_sources < 2 or len(mix) != num_sources):
+            raise UsageError(
+                f"mix has {len(mix)} shares for {num_sources} sources in train: give one share to "
+                "each of two or more"
+            )
+        if any(share <= 0 for share in mix or ()):
+            raise UsageError(f"mix is {mix}, wanted shares above 0: leave out what is to have none")
+        self.mix = mix
         self.train_sources = [train] if isinstance(train, str) else list(train)
         self.valid_sources = [valid] if isinstance(valid, str) else list(valid or [])
         self.tokenizer_path = tokenizer
@@ -297,20 +326,51 @@ class ConversationDataModule(pl.LightningDataModule):
         pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((pad for pad in pads if pad is not None), 0)
         encoder = ChatEncoder(self.tokenizer, self.template)
-        self._train = self._prepare("train", self.train_sources, encoder, self.seed, self.limit)
+        if self.mix is None:
+            tables = self._read(self.train_sources, encoder, self.limit)
+        else:
+            tables = self._mixed(self.mix, encoder)
+        self._train = self._pack("train", self.train_sources, joined(tables), self.seed)
         if self.valid_sources:
-            self._valid = self._prepare("valid", self.valid_sources, encoder, None, None)
+            tables = self._read(self.valid_sources, encoder, None)
+            self._valid = self._pack("valid", self.valid_sources, joined(tables), None)
 
-    def _prepare(
-        self, name: str, sources: list[str], encoder: ChatEncoder, seed: int | None,
-        limit: int | None,
-    ) -> tuple[TokenTable, Packing]:  # fmt: skip
-        table, reports = tokenize(sources, encoder, self.strict, limit)
+    def _read(
+        self, sources: list[str], encoder: ChatEncoder, limit: int | None
+    ) -> list[TokenTable]:
+        """Of each source, as long as there are not `limit` conversations yet."""
+        tables: list[TokenTable] = []
+        for source in sources:
+            left = None if limit is None else limit - sum(map(len, tables))
+            if left == 0:
+                break
+            table, report = tokenize(source, self.tokenizer, encoder, self.strict, left)
+            rank_zero_info(str(report))
+            self.reports.append(report)
+            tables.append(table)
+        return tables
+
+    def _mixed(self, mix: list[float], encoder: ChatEncoder) -> list[TokenTable]:
+        """The sources in these shares; a limit is shared out in them, too."""
+        tables = []
+        for source, share in zip(self.train_sources, mix, strict=True):
+            limit = self.limit and math.ceil(self.limit * share / sum(mix))
+            tables += self._read([source], encoder, limit)
+        # Whatever the seed: a teacher cache is made once for all of them.
+        orders = [permutation(0, MIX_STREAM + n, len(table)) for n, table in enumerate(tables)]
+        parts = shared_out(tables, mix, orders)
+        for source, table, part in zip(self.train_sources, tables, parts, strict=True):
+            rank_zero_info(
+                f"{source}: {len(part):,} of {len(table):,} conversations are mixed in, "
+                f"{part.counted.sum():,} tokens that count"
+            )
+        return parts
+
+    def _pack(
+        self, name: str, sources: list[str], table: TokenTable, seed: int | None
+    ) -> tuple[TokenTable, Packing]:
         order = np.arange(len(table)) if seed is None else permutation(seed, 0, len(table))
         packing = pack(table, self.sequence_length, order)
-        self.reports += reports
-        for report in reports:
-            rank_zero_info(str(report))
         if not len(packing):
             raise BadData(
                 f"{', '.join(sources)}: no conversation has an assistant token within "

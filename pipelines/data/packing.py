@@ -32,6 +32,11 @@ class TokenTable:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
+    @property
+    def counted(self) -> NDArray[np.int64]:
+        """(samples,): the assistant's tokens of each."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.mask)])[self.offsets])
+
     @cached_property
     def sha256(self) -> str:
         """Of all tokens, masks and boundaries: what a fingerprint of the data is."""
@@ -39,6 +44,45 @@ class TokenTable:
         for array in (self.tokens, self.mask, self.offsets):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+
+def joined(tables: Sequence[TokenTable]) -> TokenTable:
+    """The samples of all, in order."""
+    if len(tables) == 1:
+        return tables[0]
+    lengths = np.concatenate([table.lengths for table in tables])
+    return TokenTable(
+        np.concatenate([table.tokens for table in tables]),
+        np.concatenate([table.mask for table in tables]),
+        np.cumsum([0, *lengths], dtype=np.int64),
+    )
+
+
+def chosen(table: TokenTable, samples: NDArray[np.int64]) -> TokenTable:
+    """Some of its samples."""
+    spans = [slice(table.offsets[each], table.offsets[each + 1]) for each in samples]
+    return TokenTable(
+        np.concatenate([table.tokens[span] for span in spans]),
+        np.concatenate([table.mask[span] for span in spans]),
+        np.cumsum([0, *table.lengths[samples]], dtype=np.int64),
+    )
+
+
+def shared_out(
+    tables: Sequence[TokenTable], shares: Sequence[float], orders: Sequence[NDArray[np.int64]]
+) -> list[TokenTable]:
+    """As much of each table as gives the assistant's tokens these shares, which need not sum to
+    one, and as much in all as the scarcest allows. Samples are taken in the given orders, and stay
+    in the table's own; each table gives one at least."""
+    counts = [table.counted for table in tables]
+    scale = min(each.sum() / share for each, share in zip(counts, shares, strict=True))
+    parts = []
+    for table, count, share, order in zip(tables, counts, shares, orders, strict=True):
+        # To the nearest sample: a table that gives all of it loses none to rounding.
+        passed = np.cumsum(count[order]) - count[order] / 2
+        taken = max(int(np.searchsorted(passed, share * scale)), 1)
+        parts.append(chosen(table, np.sort(order[:taken])))
+    return parts
 
 
 @dataclass(frozen=True)

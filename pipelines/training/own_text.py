@@ -54,7 +54,7 @@ class OwnText:
         return (
             f"{data}\nwarning: {' and '.join(reasons)}: loss and acceptance on the data can "
             "improve while τ, which is about the target's own text, falls. Go by the τ of "
-            "eval_spec.py, and distil on answers of the target itself"
+            "eval_spec.py, and distil on answers of the target itself (generate_data.py)"
         )
 
 

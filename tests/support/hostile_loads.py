@@ -23,6 +23,7 @@ from stree.tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.data.generated import read_answers
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.gate.baseline import Baseline
@@ -69,6 +70,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "report": lambda path: report.main([str(path)]),
     "baseline": baseline,
     "conversations": lambda path: list(read_conversations(path)[0]),
+    "generated data": lambda path: list(read_answers(path, fingerprint="f")),
     "prompts": lambda path: load_benchmark(str(path)),
 }
 

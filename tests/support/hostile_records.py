@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from hostile_files import (
     written,
 )
 
+from stree.files import publish_directory
+from stree_pipelines.data.generated import (
+    SPEC_NAME,
+    TABLE_NAME,
+    Answer,
+    GenerationSpec,
+    shard_path,
+    write_table,
+)
 from stree_pipelines.training.checkpointing import STATE_KEYS
 
 # Training state and profiles
@@ -135,6 +145,46 @@ def _(folder: Path) -> Path:
 def _(folder: Path) -> Path:
     written(folder, "saved/dataset_info.json", "[" * 1000)
     return written(folder, "saved/state.json", "3").parent
+
+
+def generated(folder: Path, content: str | bytes = "", **columns: Any) -> Path:
+    """Data as of generate_data.py, of one shard with one answer, whose manifest is true. Bytes take
+    the table's place, text that of generation.json."""
+    values = {
+        "target_sha256": "0", "drafter_sha256": None, "tokenizer_fingerprint": "f",
+        "vocab_size": 320, "prompts_sha256": "0", "num_prompts": 1, "samples": 1,
+        "temperatures": (1.0,), "top_k": 0, "top_p": 1.0, "max_new_tokens": 4, "tree": "root",
+        "seed": 0, "dtype": "float32", "shard_samples": 1,
+    }  # fmt: skip
+    spec, data = GenerationSpec(**values), folder / "data"
+    with publish_directory(shard_path(data, spec, 0), {"generation": spec.sha256}) as shard:
+        answer = Answer("0", 0, 0, 1.0, 0, [5], [7], "length", 1)
+        write_table(shard / TABLE_NAME, [replace(answer, **columns)])
+        if isinstance(content, bytes):
+            (shard / TABLE_NAME).write_bytes(content)
+    described = json.dumps(spec.to_dict())
+    written(data, SPEC_NAME, content if content and isinstance(content, str) else described)
+    return data
+
+
+@case("generated data nested 100,000 deep", "generated data", DATA, r"generation\.json cannot be")
+def _(folder: Path) -> Path:
+    return generated(folder, "[" * 100_000)
+
+
+@case("generated data of noise", "generated data", DATA, r"shard-00000-of-00001 cannot be read")
+def _(folder: Path) -> Path:
+    return generated(folder, b"PAR1" + bytes(range(256)) * 40 + b"PAR1")
+
+
+@case("generated data of ids that are none", "generated data", DATA, r"outside of a vocabulary")
+def _(folder: Path) -> Path:
+    return generated(folder, answer_tokens=[7, -1])
+
+
+@case("generated data without a token", "generated data", DATA, r"a token is missing")
+def _(folder: Path) -> Path:
+    return generated(folder, answer_tokens=[7, None])
 
 
 @case("prompts nested 100,000 deep", "prompts", DATA, r"prompts\.jsonl:1: it is nested too deep")

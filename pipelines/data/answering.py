@@ -1,0 +1,283 @@
+"""A target answers prompts, many at once and several times each, and its answers become shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stree.batch import BatchDecoder, Request
+from stree.errors import BadData, UsageError
+from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
+from stree.generation import GenerationConfig, GenerationOutput
+from stree.plain_data import parse_json
+from stree.tree import TokenTree
+from stree_pipelines.data.chat import chat_encoder
+from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations
+from stree_pipelines.data.generated import (
+    SPEC_NAME,
+    TABLE_NAME,
+    Answer,
+    GenerationSpec,
+    read_spec,
+    shard_path,
+    write_table,
+)
+from stree_pipelines.evaluation.benchmarks import load_benchmark
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.progress import EvaluationProgress
+
+COMPARED_TOKENS = 64  # of each answer, when speeds are compared
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target is to go on from; `number` is its place among all prompts of the source."""
+
+    id: str
+    number: int
+    tokens: list[int]
+
+
+def read_prompts(
+    source: str, tokenizer: Any, turn: str, limit: int | None = None, template: str | None = None
+) -> list[Prompt]:
+    """Prompts from conversations (as distill.py reads them), each asked as it stands before its
+    `turn` ("first" or "last") answer, or from a file of benchmark prompts (their first turn).
+
+    Raises NotFound, BadData, as the readers of both do.
+    """
+    encoder = chat_encoder(tokenizer, template)
+    return [
+        Prompt(name, number, encoder.encode_prompt(turns))
+        for number, (name, turns) in enumerate(_turns_of(source, turn, limit))
+    ]
+
+
+def _turns_of(source: str, turn: str, limit: int | None) -> Iterator[tuple[str, Sequence[Turn]]]:
+    if _holds_benchmark_prompts(Path(source)):
+        for prompt in load_benchmark(source, limit=limit).prompts:
+            yield prompt.id, [("user", prompt.turns[0])]
+        return
+    conversations, _ = read_conversations(source, limit=limit)
+    for conversation in conversations:
+        roles = [role for role, _ in conversation.turns]
+        end = roles.index("assistant") if turn == "first" else len(roles) - 1
+        yield conversation.id, conversation.turns[:end]
+
+
+def _holds_benchmark_prompts(path: Path) -> bool:
+    """Whether the first row has `turns`, which no conversation has."""
+    if not path.is_file() or not path.name.endswith(LINE_SUFFIXES) or path.suffix == ".gz":
+        return False
+    try:
+        with path.open("rb") as file:
+            row = parse_json(next((line for line in file if line.strip()), b"{}"))
+    except (OSError, ValueError):
+        return False  # whoever reads it says what is wrong
+    return isinstance(row, dict) and "turns" in row
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.number, prompt.tokens]).encode())
+    return digest.hexdigest()
+
+
+def that_fit(
+    prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, tree: TokenTree
+) -> list[Prompt]:
+    """Those whose answer has room in `max_length` tokens. Raises BadData when there is none."""
+    longest = max_length - max_new_tokens - tree.max_depth - 1
+    kept = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
+    if not kept:
+        raise BadData(
+            f"none of {len(prompts):,} prompts has at most {longest} tokens, which is what "
+            f"max_length {max_length} leaves for it: raise that, or lower max_new_tokens"
+        )
+    return kept
+
+
+def seed_of(seed: int, prompt: int, sample: int) -> int:
+    """A seed in [0, 2⁶³) that is a function of these three."""
+    digest = hashlib.sha256(f"{seed} {prompt} {sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def serve(
+    decoder: BatchDecoder, requests: Iterable[tuple[int, Request]]
+) -> Iterator[tuple[int, GenerationOutput]]:
+    """The outputs by the requests' keys, each as it ends; as many at once as there are rows.
+
+    Raises the error of a request that ends with one.
+    """
+    waiting = iter(requests)
+    served: dict[int, int] = {}
+    upcoming = next(waiting, None)
+    while upcoming is not None or served:
+        while upcoming is not None and decoder.num_free_rows:
+            key, request = upcoming
+            served[decoder.admit(request)] = key
+            upcoming = next(waiting, None)
+        for report in decoder.step():
+            if report.error is not None:
+                raise report.error
+            if report.finish_reason:
+                yield served.pop(report.row), decoder.release(report.row)
+
+
+@dataclass
+class Tally:
+    """Tokens, target calls and seconds of many answers. The first token of each comes with its
+    prompt and of no call."""
+
+    num_tokens: int = 0
+    num_called_tokens: int = 0
+    num_calls: int = 0
+    seconds: float = 0.0
+
+    def add(self, output: GenerationOutput) -> None:
+        self.num_tokens += len(output.tokens)
+        self.num_calls += output.stats.num_calls
+        self.num_called_tokens += output.stats.num_new_tokens
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.num_called_tokens / self.num_calls if self.num_calls else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else float("nan")
+
+
+class Generation:
+    """A folder of generated data in the making: what is to be in it, and what of it is there.
+
+    Raises UsageError when the folder holds other data.
+    """
+
+    def __init__(
+        self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt], tree: TokenTree
+    ) -> None:
+        self.folder, self.spec = Path(folder), spec
+        self.prompts, self.tree = prompts, tree
+        self._require_same_data()
+
+    def missing(self) -> list[int]:
+        shards = range(self.spec.num_shards)
+        return [shard for shard in shards if not self._path(shard).is_dir()]
+
+    def request(self, number: int) -> Request:
+        """Answer `number` of all, as the decoder is asked for it."""
+        prompt, sample = self._place(number)
+        generation = GenerationConfig(
+            max_new_tokens=self.spec.max_new_tokens,
+            temperature=self.spec.temperature(sample),
+            top_k=self.spec.top_k,
+            top_p=self.spec.top_p,
+            seed=seed_of(self.spec.seed, prompt.number, sample),
+        )
+        return Request(prompt.tokens, generation, self.tree)
+
+    def compare(
+        self, decoder: BatchDecoder, plain: BatchDecoder, count: int
+    ) -> tuple[Tally, Tally]:
+        """Speculation and plain decoding on the first `count` answers of at most `COMPARED_TOKENS`
+        tokens, in turns, two rounds each after one that does not count."""
+        requests = []
+        for number in range(min(count, self.spec.num_samples)):
+            request = self.request(number)
+            length = min(COMPARED_TOKENS, self.spec.max_new_tokens)
+            generation = replace(request.generation, max_new_tokens=length)
+            requests.append(replace(request, generation=generation))
+        root = TokenTree.chain(0, "root")
+        ways = (
+            (decoder, requests, Tally()),
+            (plain, [replace(each, tree=root) for each in requests], Tally()),
+        )
+        for is_counted in (False, True, True):
+            for way, asked, tally in ways:
+                since = time.perf_counter()
+                outputs = way.generate(asked)
+                if is_counted:
+                    tally.seconds += time.perf_counter() - since
+                    for output in outputs:
+                        tally.add(output)
+        return ways[0][2], ways[1][2]
+
+    def write(
+        self,
+        decoder: BatchDecoder,
+        workers: Workers,
+        made_with: Mapping[str, Any],
+        progress: EvaluationProgress,
+    ) -> Tally:
+        """Write this worker's share of the missing shards; nobody waits for anybody.
+
+        Requests of the next shard are admitted while the last ones of a shard go on. Raises
+        CannotWrite when the disk refuses, InvariantBroken when logits are not finite, OutOfMemory;
+        finished shards stay.
+        """
+        make_directory(self.folder)
+        sweep_leftovers(self.folder)
+        if workers.is_main or not (self.folder / SPEC_NAME).exists():
+            content = {**self.spec.to_dict(), "made_with": dict(made_with)}
+            write_atomically(self.folder / SPEC_NAME, json.dumps(content, indent=2) + "\n")
+        # Shared before looking what is there: all workers must divide the same list.
+        shares = workers.share(range(self.spec.num_shards))
+        mine = [shard for shard in shares if not self._path(shard).is_dir()]
+        numbers = [number for shard in mine for number in self.spec.rows(shard)]
+        finished: dict[int, dict[int, Answer]] = {shard: {} for shard in mine}
+        tally, since = Tally(), time.perf_counter()
+        requests = ((number, self.request(number)) for number in numbers)
+        with progress.task("answers", len(numbers)) as task:
+            for number, output in serve(decoder, requests):
+                shard = number // self.spec.shard_samples
+                finished[shard][number] = self._answer(number, output)
+                if len(finished[shard]) == len(self.spec.rows(shard)):
+                    self._publish(shard, finished.pop(shard))
+                tally.add(output)
+                tally.seconds = time.perf_counter() - since
+                task.advance(
+                    f"τ {tally.acceptance_length:.2f}  {tally.tokens_per_second:,.0f} tokens/s"
+                )
+        return tally
+
+    def _place(self, number: int) -> tuple[Prompt, int]:
+        prompt, sample = divmod(number, self.spec.samples)
+        return self.prompts[prompt], sample
+
+    def _answer(self, number: int, output: GenerationOutput) -> Answer:
+        prompt, sample = self._place(number)
+        return Answer(
+            prompt.id, prompt.number, sample, self.spec.temperature(sample),
+            seed_of(self.spec.seed, prompt.number, sample), prompt.tokens, output.tokens,
+            output.finish_reason, output.stats.num_calls,
+        )  # fmt: skip
+
+    def _publish(self, shard: int, answers: Mapping[int, Answer]) -> None:
+        rows = [answers[number] for number in self.spec.rows(shard)]
+        size = sum(4 * (len(each.prompt_tokens) + len(each.answer_tokens)) for each in rows)
+        extra = {"generation": self.spec.sha256, "shard": shard}
+        with publish_directory(self._path(shard), extra, needed_bytes=size) as folder:
+            write_table(folder / TABLE_NAME, rows)
+
+    def _path(self, shard: int) -> Path:
+        return shard_path(self.folder, self.spec, shard)
+
+    def _require_same_data(self) -> None:
+        found = read_spec(self.folder)
+        if found is None or found == self.spec:
+            return
+        old, new = found.to_dict(), self.spec.to_dict()
+        changed = [f"{name} was {old[name]!r}, now {new[name]!r}" for name in new
+                   if old[name] != new[name]]  # fmt: skip
+        raise UsageError(
+            f"{self.folder} holds other generated data ({'; '.join(changed)}): choose another "
+            "--out, or the old values"
+        )

@@ -1,0 +1,241 @@
+"""A target's own answers on disk: token ids as they were drawn, in shards that are whole or absent.
+
+    DIR/generation.json                    what they were made from and how
+    DIR/shard-00000-of-00012/              samples.parquet, MANIFEST.json
+
+A row is one answer: the prompt's ids and the answer's, exactly those that the target read and wrote
+(decoding and encoding them again gives others now and then), with its prompt, sample number,
+temperature and seed. A shard's rows are a function of generation.json and the prompts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree.errors import BadData, CheckpointRefused, UsageError
+from stree.files import verify_manifest
+from stree.models.checked_json import LARGEST
+from stree.plain_data import read_json
+from stree_pipelines.evaluation.records import config_hash
+
+SPEC_NAME, TABLE_NAME = "generation.json", "samples.parquet"
+VERSION = 1
+AGAIN = "run the same generate_data.py command to go on with it"
+# Rows of a shard that are read at once.
+BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """What decides every answer. Two folders of one spec hold the same tokens, up to rounding on
+    another device."""
+
+    target_sha256: str
+    drafter_sha256: str | None
+    tokenizer_fingerprint: str
+    vocab_size: int
+    prompts_sha256: str
+    num_prompts: int
+    samples: int
+    temperatures: tuple[float, ...]
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    tree: str
+    seed: int
+    dtype: str
+    shard_samples: int
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_new_tokens", "shard_samples"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, wanted at least 1")
+        if not self.temperatures:
+            raise UsageError("temperatures is empty, wanted at least one")
+        cycle = len(self.temperatures)
+        greedy = [place for place, each in enumerate(self.temperatures) if each == 0]
+        if sum((self.samples - place + cycle - 1) // cycle for place in greedy) > 1:
+            raise UsageError(
+                f"samples is {self.samples}, temperatures are "
+                f"{', '.join(f'{each:g}' for each in self.temperatures)} in turn: more than one "
+                "sample is greedy, which is the same answer again; give fewer samples, or more "
+                "temperatures"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.samples
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_samples // self.shard_samples)
+
+    def temperature(self, sample: int) -> float:
+        return self.temperatures[sample % len(self.temperatures)]
+
+    def rows(self, shard: int) -> range:
+        """Numbers of a shard's answers; answer n is sample n mod `samples` of its prompt."""
+        start = shard * self.shard_samples
+        return range(start, min(start + self.shard_samples, self.num_samples))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> GenerationSpec:
+        values = {each.name: content[each.name] for each in fields(cls)}
+        values["temperatures"] = tuple(values["temperatures"])
+        for name in ("num_prompts", "samples", "shard_samples", "vocab_size"):
+            if not isinstance(values[name], int) or not 0 <= values[name] <= LARGEST:
+                raise TypeError(f"{name} is {values[name]!r}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
+
+    @property
+    def sha256(self) -> str:
+        """What a shard says of the folder that it belongs to."""
+        return config_hash(self.to_dict())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row of a shard."""
+
+    prompt_id: str
+    prompt: int
+    sample: int
+    temperature: float
+    seed: int
+    prompt_tokens: Sequence[int]
+    answer_tokens: Sequence[int]
+    finish_reason: str
+    num_calls: int  # of the target, the prompt's reading left out
+
+
+def is_generated(source: str | Path) -> bool:
+    return (Path(source).expanduser() / SPEC_NAME).is_file()
+
+
+def shard_path(folder: Path, spec: GenerationSpec, shard: int) -> Path:
+    return folder / f"shard-{shard:05d}-of-{spec.num_shards:05d}"
+
+
+def read_spec(folder: Path) -> GenerationSpec | None:
+    """generation.json; None when there is none. BadData when it cannot be read."""
+    path = folder / SPEC_NAME
+    if not path.is_file():
+        return None
+    try:
+        content = read_json(path)
+        if content["version"] != VERSION:
+            raise ValueError(f"version {content['version']}, wanted {VERSION}")
+        return GenerationSpec.from_dict(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadData(
+            f"{path} cannot be read ({error}): copy the folder again, or make it anew"
+        ) from error
+
+
+def write_table(path: Path, answers: Sequence[Answer]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {name: [getattr(each, name) for each in answers] for name in _schema().names}
+    parquet.write_table(pyarrow.table(columns, schema=_schema()), path, compression="zstd")
+
+
+def read_answers(
+    folder: Path, fingerprint: str, limit: int | None = None
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    """Tokens (T,) and which of them are the answer's (T,), of the first `limit` answers or all.
+
+    Verifies each shard's bytes before it is read. Raises CheckpointRefused for another tokenizer
+    than the one with this fingerprint, BadData for a folder that is damaged or not finished.
+    """
+    spec = read_spec(folder)
+    assert spec is not None, "is_generated() comes first"
+    if spec.tokenizer_fingerprint != fingerprint:
+        raise CheckpointRefused(
+            f"{folder} was generated with another tokenizer or chat template "
+            f"({spec.tokenizer_fingerprint[:12]}…) than this run's ({fingerprint[:12]}…): its ids "
+            "would mean other words; use the target that wrote it, or generate with this one"
+        )
+    left = spec.num_samples if limit is None else min(limit, spec.num_samples)
+    for shard in range(spec.num_shards):
+        if left <= 0:
+            return
+        path = shard_path(folder, spec, shard)
+        for tokens, answer in _shard_rows(path, spec, shard):
+            yield tokens, answer
+            left -= 1
+            if left <= 0:
+                return
+
+
+def _shard_rows(
+    path: Path, spec: GenerationSpec, shard: int
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    if not path.is_dir():
+        raise BadData(f"{path} is missing, the data is not finished: {AGAIN}")
+    try:
+        manifest = verify_manifest(path)
+        if manifest.get("generation") != spec.sha256:
+            raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
+        with parquet.ParquetFile(path / TABLE_NAME) as file:
+            found, wanted = file.schema_arrow, _schema()
+            if not found.equals(wanted):
+                raise BadData(f"{path} has other columns than {', '.join(wanted.names)}: {AGAIN}")
+            if file.metadata.num_rows != len(spec.rows(shard)):
+                raise BadData(f"{path} has {file.metadata.num_rows} rows: delete it, and {AGAIN}")
+            columns = ["prompt_tokens", "answer_tokens"]
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+                for prompt, answer in zip(*map(_lists, batch.columns), strict=True):
+                    yield _checked(path, spec, prompt, answer)
+    except CheckpointRefused as error:
+        raise BadData(f"{error}. In generated data: delete that folder, and {AGAIN}") from error
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        if isinstance(error, BadData):
+            raise
+        raise BadData(f"{path} cannot be read ({error}): delete it, and {AGAIN}") from error
+
+
+def _checked(
+    path: Path, spec: GenerationSpec, prompt: NDArray[np.int32], answer: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    tokens = np.concatenate([prompt, answer])
+    is_whole = len(prompt) > 0 and len(answer) > 0
+    if not is_whole or not 0 <= tokens.min() <= tokens.max() < spec.vocab_size:
+        raise BadData(
+            f"{path} holds an empty text, or ids outside of a vocabulary of {spec.vocab_size}: "
+            f"delete it, and {AGAIN}"
+        )
+    return tokens, np.arange(len(tokens)) >= len(prompt)
+
+
+def _lists(column: Any) -> list[NDArray[np.int32]]:
+    """The rows of a list column; an absent one is empty."""
+    values = column.flatten()
+    if values.null_count:
+        raise ValueError("a token is missing")
+    ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy())
+    return np.split(values.to_numpy(), ends)[:-1]
+
+
+def _schema() -> Any:
+    import pyarrow
+
+    tokens = pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema([
+        ("prompt_id", pyarrow.string()), ("prompt", pyarrow.int64()), ("sample", pyarrow.int32()),
+        ("temperature", pyarrow.float64()), ("seed", pyarrow.int64()), ("prompt_tokens", tokens),
+        ("answer_tokens", tokens), ("finish_reason", pyarrow.string()),
+        ("num_calls", pyarrow.int32()),
+    ])  # fmt: skip

@@ -1,0 +1,197 @@
+"""Let a target answer prompts itself: data that a drafter meets when it drafts.
+
+    python pipelines/generate_data.py --target checkpoints/python-docs-hybrid \\
+        --drafter runs/quickstart/drafter/latest --prompts data/python-docs/train.jsonl \\
+        --samples 2 --temperatures 0 1 --out data/own
+    python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
+        --data.train data/own --run_dir runs/own
+
+The drafter speeds the target up and does not change what it writes. The same command again goes on
+where it was stopped; several processes (accelerate launch, torchrun, srun) share the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import stree.threads  # noqa: F401  (before torch is loaded)
+
+import torch
+
+from stree.batch import BatchDecoder
+from stree.checkpoint_identity import checkpoint_sha256
+from stree.errors import UsageError, exit_with_reason
+from stree.models.convert import load_config, load_model
+from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
+from stree.tree import TokenTree
+from stree_pipelines.command_line import CommandParser, input_path
+from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
+from stree_pipelines.data.generated import GenerationSpec
+from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, require_writable
+from stree_pipelines.estimates import cache_bytes, num_parameters
+from stree_pipelines.evaluation.context import Workers, pick_device, pick_dtype
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.training.run_folder import describe_code
+
+SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
+
+
+def build_parser() -> CommandParser:
+    """Options; each is also a key of the YAML file given with --config."""
+    parser = CommandParser("generate_data.py", description=__doc__)
+    add = parser.add_argument
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--target", type=str, required=True, help="folder of the target")
+    add("--drafter", type=str | None, help="folder of a drafter of it (default: plain decoding)")
+    add("--prompts", type=str, required=True,
+        help="conversations as distill.py reads them (their own answers are left out), or JSONL of "
+        "benchmark prompts")  # fmt: skip
+    add("--out", type=str, required=True, help="folder of the answers")
+    add("--turn", type=str, choices=["first", "last"], default="first",
+        help="which answer of a conversation the target gives")  # fmt: skip
+    add("--limit", type=int | None, help="first so many prompts (default: all)")
+    add("--samples", type=int, default=1, help="answers to each prompt")
+    add("--temperatures", type=float, nargs="+", default=[1.0],
+        help="of the samples of a prompt, in turn; 0 is greedy")  # fmt: skip
+    add("--top_k", "--top-k", type=int, default=0, help="0 for all tokens")
+    add("--top_p", "--top-p", type=float, default=1.0, help="1 for all tokens")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
+    add("--max_length", "--max-length", type=int, default=2048,
+        help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
+    add("--tree", type=str, default="paper", help="that the drafter fills: name or YAML file")
+    add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
+    add("--chat_template", "--chat-template", type=str | None,
+        help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of sampling, together with prompt and sample")
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--shard_samples", "--shard-samples", type=int, default=1024,
+        help="answers in a shard: what a kill loses at most")  # fmt: skip
+    add("--compare", type=int, default=16,
+        help="answers on which the drafter's gain in speed is measured first, or 0")  # fmt: skip
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments).as_dict()
+    for name in ("target", "drafter", "prompts", "chat_template", "tree"):
+        options[name] = options[name] and input_path(options[name])
+    workers = Workers.unconnected()
+    progress = EvaluationProgress(enabled=workers.is_main)
+    generation = plan(options, progress)
+    spec, missing = generation.spec, generation.missing()
+    progress.say(
+        f"{options['out']}: {spec.num_prompts:,} prompts, {spec.samples} answers each; "
+        f"{spec.num_shards - len(missing)} of {spec.num_shards} shards are there"
+    )
+    device, dtype = pick_device(options["device"]), pick_dtype(options["dtype"])
+    if options["dry_run"]:
+        require_writable(options["out"])
+        describe(options, generation, device.type == "cuda", dtype)
+        return
+    if not missing:
+        return
+    tokenizer = load_tokenizer(options["target"])
+    target = load_model(options["target"], device, dtype)
+    drafter = options["drafter"] and load_model(options["drafter"], device, dtype)
+    sizes: dict[str, Any] = dict(
+        num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
+    )
+    decoder = BatchDecoder(target, drafter, generation.tree, **sizes)
+    made_with: dict[str, Any] = {
+        **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
+    }  # fmt: skip
+    if drafter is not None and options["compare"] > 0 and workers.is_main:
+        plain = BatchDecoder(target, **sizes)
+        ways = generation.compare(decoder, plain, options["compare"])
+        del plain
+        progress.say(comparison_line(*ways))
+        made_with["compared"] = {
+            name: asdict(each) for name, each in zip(("speculation", "plain"), ways, strict=True)
+        }
+    tally = generation.write(decoder, workers, made_with, progress)
+    left = len(generation.missing())
+    state = f"{left} shards are others'" if left else f"all {spec.num_shards} shards are there"
+    progress.say(
+        f"{options['out']}: {tally.num_tokens:,} tokens in {tally.seconds:.0f} s, "
+        f"{tally.tokens_per_second:,.0f} a second, τ {tally.acceptance_length:.2f}; {state}"
+    )
+
+
+def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
+    """Whatever can be refused is refused here, before a model is loaded."""
+    if options["compare"] < 0:
+        raise UsageError(f"compare is {options['compare']}, wanted 0 or more")
+    if options["limit"] is not None and options["limit"] < 1:
+        raise UsageError(f"limit is {options['limit']}, wanted at least 1 prompt")
+    target, drafter = options["target"], options["drafter"]
+    config = load_config(target)
+    tokenizer = load_tokenizer(target)
+    if drafter is not None:
+        require_same_tokenizer(target, drafter)
+        load_config(drafter)
+    tree = TokenTree.load(options["tree"]) if drafter else TokenTree.chain(0, "root")
+    prompts = read_prompts(
+        options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
+    )
+    kept = that_fit(prompts, options["max_length"], options["max_new_tokens"], tree)
+    if len(kept) < len(prompts):
+        progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
+    spec = GenerationSpec(
+        target_sha256=checkpoint_sha256(target),
+        drafter_sha256=None if drafter is None else checkpoint_sha256(drafter),
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        vocab_size=config.vocab_size,
+        prompts_sha256=prompts_sha256(kept),
+        num_prompts=len(kept),
+        temperatures=tuple(options["temperatures"]),
+        tree=f"{tree.name} {tree.parents}",
+        **{name: options[name] for name in (
+            "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
+        )},
+    )  # fmt: skip
+    generation = Generation(options["out"], spec, kept, tree)
+    for sample in range(min(spec.samples, len(spec.temperatures))):
+        generation.request(sample)  # refuses settings that no decoding could use
+    return generation
+
+
+def describe(
+    options: dict[str, Any], generation: Generation, on_cuda: bool, dtype: torch.dtype
+) -> None:
+    """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
+    spec, nodes = generation.spec, generation.tree.num_nodes
+    models = {name: load_config(options[name]) for name in ("target", "drafter") if options[name]}
+    needs: dict[str, int] = {}
+    for name, config in models.items():
+        print(model_line(name, config))
+        needs[name] = dtype.itemsize * num_parameters(config)
+        rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
+        needs[f"{name}'s caches"] = rows
+    if options["drafter"] and options["compare"]:
+        plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
+        needs["plain decoding's caches"] = plain * options["num_rows"]
+    memory = MemoryNeeds(needs, on_cuda)
+    print(memory)
+    ids = sum(len(each.tokens) for each in generation.prompts) * spec.samples
+    most = 4 * (ids + spec.num_samples * spec.max_new_tokens)
+    print(require_disk(options["out"], {"answers, uncompressed, at most": most}), flush=True)
+    memory.require(SMALLER)
+
+
+def comparison_line(speculation: Tally, plain: Tally) -> str:
+    ratio = speculation.tokens_per_second / plain.tokens_per_second
+    line = (
+        f"on a sample: {speculation.tokens_per_second:,.0f} tokens/s with the drafter (τ "
+        f"{speculation.acceptance_length:.2f}), {plain.tokens_per_second:,.0f} without, "
+        f"{ratio:.2f}×"
+    )
+    if ratio < 1:
+        return f"{line}: leave --drafter out, plain decoding is faster here"
+    return line
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,384 @@
+"""Answers of a target as training data: what is written, how a stopped command goes on, and how a
+training takes it.
+
+In fp64, so that which requests share a batch cannot round a token to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from damage import flip_last_byte
+from pyarrow import parquet
+from tiny_run import distill_arguments, make_workspace, metric_rows, write_conversations
+
+from stree import Decoder, GenerationConfig
+from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
+from stree.models.convert import load_model, save_model
+from stree.models.slicing import slice_drafter
+from stree.tokenizer import load_tokenizer
+from stree_pipelines import cache_teacher, distill, generate_data
+from stree_pipelines.data import answering
+from stree_pipelines.data.answering import seed_of
+from stree_pipelines.data.chat import encode_prompt
+from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.data.datamodule import ConversationDataModule
+from stree_pipelines.data.generated import GenerationSpec
+from stree_pipelines.data.packing import TokenTable, shared_out
+
+NUM_PROMPTS, TEMPERATURES = 6, (0.0, 0.7, 1.0)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
+    target = load_model(folder / "target")
+    save_model(slice_drafter(target), folder / "drafter", load_tokenizer(folder / "target"))
+    return folder
+
+
+def arguments(workspace: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "--target", str(workspace / "target"), "--drafter", str(workspace / "drafter"),
+        "--prompts", str(workspace / "train.jsonl"), "--limit", str(NUM_PROMPTS),
+        "--samples", "3", "--temperatures", *map(str, TEMPERATURES), "--max_new_tokens", "12",
+        "--max_length", "128", "--num_rows", "4", "--shard_samples", "5", "--seed", "7",
+        "--dtype", "float64", "--device", "cpu", "--compare", "0", "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+def generate(workspace: Path, out: Path, *more: str) -> Path:
+    generate_data.main(arguments(workspace, out, *more))
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(workspace, tmp_path_factory) -> Path:
+    return generate(workspace, tmp_path_factory.mktemp("whole") / "data")
+
+
+def rows_of(folder: Path) -> list[dict]:
+    shards = sorted(folder.glob("shard-*/samples.parquet"))
+    return [row for shard in shards for row in parquet.read_table(shard).to_pylist()]
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("shard-*/*"))
+    }
+
+
+def data_of(workspace: Path, train, **changes) -> ConversationDataModule:
+    options = {"sequence_length": 64, "batch_size": 2, **changes}
+    data = ConversationDataModule(train, str(workspace / "target"), **options)
+    data.setup()
+    return data
+
+
+# What is written
+
+
+def test_every_answer_is_what_its_request_gets_alone(workspace, whole):
+    target = load_model(workspace / "target", dtype=torch.float64)
+    tokenizer = load_tokenizer(workspace / "target")
+    conversations = list(read_conversations(workspace / "train.jsonl", limit=NUM_PROMPTS)[0])
+    rows = rows_of(whole)
+    assert [(row["prompt"], row["sample"]) for row in rows] == [
+        (prompt, sample) for prompt in range(NUM_PROMPTS) for sample in range(3)
+    ]
+    plain = Decoder(target, max_length=128, tokenizer=tokenizer)
+    for row in rows:
+        conversation = conversations[row["prompt"]]
+        assert row["prompt_id"] == conversation.id
+        assert row["prompt_tokens"] == encode_prompt(tokenizer, conversation.turns[:1])
+        assert row["temperature"] == TEMPERATURES[row["sample"]]
+        assert row["seed"] == seed_of(7, row["prompt"], row["sample"])
+        assert 1 <= len(row["answer_tokens"]) <= 12
+        ended = row["answer_tokens"][-1] in target.config.eos_token_ids
+        assert row["finish_reason"] == ("eos" if ended else "length")
+        if row["temperature"] == 0:
+            generation = GenerationConfig(max_new_tokens=12)
+            assert plain.generate(row["prompt_tokens"], generation).tokens == row["answer_tokens"]
+    sampled = [tuple(row["answer_tokens"]) for row in rows if row["temperature"]]
+    assert len(set(sampled)) > NUM_PROMPTS  # samples of a prompt differ
+    alone = generate(workspace, whole.parent / "alone", "--num_rows", "1")
+    assert rows_of(alone) == rows
+
+
+def test_the_folder_says_what_made_it(workspace, whole):
+    content = json.loads((whole / "generation.json").read_text())
+    assert content["num_prompts"] == NUM_PROMPTS and content["temperatures"] == list(TEMPERATURES)
+    assert len(content["target_sha256"]) == len(content["drafter_sha256"]) == 64
+    assert content["made_with"]["prompts"] == str(workspace / "train.jsonl")
+    assert {"git_sha", "versions"} <= content["made_with"].keys()
+
+
+def test_seeds_are_a_function_of_seed_prompt_and_sample():
+    assert seed_of(0, 1, 2) == int(hashlib.sha256(b"0 1 2").hexdigest()[:16], 16) >> 1
+    seeds = {seed_of(seed, n, k) for seed in range(3) for n in range(30) for k in range(12)}
+    assert len(seeds) == 3 * 30 * 12 and max(seeds) < 2**63
+
+
+def test_prompts_of_benchmarks_and_of_later_turns(workspace, tmp_path):
+    tokenizer = load_tokenizer(workspace / "target")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('\n{"id": "a", "turns": ["What is 3 plus 4?", "And 5?"]}\n')
+    (prompt,) = answering.read_prompts(str(asked), tokenizer, "first")
+    assert (prompt.id, prompt.number) == ("a", 0)
+    assert prompt.tokens == encode_prompt(tokenizer, [("user", "What is 3 plus 4?")])
+    turns = [("user", "1 plus 1?"), ("assistant", "2"), ("user", "2 plus 2?"), ("assistant", "4")]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": r, "content": t} for r, t in turns]}))
+    for turn, end in (("first", 1), ("last", 3)):
+        (prompt,) = answering.read_prompts(str(chats), tokenizer, turn)
+        assert prompt.tokens == encode_prompt(tokenizer, turns[:end])
+
+
+# Going on
+
+
+def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    original = answering.serve
+    for stop_after in (3, 4, 6):
+
+        def serve(*given, stop_after=stop_after):
+            for done, each in enumerate(original(*given)):
+                if done == stop_after:
+                    raise KeyboardInterrupt
+                yield each
+
+        monkeypatch.setattr(answering, "serve", serve)
+        with pytest.raises(KeyboardInterrupt):
+            generate(workspace, out)
+        (out / ".tmp-1-00000000-elsewhere").mkdir(exist_ok=True)  # of a writer that was killed
+    there = shards_of(out)
+    assert 0 < len(there) < len(shards_of(whole))
+    monkeypatch.setattr(answering, "serve", original)
+    generate(workspace, out)
+    assert shards_of(out) == shards_of(whole)
+    assert there.items() <= shards_of(out).items()
+
+
+def test_what_is_there_is_not_made_again(workspace, whole, monkeypatch, capsys):
+    monkeypatch.setattr(generate_data, "load_model", None)
+    generate(workspace, whole)
+    assert "4 of 4 shards are there" in capsys.readouterr().err
+
+
+def test_processes_share_the_shards_and_need_not_meet(workspace, whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, left in (("1", 2), ("0", 0)):
+        monkeypatch.setenv("RANK", rank)
+        generate(workspace, tmp_path / "data")
+        assert len(list((tmp_path / "data").glob("shard-*"))) == 4 - left
+    assert shards_of(tmp_path / "data") == shards_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seed", "8"], "holds other generated data .*seed was 7, now 8"),
+        (["--samples", "4", "--out", "new"], "samples is 4, temperatures are 0, 0.7, 1 in tu"),
+        (["--temperatures", "-1", "--out", "new"], "temperature is -1.0, wanted 0"),
+        (["--samples", "0", "--out", "new"], "samples is 0, wanted at least 1"),
+        (["--top_p", "2", "--out", "new"], "top_p is 2.0"),
+        (["--compare", "-1"], "compare is -1, wanted 0 or more"),
+        (["--limit", "0"], "limit is 0, wanted at least 1"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(options, message, workspace, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate_data, "load_model", None)
+    with pytest.raises(UsageError, match=message):
+        generate(workspace, whole, *options)
+
+
+def test_prompts_without_room_are_left_out_or_refused(workspace, tmp_path, capsys):
+    with pytest.raises(BadData, match="none of 6 prompts has at most 0 tokens"):
+        generate(workspace, tmp_path / "data", "--max_length", "17")
+    asked = tmp_path / "asked.jsonl"
+    turns = ["What is 3 plus 4?", "What is 3 plus 4? " * 9, "What is 5 plus 6?"]
+    rows = [json.dumps({"id": str(n), "turns": [turn]}) + "\n" for n, turn in enumerate(turns)]
+    asked.write_text("".join(rows))
+    given = ("--prompts", str(asked), "--samples", "1", "--max_length", "60")
+    generate(workspace, tmp_path / "data", *given)
+    assert "1 prompts are left out" in capsys.readouterr().err
+    kept = [(row["prompt_id"], row["prompt"], row["seed"]) for row in rows_of(tmp_path / "data")]
+    assert kept == [(str(n), n, seed_of(7, n, 0)) for n in (0, 2)]
+
+
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(workspace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate_data, "load_model", None)
+    generate(workspace, tmp_path / "data", "--dry_run")
+    said = capsys.readouterr()
+    assert "6 prompts, 3 answers each; 0 of 4 shards are there" in said.err
+    assert "memory: about" in said.out and "disk: " in said.out and "drafter's caches" in said.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
+    generate(workspace, tmp_path / "data", "--compare", "2")
+    said = capsys.readouterr().err
+    assert "on a sample: " in said and " without, " in said
+    assert "answers  18/18  τ " in said and "tokens/s  ETA 0:00" in said
+    assert "all 4 shards are there" in said
+    compared = json.loads((tmp_path / "data/generation.json").read_text())["made_with"]["compared"]
+    drafted, plain = compared["speculation"], compared["plain"]
+    assert drafted["num_tokens"] == plain["num_tokens"] > 0
+    assert drafted["num_calls"] < plain["num_calls"] == plain["num_called_tokens"]
+
+
+def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path):
+    given = arguments(workspace, tmp_path / "data", "--samples", "1")
+    at = given.index("--drafter")
+    generate_data.main(given[:at] + given[at + 2 :])
+    greedy = [row["answer_tokens"] for row in rows_of(whole) if row["temperature"] == 0]
+    assert [row["answer_tokens"] for row in rows_of(tmp_path / "data")] == greedy
+
+
+# As data
+
+
+def test_a_training_gets_the_very_tokens_and_learns_the_answers(workspace, whole):
+    table = data_of(workspace, str(whole)).tables["train"]
+    rows = rows_of(whole)
+    assert len(table) == len(rows)
+    for n, row in enumerate(rows):
+        part = slice(table.offsets[n], table.offsets[n + 1])
+        assert table.tokens[part].tolist() == row["prompt_tokens"] + row["answer_tokens"]
+        counted = [False] * len(row["prompt_tokens"]) + [True] * len(row["answer_tokens"])
+        assert table.mask[part].tolist() == counted
+    few = data_of(workspace, str(whole), limit=7).tables["train"]
+    assert len(few) == 7 and few.tokens.tolist() == table.tokens[: len(few.tokens)].tolist()
+
+
+def test_a_distillation_and_a_teacher_cache_take_it_beside_chats(workspace, whole, tmp_path):
+    sources = json.dumps([str(whole), str(workspace / "train.jsonl")])
+    more = ("--data.train", sources, "--data.mix", "[0.5,0.5]")
+    cache_teacher.main([
+        "--model.target", str(workspace / "target"), *more, "--data.sequence_length", "64",
+        "--device", "cpu", "--top_k", "8", "--out", str(tmp_path / "cache"),
+    ])  # fmt: skip
+    cached = ("--model.teacher_cache", str(tmp_path / "cache"), "--data.valid", "null")
+    seed = ("--seed_everything", "3")  # the mix does not depend on it
+    run = tmp_path / "run"
+    distill.main(distill_arguments(workspace, run, *more, *cached, *seed, steps=2))
+    assert len([row for row in metric_rows(run) if row["loss"]]) == 2
+
+
+def test_a_mix_has_its_shares_of_the_tokens_that_count(workspace, tmp_path):
+    write_conversations(tmp_path / "other.jsonl", count=200)
+    sources = [str(workspace / "train.jsonl"), str(tmp_path / "other.jsonl")]
+    first, second = (data_of(workspace, source).tables["train"] for source in sources)
+    mixed = data_of(workspace, sources, mix=[3.0, 1.0]).tables["train"]
+    assert mixed.sha256 == data_of(workspace, sources, mix=[0.75, 0.25], seed=5).tables[
+        "train"].sha256  # fmt: skip
+    own = mixed.tokens[: len(first.tokens)]
+    np.testing.assert_array_equal(own, first.tokens)  # the scarce one is used whole
+    rest = mixed.mask[len(first.tokens) :].sum()
+    assert rest == pytest.approx(first.mask.sum() / 3, abs=int(second.counted.max()))
+    limited = data_of(workspace, sources, mix=[3.0, 1.0], limit=20).tables["train"]
+    assert 15 <= len(limited) <= 20
+
+
+def test_shares_are_taken_in_the_given_order():
+    table = TokenTable(
+        np.arange(12, dtype=np.int32), np.ones(12, dtype=bool), np.arange(0, 13, 2, dtype=np.int64)
+    )
+    few = TokenTable(
+        np.arange(3, dtype=np.int32), np.ones(3, dtype=bool), np.array([0, 3], dtype=np.int64)
+    )
+    orders = [np.array([4, 1, 5, 0, 2, 3]), np.array([0])]
+    part, rest = shared_out([table, few], [2.0, 1.0], orders)
+    assert part.tokens.tolist() == [2, 3, 8, 9, 10, 11]  # samples 1, 4 and 5
+    assert rest.tokens.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [([0.5], "1 shares for 2 sources"), ([0.5, 0.0], "wanted shares above 0")],
+)
+def test_a_mix_that_makes_no_sense_is_refused(mix, message, workspace, whole):
+    with pytest.raises(UsageError, match=message):
+        data_of(workspace, [str(whole), str(workspace / "train.jsonl")], mix=mix)
+    with pytest.raises(UsageError, match="for 1 sources"):
+        data_of(workspace, str(whole), mix=[1.0])
+
+
+def test_another_tokenizer_is_refused(workspace, whole, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(workspace / "target", other)
+    (other / "MANIFEST.json").unlink()
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# #}")
+    data = ConversationDataModule(str(whole), str(other))
+    with pytest.raises(
+        CheckpointRefused, match=r"with another tokenizer or chat template \("
+    ) as no:
+        data.setup()
+    assert "\n" not in str(no.value)
+    with pytest.raises(CheckpointRefused, match="does not use the tokenizer of the target"):
+        generate(workspace, tmp_path / "data", "--target", str(other))
+    with pytest.raises(NotFound):
+        generate(workspace, tmp_path / "data", "--target", "nowhere")
+
+
+# Damage
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def refuses(workspace: Path, folder: Path, message: str) -> None:
+    with pytest.raises(BadData, match=message) as refused:
+        data_of(workspace, str(folder))
+    assert refused.value.exit_code == 65
+
+
+def shard(folder: Path, number: int = 1) -> Path:
+    return folder / f"shard-{number:05d}-of-00004"
+
+
+def test_damage_is_found_before_training(workspace, copied):
+    flip_last_byte(shard(copied) / "samples.parquet")
+    refuses(workspace, copied, r"samples\.parquet .*delete that folder, and run the same gene")
+    shutil.rmtree(shard(copied))
+    refuses(workspace, copied, r"shard-00001-of-00004 is missing, the data is not finished")
+    shutil.copytree(shard(copied, 2), shard(copied))
+    shutil.rmtree(shard(copied, 3))
+    shutil.copytree(shard(copied, 0), shard(copied, 3))
+    refuses(workspace, copied, "shard-00003-of-00004 has 5 rows")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "version 2, wanted 1"),
+        ({"num_prompts": 10**30}, "num_prompts is 1000"),
+        ({"samples": "3"}, "samples is '3'"),
+        ({"temperatures": 1}, "not iterable"),
+        ({"seed": 8}, "belongs to other data"),
+    ],
+)
+def test_a_description_of_another_form_is_refused(changes, reason, workspace, copied):
+    content = json.loads((copied / "generation.json").read_text())
+    (copied / "generation.json").write_text(json.dumps({**content, **changes}))
+    refuses(workspace, copied, reason)
+
+
+def test_greedy_samples_are_counted_without_listing_them():
+    values = dict.fromkeys(GenerationSpec.__dataclass_fields__, 1)
+    spec = GenerationSpec(**{**values, "temperatures": (1.0,) * 5 + (0.0,), "samples": 11})
+    assert [spec.temperature(n) for n in range(11)].count(0) == 1
+    with pytest.raises(UsageError, match="more than one sample is greedy"):
+        GenerationSpec(**{**values, "temperatures": (0.0, 1.0), "samples": 2**31})
