@@ -136,8 +136,10 @@ class Distillation(Training):
         """Tokens are weighed for the gradient only: a validation is about all of them alike."""
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         mask = shift_left(self.counted_mask(batch))
+        # The target's before the drafter's, whose activations stay for the backward pass.
+        target_hidden = self._target_hidden(batch)
         hidden, head = self.exported.hidden_states(tokens, segment_ids), self.exported.head_weight
-        teacher = self._teacher(batch, mask, hidden)
+        teacher = self._teacher(batch, mask, hidden, target_hidden)
         options: dict[str, Any] = dict(
             divergence=self.loss_config.divergence,
             temperature=self.temperature,
@@ -156,12 +158,20 @@ class Distillation(Training):
         num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
         return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
 
-    def _teacher(self, batch: Batch, mask: Tensor, hidden: Tensor) -> Teacher:
-        """Of the tokens that count."""
+    def _target_hidden(self, batch: Batch) -> Tensor | None:
+        """(B, T, D) of a live target."""
         if self.frozen is None:
-            return TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
+            return None
         inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
-        target_hidden = self.frozen.hidden_states(inputs, hidden.device)
+        return self.frozen.hidden_states(inputs, batch["tokens"].device)
+
+    def _teacher(
+        self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None
+    ) -> Teacher:
+        """Of the tokens that count."""
+        if target_hidden is None:
+            return TopK(*(batch[f"teacher_{part}"] for part in ("ids", "log_probs", "log_tail")))
+        assert self.frozen is not None
         head = self.frozen.head_weight
         return live_teacher(target_hidden, head, mask, hidden, self.temperature)
 

@@ -18,8 +18,8 @@ from stree_pipelines.training.losses import MeasuredRows
 def token_weights(
     config: LossConfig, mask: Tensor, drafter: MeasuredRows, reference: MeasuredRows | None
 ) -> Tensor:
-    """(B, T) fp32: 0 outside `mask` (B, T) bool, and of mean 1 inside, so that each micro-batch has
-    the share in a step that its tokens have.
+    """(B, T) fp32, 0 outside `mask` (B, T) bool. A token's reach depends on its own sequence alone,
+    so it is the same however a step's rows are shared out; which tokens are chosen is not.
 
     reference: of the drafter that `config.reference` names, with the same target and divergence.
     """
@@ -28,8 +28,9 @@ def token_weights(
         weights = weights * reach(drafter.chance, mask, config.reach_depth)
     if reference is not None:
         gap = drafter.divergence - reference.divergence
-        weights = weights * largest(gap, mask, config.kept_share)
-    return weights * (mask.sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny))
+        # Those that count stand for all, so that the step keeps its size.
+        weights = weights * largest(gap, mask, config.kept_share) / config.kept_share
+    return weights
 
 
 def reach(chance: Tensor, mask: Tensor, depth: int) -> Tensor:

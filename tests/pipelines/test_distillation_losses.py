@@ -60,7 +60,7 @@ def test_a_drafter_goes_on_with_another_loss_and_chosen_tokens(workspace, traine
         "0.1", "--model.optimizer.lr", "1e-9", steps=2,
     ))  # fmt: skip
     first = metric_rows(tmp_path)[0]
-    # A step of no size leaves the drafter where it was: the weights have mean one, and differ.
+    # A step of no size leaves the drafter where it was. Weighed, tv is not that of all tokens.
     tv, accepted = float(first["divergence"]), float(first["simulated_acceptance"])
     assert tv != pytest.approx(1 - accepted, abs=1e-4)
     whole = float(first["divergence"]) + 0.1 * float(first["cross_entropy"])
@@ -109,6 +109,16 @@ def test_weights_are_for_the_gradient_and_not_for_what_is_compared(loss, workspa
         )
     weights = token_weights(loss, mask, rows, reference)
     torch.testing.assert_close(terms.loss, (weights * rows.divergence).sum() / normalizer)
+
+
+@pytest.mark.parametrize("kind", ["lk", "cover"])
+def test_reach_is_the_same_however_a_step_s_rows_are_shared(kind, workspace):
+    module = Distillation(str(workspace / "target"), loss=LossConfig(kind, reach_depth=4))
+    batch = a_batch()
+    normalizer = torch.tensor(31.0)
+    halves = [{name: each[row : row + 1] for name, each in batch.items()} for row in range(2)]
+    parts = sum(module.loss_terms(half, normalizer).loss for half in halves)
+    torch.testing.assert_close(module.loss_terms(batch, normalizer).loss, parts)
 
 
 def test_a_dry_run_counts_the_reference(workspace, trained, tmp_path, capsys):

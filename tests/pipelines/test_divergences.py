@@ -310,21 +310,21 @@ def test_the_largest_gaps_are_kept():
     assert not largest(values, torch.zeros_like(mask), 0.4).any()
 
 
-def test_weights_have_mean_one_over_the_tokens_that_count():
+def test_chosen_tokens_stand_for_all_and_are_weighed_by_reach():
     torch.manual_seed(0)
     mask = torch.rand(3, 40) < 0.6
     drafter, reference = (MeasuredRows(*torch.rand(3, 3, 40)) for _ in range(2))
-    config = LossConfig(reference="r", keep=0.25, reach_depth=4)
-    weights = token_weights(config, mask, drafter, reference)
-    assert weights.sum() == pytest.approx(mask.sum().item(), rel=1e-5)
-    assert not weights[~mask].any()
+    selected = token_weights(LossConfig(reference="r", keep=0.25), mask, drafter, reference)
+    assert selected.unique().tolist() == [0.0, 4.0]
+    assert selected.sum() == pytest.approx(mask.sum().item(), abs=4)
+    assert not selected[~mask].any()
     gap = drafter.divergence - reference.divergence
-    chosen = weights > 0
-    assert gap[mask & ~chosen].max() < gap[chosen].min()
-    ratio = weights[chosen] / reach(drafter.chance, mask, 4)[chosen]
-    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
-    nothing = token_weights(config, torch.zeros_like(mask), drafter, reference)
-    assert not nothing.any()
+    assert gap[mask & (selected == 0)].max() < gap[selected > 0].min()
+    both = LossConfig(reference="r", keep=0.25, reach_depth=4)
+    weights = token_weights(both, mask, drafter, reference)
+    torch.testing.assert_close(weights, selected * reach(drafter.chance, mask, 4))
+    nothing = torch.zeros_like(mask)
+    assert not token_weights(both, nothing, drafter, reference).any()
 
 
 # The config
