@@ -9,6 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +169,27 @@ def test_stopped_anywhere_it_becomes_the_same(workspace, whole, tmp_path, monkey
     generate(workspace, out)
     assert shards_of(out) == shards_of(whole)
     assert there.items() <= shards_of(out).items()
+
+
+@pytest.mark.long  # a process of its own
+def test_killed_for_good_it_goes_on(workspace, tmp_path):
+    small = ("--shard_samples", "1")
+    whole, killed = generate(workspace, tmp_path / "whole", *small), tmp_path / "killed"
+    running = subprocess.Popen(
+        [sys.executable, generate_data.__file__, *arguments(workspace, killed, *small)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not list(killed.glob("shard-*")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    there = shards_of(killed)
+    assert 0 < len(there) < len(shards_of(whole))
+    refuses(workspace, killed, "the data is not finished")
+    generate(workspace, killed, *small)
+    assert shards_of(killed) == shards_of(whole) and there.items() <= shards_of(killed).items()
+    assert not list(killed.glob(".tmp-*"))
 
 
 def test_what_is_there_is_not_made_again(workspace, whole, monkeypatch, capsys):
