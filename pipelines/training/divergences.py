@@ -82,7 +82,7 @@ class ReverseKL:
 @dataclass(frozen=True)
 class JensenShannon:
     """τ² [β KL(p ‖ m) + (1 − β) KL(q ‖ m)] with m = β p + (1 − β) q: the generalised divergence of
-    Agarwal et al. 2024 (GKD, eq. 1). Divided by β it goes to the forward KL for β → 0, divided by
+    Agarwal et al. 2024 (GKD). Divided by β it goes to the forward KL for β → 0, divided by
     1 − β to the reverse one for β → 1."""
 
     beta: float
