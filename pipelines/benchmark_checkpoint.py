@@ -56,6 +56,7 @@ def build_parser() -> CommandParser:
     add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap")
+    add("--batch_size", "--batch-size", type=int, default=1, help="prompts decoded at once")
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
     add("--overwrite", action="store_true", help="measure again what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")

@@ -135,14 +135,16 @@ def decoding_memory(
     dtype: torch.dtype,
     max_length: int,
     trees: Mapping[str, int],
+    num_rows: int = 1,
 ) -> dict[str, int]:
-    """Bytes by part for an evaluation; `trees` is how many nodes each method verifies a call."""
+    """Bytes by part for an evaluation; `trees` is how many nodes each method verifies a call of
+    `num_rows` sequences."""
     parts = {"target": dtype.itemsize * num_parameters(target)}
     caches = 0
     for num_nodes in trees.values():
-        caches += cache_bytes(target, max_length, num_nodes, dtype)
+        caches += num_rows * cache_bytes(target, max_length, num_nodes, dtype)
         if drafter is not None and num_nodes > 1:
-            caches += cache_bytes(drafter, max_length, num_nodes, dtype)
+            caches += num_rows * cache_bytes(drafter, max_length, num_nodes, dtype)
     if drafter is not None:
         parts["drafter"] = dtype.itemsize * num_parameters(drafter)
     return {**parts, "caches": caches}

@@ -45,6 +45,13 @@ def build_parser() -> CommandParser:
     add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
     add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--seed", type=int, default=0, help="of sampling, together with prompt and turn")
+    add(
+        "--batch_size",
+        "--batch-size",
+        type=int,
+        default=1,
+        help="prompts decoded at once; rows of other sizes are another table's",
+    )
     add("--ignore_eos", "--ignore-eos", action="store_true",
         help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")

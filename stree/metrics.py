@@ -30,7 +30,14 @@ CLOCK_TOLERANCE = 0.02
 
 
 class Timing(Protocol):
-    """Tokens, calls and times of one prompt: all that a speed needs."""
+    """Tokens, calls and times of one prompt: all that a speed needs.
+
+    A prompt that was decoded in a batch has shares of the batch's wall time: a call that decoded n
+    prompts adds 1/n of its seconds to decode_s of each, and the time that went into reading prompts
+    is shared in the same way among prefill_s of those that were read. Summed over prompts that is
+    the wall time of decoding, in which every second counts once, whatever the batch size: speeds
+    are the throughput of the batch, and those of a batch of one are those of one prompt alone.
+    """
 
     @property
     def num_new_tokens(self) -> int: ...
@@ -55,6 +62,9 @@ class PromptCounts(Timing, Protocol):
     def end_node_per_call(self) -> Sequence[int] | None: ...
     @property
     def tree_max_depth(self) -> int: ...
+    @property
+    def call_share(self) -> float | None:
+        """Of the target's calls, each shared among the prompts that it decoded; None is alone."""
 
 
 def acceptance_length(prompts: Sequence[PromptCounts]) -> float | None:
@@ -106,8 +116,15 @@ def nodes_per_call(prompts: Sequence[PromptCounts]) -> float | None:
     return _ratio(sum(p.num_nodes for p in prompts), sum(p.num_calls for p in prompts))
 
 
+def rows_per_call(prompts: Sequence[PromptCounts]) -> float | None:
+    """Mean prompts that a target call decoded: how full a batch was on average. 1 without one."""
+    shares = (p.num_calls if p.call_share is None else p.call_share for p in prompts)
+    return _ratio(sum(p.num_calls for p in prompts), sum(shares))
+
+
 def tokens_per_second(prompts: Sequence[Timing]) -> float | None:
-    """New tokens per second of decoding; prefill is outside, on both sides of the fraction."""
+    """New tokens per second of decoding; prefill is outside, on both sides of the fraction. Of a
+    batch: all its new tokens over the wall time of decoding."""
     return _ratio(sum(p.num_new_tokens for p in prompts), sum(p.decode_s for p in prompts))
 
 
@@ -283,6 +300,7 @@ def summarise(
         "depth_accept_rates": depth_accept_rates(prompts),
         "end_nodes": end_nodes(prompts),
         "nodes_per_call": nodes_per_call(prompts),
+        "rows_per_call": rows_per_call(prompts),
         "tokens_per_second": tokens_per_second(prompts),
         "tokens_per_second_e2e": tokens_per_second_e2e(prompts),
         "speedup": None if baseline is None else speedup(prompts, baseline),

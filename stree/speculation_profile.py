@@ -43,7 +43,8 @@ class Tree(Record):
 
 class Measurement(Record):
     """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
-    draft_length is the tree's depth, 0 for plain decoding."""
+    draft_length is the tree's depth, 0 for plain decoding; batch_size is how many prompts were
+    decoded at once."""
 
     benchmark: str
     temperature: float
@@ -55,6 +56,7 @@ class Measurement(Record):
     num_prompts: int
     max_new_tokens: int
     ignore_eos: bool
+    batch_size: int = 1
     acceptance_length: float | None
     acceptance_length_interval: Interval | None
     depth_accept_rates: dict[int, float]
@@ -73,6 +75,7 @@ class Recommendation(Record):
     device: str
     device_type: str
     dtype: str
+    batch_size: int = 1
     temperature: float
     benchmarks: tuple[str, ...]
     num_prompts: int
@@ -121,17 +124,23 @@ class SpeculationProfile(Record):
     suggested_trees: tuple[SuggestedTree, ...]
 
     def recommended(
-        self, device_type: str, temperature: float, dtype: str, device: str = ""
+        self,
+        device_type: str,
+        temperature: float,
+        dtype: str,
+        device: str = "",
+        batch_size: int = 1,
     ) -> Recommendation | None:
         """The recommendation for a kind of device ("cpu", "cuda"), None where none was measured.
 
-        Greedy and sampled decoding never stand in for each other; among those that fit, this very
-        `device` comes first, then this `dtype`, then the nearest temperature.
+        Greedy and sampled decoding never stand in for each other, nor do batch sizes; among those
+        that fit, this very `device` comes first, then this `dtype`, then the nearest temperature.
         """
         fitting = [
             each
             for each in self.recommendations
-            if each.device_type == device_type and (each.temperature == 0) == (temperature == 0)
+            if (each.device_type, each.batch_size) == (device_type, batch_size)
+            and (each.temperature == 0) == (temperature == 0)
         ]
         return min(
             fitting,

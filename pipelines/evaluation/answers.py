@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from stree import metrics
+from stree.batch import Request
 from stree.engine import Decoder
-from stree.errors import InvariantBroken, UsageError
-from stree.generation import GenerationConfig
+from stree.errors import InvariantBroken, StreeError, UsageError
+from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
 from stree_pipelines.data.chat import encode_prompt
+from stree_pipelines.evaluation.batching import Batch, TimedBatchDecoder
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import Drafter, EvaluationSettings, Job, prompt_seed
@@ -26,11 +30,26 @@ from stree_pipelines.evaluation.records import BaselineTiming, Divergence, Sampl
 WARMUP_TOKENS = 16
 
 
+@dataclass
+class Conversation:
+    """A prompt under way: its finished turns, and what they took."""
+
+    prompt: BenchmarkPrompt
+    turns: list[Turn] = field(default_factory=list)
+    stats: list[DecodingStats] = field(default_factory=list)
+    call_shares: list[float] = field(default_factory=list)  # of batches
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.turns) == len(self.prompt.turns)
+
+
 class Answerer:
     """Holds the models and decoders of an evaluation; each is made when first needed.
 
     Args:
-        make_decoder: `stree.engine.Decoder`, or what stands in for it in a test.
+        make_decoder: `stree.engine.Decoder`, with a batch size `TimedBatchDecoder` of that many
+            rows, or what stands in for it in a test.
         target_model: loaded from `settings.target` unless given.
     """
 
@@ -40,20 +59,24 @@ class Answerer:
         benchmarks: Sequence[Benchmark],
         target_model: Any = None,
         tokenizer: Any = None,
-        make_decoder: Callable[..., Any] = Decoder,
+        make_decoder: Callable[..., Any] | None = None,
     ) -> None:
         self.settings = settings
         self.benchmarks = benchmarks
+        if make_decoder is None:
+            make_decoder = partial(TimedBatchDecoder, num_rows=settings.batch_size)
+            if settings.batch_size == 1:
+                make_decoder = Decoder
         self.make_decoder = make_decoder
         self.tokenizer = tokenizer or load_tokenizer(settings.target)
         self.dtype = pick_dtype(settings.dtype)
         self.device = pick_device(settings.device)
         self._target = target_model
-        # With the length that each has room for.
-        self._decoders: dict[tuple[Drafter | None, Any], tuple[int, Any]] = {}
+        # By drafter and method, with the length that each has room for.
+        self._decoders: dict[tuple[Drafter | None, str], tuple[int, Any]] = {}
         self._drafters: dict[Drafter, Any] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
-        self._warm: set[tuple[Drafter | None, Any, tuple[str, float]]] = set()
+        self._warm: set[tuple[Drafter | None, str, tuple[str, float]]] = set()
         if target_model is not None:
             self.device = target_model.device
             if target_model.dtype != self.dtype:
@@ -70,12 +93,12 @@ class Answerer:
 
     def is_warm(self, job: Job) -> bool:
         """Whether the job's tree and drafter have decoded by its sampling rule before."""
-        return (job.drafter, job.tree, ("temperature", job.temperature)) in self._warm
+        return (*job.decoder_key, ("temperature", job.temperature)) in self._warm
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
         """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
         buffers) outside of every measurement."""
-        with _naming(job, prompt, 0):
+        with _naming(job, Conversation(prompt)):
             self._warm_decoder(job, self._prompt_ids(prompt, (), 0))
 
     def require_end(self) -> None:
@@ -89,31 +112,97 @@ class Answerer:
                 "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
             )
 
-    def answer(self, job: Job, prompt: BenchmarkPrompt, baseline: SampleRow | None) -> SampleRow:
-        """Hold the prompt's conversation by the job's method. `baseline` is the autoregressive run
-        of the same prompt in this process: its timing is kept beside, and at T = 0 its tokens are
-        compared."""
-        turns: list[Turn] = []
-        stats = []
-        for index in range(len(prompt.turns)):
-            prompt_ids = self._prompt_ids(prompt, turns, index)
-            seed = prompt_seed(job.seed, job.benchmark.name, prompt.id, index)
-            with _naming(job, prompt, index):
-                decoder = self._warm_decoder(job, prompt_ids)
-                output = decoder.generate(prompt_ids, self._generation(job.temperature, seed))
-            turn = Turn(
-                user=prompt.turns[index],
-                num_prompt_tokens=len(prompt_ids),
-                tokens=tuple(output.tokens),
-                text=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
-                finish_reason=str(output.finish_reason),
-            )
-            turns.append(turn)
-            stats.append(output.stats)
-        divergence, lossless = None, None
-        if baseline is not None and job.temperature == 0:
-            divergence = self._divergence(prompt, turns, baseline.turns)
-            lossless = divergence is None
+    def answers(
+        self, job: Job, prompts: Sequence[BenchmarkPrompt]
+    ) -> Generator[SampleRow, None, None]:
+        """Hold the prompts' conversations by the job's method, `batch_size` at a time, and yield
+        each when it is over. What is yielded first was, but for a batch, asked first.
+
+        Raises what decoding a prompt raises; those that are under way beside it are finished and
+        yielded before.
+        """
+        if self.settings.batch_size > 1:
+            yield from self._answers_in_batches(job, prompts)
+            return
+        for conversation in map(Conversation, prompts):
+            while not conversation.is_over:
+                prompt_ids = self._next_prompt_ids(conversation)
+                with _naming(job, conversation):
+                    decoder = self._warm_decoder(job, prompt_ids)
+                    output = decoder.generate(prompt_ids, self._generation(job, conversation))
+                self._add_turn(conversation, len(prompt_ids), output)
+            yield self._sample(job, conversation)
+
+    def _answers_in_batches(
+        self, job: Job, prompts: Sequence[BenchmarkPrompt]
+    ) -> Iterator[SampleRow]:
+        """A row is given away as soon as it is free: to the next turn of what it held, or to the
+        next prompt."""
+        waiting = deque(map(Conversation, prompts))
+        under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
+        failure: StreeError | None = None
+        batch = Batch(self._warm_decoder(job, self._next_prompt_ids(waiting[0])))
+        try:
+            while waiting or under_way:
+                while waiting and not batch.is_full:
+                    prompt_ids = self._next_prompt_ids(waiting[0])
+                    if not self._has_room(job, len(prompt_ids)):
+                        if under_way:
+                            break  # which the decoder is still needed for
+                        del batch  # two at once may not fit
+                        batch = Batch(self._warm_decoder(job, prompt_ids))
+                    conversation = waiting.popleft()
+                    request = Request(prompt_ids, self._generation(job, conversation))
+                    under_way[batch.admit(request)] = conversation, len(prompt_ids)
+                for report in batch.step():
+                    if not report.finish_reason:
+                        continue
+                    conversation, num_prompt_tokens = under_way.pop(report.row)
+                    output, share = batch.release(report.row)
+                    if report.error is not None:
+                        failure = failure or _named(report.error, job, conversation)
+                        waiting = deque(each for each in waiting if each.turns)
+                        continue
+                    output.stats.prefill_s, output.stats.decode_s = share.prefill_s, share.decode_s
+                    conversation.call_shares.append(share.num_calls)
+                    self._add_turn(conversation, num_prompt_tokens, output)
+                    if conversation.is_over:
+                        yield self._sample(job, conversation)
+                    else:
+                        waiting.appendleft(conversation)
+            if failure is not None:
+                raise failure
+        finally:
+            for row in under_way:
+                batch.release(row)
+
+    def beside(self, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow) -> SampleRow:
+        """The sample with what the autoregressive run of its prompt in this process adds: its
+        timing and, at T = 0, how their tokens compare."""
+        timing = {"baseline": timing_of(baseline)}
+        if sample.temperature > 0:
+            return sample.model_copy(update=timing)
+        divergence = self._divergence(prompt, sample.turns, baseline.turns)
+        compared = {"divergence": divergence, "lossless": divergence is None}
+        return sample.model_copy(update={**timing, **compared})
+
+    def _add_turn(
+        self, conversation: Conversation, num_prompt_tokens: int, output: GenerationOutput
+    ) -> None:
+        turn = Turn(
+            user=conversation.prompt.turns[len(conversation.turns)],
+            num_prompt_tokens=num_prompt_tokens,
+            tokens=tuple(output.tokens),
+            text=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
+            finish_reason=str(output.finish_reason),
+        )
+        conversation.turns.append(turn)
+        conversation.stats.append(output.stats)
+
+    def _sample(self, job: Job, conversation: Conversation) -> SampleRow:
+        prompt, stats = conversation.prompt, conversation.stats
+        parts = metrics.STEP_PARTS if any(s.time_ms for s in stats) else ()
+        shares = conversation.call_shares
         return SampleRow(
             checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
             step=job.drafter.step if job.drafter else None,
@@ -123,23 +212,20 @@ class Answerer:
             prompt_id=prompt.id,
             category=prompt.category,
             temperature=job.temperature,
+            batch_size=self.settings.batch_size,
             seed=job.seed,
             decoding_hash=job.decoding_hash,
-            turns=tuple(turns),
+            turns=tuple(conversation.turns),
             num_new_tokens=sum(s.num_new_tokens for s in stats),
             num_calls=sum(s.num_calls for s in stats),
             num_nodes=sum(s.num_nodes for s in stats),
             accepted_per_call=tuple(a for s in stats for a in s.accepted_per_call),
             end_node_per_call=tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
+            call_share=sum(shares) if shares else None,
             prefill_s=sum(s.prefill_s for s in stats),
             decode_s=sum(s.decode_s for s in stats),
-            time_ms={
-                part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in metrics.STEP_PARTS
-            },
-            baseline=timing_of(baseline) if baseline is not None else None,
-            lossless=lossless,
-            divergence=divergence,
+            time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
         )
 
     def release(self, drafter: Drafter | None) -> None:
@@ -183,24 +269,36 @@ class Answerer:
             conversation += [("assistant", answer.text), ("user", question)]
         return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
 
-    def _generation(self, temperature: float, seed: int) -> GenerationConfig:
+    def _next_prompt_ids(self, conversation: Conversation) -> list[int]:
+        turns = conversation.turns
+        return self._prompt_ids(conversation.prompt, turns, len(turns))
+
+    def _generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
+        """Of the conversation's next turn."""
+        prompt, index = conversation.prompt, len(conversation.turns)
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
-            temperature=temperature,
-            seed=seed,
+            temperature=job.temperature,
+            seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
             ignore_eos=self.settings.ignore_eos,
         )
+
+    def _needed(self, num_prompt_tokens: int) -> int:
+        return num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
+
+    def _has_room(self, job: Job, num_prompt_tokens: int) -> bool:
+        room, _ = self._decoders.get(job.decoder_key, (0, None))
+        return self._needed(num_prompt_tokens) <= room
 
     def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
         """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
         through the tokenizer may be cut into more tokens than were generated."""
-        key = (job.drafter, job.tree)
-        needed = num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
-        room, decoder = self._decoders.get(key, (0, None))
-        if decoder is None or room < needed:
+        key = job.decoder_key
+        _, decoder = self._decoders.get(key, (0, None))
+        if not self._has_room(job, num_prompt_tokens):
             decoder = None
             self._drop(lambda known: known == key)
-            room = max(needed, self.max_length)
+            room = max(self._needed(num_prompt_tokens), self.max_length)
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
@@ -211,7 +309,7 @@ class Answerer:
             self._decoders[key] = room, decoder
         return decoder
 
-    def _drop(self, condemned: Callable[[tuple[Drafter | None, Any]], bool]) -> None:
+    def _drop(self, condemned: Callable[[tuple[Drafter | None, str]], bool]) -> None:
         """Free decoders; those with graphs refer to themselves and would stay for a while."""
         if any(map(condemned, self._decoders)):
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
@@ -227,11 +325,14 @@ class Answerer:
         """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
 
         Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
-        prompt length, and whichever method met it first would pay for all.
+        prompt length, and whichever method met it first would pay for all. A batch reads prompts
+        in pieces while it decodes, and is warmed up with the first one only.
         """
         decoder = self._decoder(job, len(prompt_ids))
-        rule, length = ("temperature", job.temperature), ("prompt tokens", len(prompt_ids))
-        once = {(job.drafter, job.tree, what) for what in (rule, length)}
+        what = {("temperature", job.temperature)}
+        if self.settings.batch_size == 1:
+            what.add(("prompt tokens", len(prompt_ids)))
+        once = {(*job.decoder_key, each) for each in what}
         if once - self._warm:
             num_tokens = min(WARMUP_TOKENS, self.settings.max_new_tokens)
             generation = GenerationConfig(
@@ -239,7 +340,10 @@ class Answerer:
                 temperature=job.temperature,
                 ignore_eos=True,
             )
-            decoder.generate(prompt_ids, generation)
+            if self.settings.batch_size == 1:
+                decoder.generate(prompt_ids, generation)
+            else:
+                decoder.generate([Request(prompt_ids, generation)] * self.settings.batch_size)
             self._warm |= once
         return decoder
 
@@ -267,14 +371,21 @@ def timing_of(sample: SampleRow) -> BaselineTiming:
 
 
 @contextmanager
-def _naming(job: Job, prompt: BenchmarkPrompt, turn: int) -> Iterator[None]:
+def _naming(job: Job, conversation: Conversation) -> Iterator[None]:
     """Where an invariant broke, before what broke."""
     try:
         yield
     except InvariantBroken as error:
-        raise InvariantBroken(
-            f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {job.method}: {error}"
-        ) from error
+        raise _named(error, job, conversation) from error
+
+
+def _named(error: StreeError, job: Job, conversation: Conversation) -> StreeError:
+    if not isinstance(error, InvariantBroken):
+        return error
+    prompt, turn = conversation.prompt, len(conversation.turns)
+    return InvariantBroken(
+        f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {job.method}: {error}"
+    )
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:

@@ -1,9 +1,9 @@
 """Evaluating drafter checkpoints through the real engine: the command's and the callback's core.
 
 Every speculative prompt carries the timing of an autoregressive run of the same prompt, which is
-made anew beside each checkpoint and right before the methods' own: a speedup is always a pair, even
-in rows that a resumed run finished. At T = 0 its tokens are compared with that run's, and each
-difference gets the target's own top-2 margin.
+made anew beside each checkpoint, at the same batch size and right before the methods' own: a
+speedup is always a pair, even in rows that a resumed run finished. At T = 0 its tokens are compared
+with that run's, and each difference gets the target's own top-2 margin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 from stree import metrics
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.engine import Decoder
 from stree.errors import (
     InvariantBroken,
     OutOfMemory,
@@ -38,6 +37,7 @@ from stree_pipelines.evaluation.context import (
     describe_environment,
     device_name,
 )
+from stree_pipelines.evaluation.in_turns import answers_in_turns
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
     METHODS,
@@ -79,7 +79,7 @@ class Evaluation:
         target_model: Any = None,
         tokenizer: Any = None,
         workers: Workers | None = None,
-        make_decoder: Callable[..., Any] = Decoder,
+        make_decoder: Callable[..., Any] | None = None,
         progress: EvaluationProgress | None = None,
     ) -> None:
         self.settings = settings
@@ -113,9 +113,10 @@ class Evaluation:
         beside = ""
         if AUTOREGRESSIVE in settings.methods and num_checkpoints > 1:
             beside = ", plain decoding beside each checkpoint"
+        at_once = f", {settings.batch_size} at once" if settings.batch_size > 1 else ""
         self.progress.say(
             f"{product} of {', '.join(benchmark.name for benchmark in self.benchmarks)}: "
-            f"{math.prod(counts.values()):,} answers{beside}, on {self.workers.count} × "
+            f"{math.prod(counts.values()):,} answers{beside}{at_once}, on {self.workers.count} × "
             f"{device_name(self.answerer.device)}, {settings.dtype}"
         )
 
@@ -194,8 +195,7 @@ class Evaluation:
         for each in rounds:
             for job in each.jobs:
                 if not self.answerer.is_warm(job):
-                    key = job.drafter, job.tree, job.temperature
-                    cold.setdefault(key, (job, each.prompt))
+                    cold.setdefault((job.decoder_key, job.temperature), (job, each.prompt))
         with self.progress.task(f"{_label(rounds)}warm-up", len(cold)) as task:
             for job, prompt in cold.values():
                 self.answerer.warm_up(job, prompt)
@@ -232,9 +232,7 @@ class Evaluation:
         What does not fit in memory is told to be of `what`."""
         problem: StreeError | None = None
         try:
-            with naming_what_does_not_fit(
-                "lower max_new_tokens, or use dtype bfloat16 or a larger GPU"
-            ):
+            with naming_what_does_not_fit(what_to_lower(self.settings)):
                 action()
         except OutOfMemory as error:
             problem = OutOfMemory(f"{what}: {error}")
@@ -247,24 +245,23 @@ class Evaluation:
             raise problems[0]
 
     def _run(self, rounds: Sequence[Round]) -> None:
-        """Prompt by prompt with the methods in turn: whatever slows the machine for a while then
-        slows all of them alike."""
         if not rounds:
             return
         finished: dict[str, list[SampleRow]] = {method: [] for method in METHODS}
+        num_left = {each.prompt.id: len(each.jobs) for each in rounds}
         first = rounds[0].missing[0]
         label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
-        with self.progress.task(label, len(rounds)) as task:
-            for each in rounds:
-                baseline = None
-                for job in each.jobs:
-                    sample = self.answerer.answer(job, each.prompt, baseline)
-                    if job is each.baseline:
-                        baseline = sample
-                    if job in each.missing:
-                        self.store.journal(job.samples_name, self.workers.rank, sample)
-                    finished[job.method].append(sample)
-                task.advance(_so_far(finished))
+        with (
+            self.progress.task(label, len(rounds)) as task,
+            closing(answers_in_turns(self.answerer, rounds)) as answers,
+        ):
+            for each, job, sample in answers:
+                if job in each.missing:
+                    self.store.journal(job.samples_name, self.workers.rank, sample)
+                finished[job.method].append(sample)
+                num_left[each.prompt.id] -= 1
+                if num_left[each.prompt.id] == 0:
+                    task.advance(_so_far(finished))
 
     def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
@@ -287,6 +284,7 @@ class Evaluation:
             num_prompts=len(samples),
             max_new_tokens=self.settings.max_new_tokens,
             ignore_eos=self.settings.ignore_eos,
+            batch_size=self.settings.batch_size,
             seed=job.seed,
             decoding_hash=job.decoding_hash,
             chat_template_sha256=hashlib.sha256(self.chat_template.encode()).hexdigest(),
@@ -342,6 +340,12 @@ def require_lossless(rows: Sequence[ResultRow]) -> None:
                     f"choice by {each.logit_gap:.3g} logits (rounding explains {bound:g} in "
                     f"{row.environment.dtypes['weights']}); the rows are saved, don't use them"
                 )
+
+
+def what_to_lower(settings: EvaluationSettings) -> str:
+    """What to do where an evaluation needs more memory than there is."""
+    lower = "batch_size or max_new_tokens" if settings.batch_size > 1 else "max_new_tokens"
+    return f"lower {lower}, or use dtype bfloat16 or a larger GPU"
 
 
 def _verifier(job: Job) -> str | None:

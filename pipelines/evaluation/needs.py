@@ -16,7 +16,7 @@ from stree_pipelines.dry_run import (
 )
 from stree_pipelines.estimates import decoding_memory
 from stree_pipelines.evaluation.answers import WARMUP_TOKENS
-from stree_pipelines.evaluation.evaluate import Evaluation, groups_of
+from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 
@@ -49,7 +49,7 @@ def describe_evaluation(
         jobs |= new
     answers = [(each.prompt, job) for each in rounds for job in each.jobs]
     plain = sum(each.baseline is not None for each in rounds)
-    warm_ups = len({(job.drafter, job.tree, job.temperature) for _, job in answers})
+    warm_ups = len({(job.decoder_key, job.temperature) for _, job in answers})
     num_tokens = sum(len(prompt.turns) for prompt, _ in answers) * settings.max_new_tokens
     journalled = sum(len(evaluation.store.journalled(job.samples_name)) for job in pending)
     target = load_config(settings.target)
@@ -58,7 +58,9 @@ def describe_evaluation(
     largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
     trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs.values()}
     memory = MemoryNeeds(
-        decoding_memory(target, largest, answerer.dtype, answerer.max_length, trees),
+        decoding_memory(
+            target, largest, answerer.dtype, answerer.max_length, trees, settings.batch_size
+        ),
         answerer.device.type == "cuda",
     )
     yield config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})})
@@ -75,13 +77,14 @@ def describe_evaluation(
         f"(measured beside each checkpoint), at most {num_tokens:,} tokens; {journalled:,} more "
         "are journalled"
     )
-    yield (
-        f"untimed: {warm_ups} warm-ups of {WARMUP_TOKENS} tokens, and prefill where a decoder "
-        "first meets a prompt's length"
-    )
+    lengths = ", and prefill where a decoder first meets a prompt's length"
+    if settings.batch_size > 1:
+        yield f"batches: {settings.batch_size} prompts at once"
+        lengths = ""
+    yield f"untimed: {warm_ups} warm-ups of {WARMUP_TOKENS} tokens{lengths}"
     yield f"each process: {memory}"
     yield require_disk(settings.out, _disk(pending, settings))
-    memory.require("lower max_new_tokens, or use dtype bfloat16 or a larger GPU")
+    memory.require(what_to_lower(settings))
 
 
 def _num_turns(job: Job) -> int:

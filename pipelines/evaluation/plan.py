@@ -40,6 +40,7 @@ class EvaluationSettings:
     dtype: str = "float32"
     device: str = "auto"
     seed: int = 0
+    batch_size: int = 1
     ignore_eos: bool = False
     overwrite: bool = False
 
@@ -58,7 +59,8 @@ class EvaluationSettings:
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         for temperature in self.temperatures:
             GenerationConfig(temperature=temperature)  # refuses what no answer could use
-        for name, least in (("max_new_tokens", 1), ("num_chain_drafts", 1), ("seed", 0)):
+        leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
 
@@ -105,6 +107,11 @@ class Job:
     temperature: float
     decoding_hash: str
     seed: int
+
+    @property
+    def decoder_key(self) -> tuple[Drafter | None, str]:
+        """What has a decoder of its own: the methods are under way at the same time."""
+        return self.drafter, self.method
 
     def sample_key(self, prompt: BenchmarkPrompt) -> SampleKey:
         return (*self._head, prompt.id, self.decoding_hash, self.seed)
@@ -173,6 +180,8 @@ def make_job(
         "dtype": settings.dtype,
         "device": device_type,
     }
+    if settings.batch_size > 1:  # a prompt alone keeps the hash that rows of it always had
+        decoding["batch_size"] = settings.batch_size
     return Job(
         method,
         tree,

@@ -45,6 +45,7 @@ ResultKey = tuple[str | None, str, str | None, str, str, str, int]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Node = Annotated[int, Field(ge=0, lt=MAX_NODES)]  # of a tree, or a depth in one
 NonNegative = Annotated[float, Field(ge=0)]
+BatchSize = Annotated[int, Field(ge=1, le=2**53)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -100,6 +101,7 @@ class ResultRow(Record):
     num_prompts: Count
     max_new_tokens: Count
     ignore_eos: bool
+    batch_size: BatchSize = 1
     seed: int
     decoding_hash: str
     chat_template_sha256: str | None = None  # rows from before it was recorded lack it
@@ -109,6 +111,7 @@ class ResultRow(Record):
     depth_accept_rates: dict[Node, Share]
     end_nodes: dict[Node, Count] = Field(default_factory=dict)
     nodes_per_call: NonNegative | None
+    rows_per_call: NonNegative | None = None  # rows from before it was recorded: 1
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None
     speedup: NonNegative | None
@@ -160,7 +163,9 @@ class BaselineTiming(Record):
 
 
 class SampleRow(Record):
-    """One prompt, all its turns, under one (checkpoint, method, tree, decoding)."""
+    """One prompt, all its turns, under one (checkpoint, method, tree, decoding). Seconds and
+    call_share are the prompt's share of its batch, as `stree.metrics` says; time_ms is empty there:
+    a batch's calls are not timed by part."""
 
     version: int = SCHEMA_VERSION
     checkpoint_sha256: str | None
@@ -171,6 +176,7 @@ class SampleRow(Record):
     prompt_id: str
     category: str
     temperature: NonNegative
+    batch_size: BatchSize = 1
     seed: int
     decoding_hash: str
     turns: tuple[Turn, ...]
@@ -180,6 +186,7 @@ class SampleRow(Record):
     accepted_per_call: tuple[Node, ...]
     end_node_per_call: tuple[Node, ...] | None = None
     tree_max_depth: Node
+    call_share: NonNegative | None = None
     prefill_s: NonNegative
     decode_s: NonNegative
     time_ms: dict[str, float]

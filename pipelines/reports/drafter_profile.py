@@ -18,11 +18,12 @@ from stree_pipelines.reports.settings import chosen, dtype_of
 from stree_pipelines.reports.tables import advise
 from stree_pipelines.reports.tree_suggestion import suggest
 
-Place = tuple[str, str]  # device and dtype: a profile has figures of each that was measured
+# Device, dtype and batch size: a profile has figures of each that was measured.
+Place = tuple[str, str, int]
 
 
 def place_of(row: ResultRow) -> Place:
-    return row.environment.device, dtype_of(row)
+    return row.environment.device, dtype_of(row), row.batch_size
 
 
 def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = ()) -> RunData:
@@ -47,7 +48,7 @@ def profile_of(
 
     Args: store, the evaluation of the run `folder`; num_nodes of the suggested trees, by default
     as many as the largest that was measured; shown, NAME=VALUE of the decoding setting to take.
-    Raises UsageError when the rows of a device and dtype are of several decoding settings.
+    Raises UsageError when the rows of a place are of several decoding settings.
     """
     rows = chosen(store.results(), shown, store.directory)
     mine = [row for row in rows if row.checkpoint_sha256 == sha256]
@@ -93,7 +94,7 @@ def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
 
 
 def _measurement(row: ResultRow) -> Measurement:
-    device, dtype = place_of(row)
+    device, dtype, _ = place_of(row)
     same = {name: getattr(row, name) for name in Measurement.model_fields if hasattr(row, name)}
     return Measurement(
         **same,
@@ -109,7 +110,7 @@ def _measurement(row: ResultRow) -> Measurement:
 
 def _recommendations(data: RunData) -> Iterator[Recommendation]:
     """The report's, one for each temperature at which speeds can be compared."""
-    device, dtype = place_of(data.rows[0])
+    device, dtype, batch_size = place_of(data.rows[0])
     for temperature in data.temperatures:
         advice = advise(data, temperature)
         cell = data.cell(data.last, advice.fastest, data.scopes[0], temperature)
@@ -119,6 +120,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             device=device,
             device_type="cpu" if is_cpu_name(device) else "cuda",
             dtype=dtype,
+            batch_size=batch_size,
             temperature=temperature,
             benchmarks=tuple(data.benchmarks),
             num_prompts=cell.num_prompts,

@@ -13,7 +13,7 @@ from stree.models.convert import load_config
 from stree.plain_data import parse_yaml, read_text
 from stree.speculation_profile import Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
-from stree_pipelines.reports.run_data import RunData, method_label
+from stree_pipelines.reports.run_data import RunData, in_batches, method_label
 from stree_pipelines.reports.tables import MISSING, Table, figure
 
 CARD_NAME = "README.md"
@@ -101,14 +101,17 @@ def _provenance(
 
 
 def _places(measurements: tuple[Measurement, ...]) -> Iterator[dict[str, str]]:
-    """What was measured on each device and in each dtype: figures of two stand in no one table."""
-    ordered = _in_order(measurements)
-    for device, dtype in dict.fromkeys((each.device, each.dtype) for each in ordered):
-        here = [each for each in ordered if (each.device, each.dtype) == (device, dtype)]
+    """What was measured on each device, in each dtype and batch size: figures of two stand in no
+    one table."""
+    places: dict[tuple[str, str, int], list[Measurement]] = {}
+    for each in _in_order(measurements):
+        places.setdefault((each.device, each.dtype, each.batch_size), []).append(each)
+    for (device, dtype, batch_size), here in places.items():
+        place = f"{dtype} on {device}{in_batches(batch_size, ', ')}"
         yield {
-            "measured": _measured(here, f"Speed and acceptance length, {dtype} on {device}"),
+            "measured": _measured(here, f"Speed and acceptance length, {place}"),
             "conditions": _conditions(here),
-            "by_depth": _by_depth(here, f"Acceptance by depth, {dtype} on {device}"),
+            "by_depth": _by_depth(here, f"Acceptance by depth, {place}"),
         }
 
 
@@ -148,8 +151,10 @@ def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
     return sorted(
         measurements,
-        key=lambda m: (m.device, m.dtype, m.benchmark, m.temperature, METHODS.index(m.method)),
-    )
+        key=lambda m: (
+            m.device, m.dtype, m.batch_size, m.benchmark, m.temperature, METHODS.index(m.method)
+        ),
+    )  # fmt: skip
 
 
 def _conditions(measurements: Sequence[Measurement]) -> str:

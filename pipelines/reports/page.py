@@ -86,6 +86,7 @@ def _environment(data: RunData) -> list[tuple[str, str]]:
         "Number formats": [
             ", ".join(f"{k} {v}" for k, v in row.environment.dtypes.items()) for row in rows
         ],
+        "Prompts at once": [str(row.batch_size) for row in rows],
         "New tokens a turn": [
             f"{r.max_new_tokens}" + (", EOS ignored" if r.ignore_eos else "") for r in rows
         ],

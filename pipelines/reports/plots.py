@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.reports.run_data import Cell, RunData, method_label
+from stree_pipelines.reports.run_data import Cell, RunData, in_batches, method_label
 from stree_pipelines.reports.simulation import num_drafts_of, simulated_curve
 
 SIZE_INCHES = (4.6, 3.1)  # about a phone's width, so that text needs no shrinking there
@@ -63,7 +63,8 @@ def speed_vs_step(data: RunData) -> Figure | None:
             _plot_over_steps(axes, data, method, temperature, "tokens_per_second")
         _plot_baseline(axes, data, temperature)
     axes.set_ylim(bottom=0)
-    return _finish(figure, axes, "tokens per second", data)
+    label = f"tokens per second{in_batches(data.batch_size, ', ')}"
+    return _finish(figure, axes, label, data)
 
 
 def loss_vs_step(data: RunData) -> Figure | None:
@@ -115,10 +116,11 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
 
 
 def step_times(data: RunData, temperature: float) -> Figure | None:
-    """Stacked bars of a call's parts in milliseconds, at the last checkpoint."""
+    """Stacked bars of a call's parts in milliseconds, at the last checkpoint; None where they were
+    not timed, as in batches."""
     figure, axes = new_figure()
     cells = _last_cells(data, temperature)[::-1]
-    bars = [(method, cell["time_ms"]) for method, cell in cells]
+    bars = [(method, cell["time_ms"]) for method, cell in cells if cell["time_ms"]]
     plain = _plain_times(data, [cell for _, cell in cells], temperature)
     if plain:
         bars.append((AUTOREGRESSIVE, plain))

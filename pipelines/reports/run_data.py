@@ -97,6 +97,11 @@ class RunData:
         return self.checkpoints[-1] if self.checkpoints else ""
 
     @property
+    def batch_size(self) -> int:
+        """Prompts decoded at once."""
+        return max((row.batch_size for row in self.rows), default=1)
+
+    @property
     def scopes(self) -> list[str]:
         """Benchmarks to show, the pool of several first."""
         return [POOLED, *self.benchmarks] if len(self.benchmarks) > 1 else list(self.benchmarks)
@@ -186,6 +191,8 @@ def arrange(data: RunData, store: ResultStore) -> None:
         )
     if len(data.benchmarks) > 1:
         _pool(data)
+    if data.batch_size > 1:
+        data.notes.append(_about_batches(data))
 
 
 def _pool(data: RunData) -> None:
@@ -207,6 +214,28 @@ def _pool(data: RunData) -> None:
                     tuple(name for part in parts for name in part.files), samples,
                     summarise_lossless(samples),
                 )  # fmt: skip
+
+
+def _about_batches(data: RunData) -> str:
+    """What the speeds of batches are, and how full those of the last checkpoint were."""
+    full = []
+    for method in (AUTOREGRESSIVE, *data.methods):
+        checkpoint = "" if method == AUTOREGRESSIVE else data.last
+        found = (data.cell(checkpoint, method, data.scopes[0], t) for t in data.temperatures)
+        rows = [cell["rows_per_call"] for cell in found if cell and cell["rows_per_call"]]
+        if rows:
+            full.append(f"{'–'.join(f'{each:.1f}' for each in sorted({min(rows), max(rows)}))} "
+                        f"({method_label(method)})")  # fmt: skip
+    held = f" A call held {', '.join(full)} of them on average." if full else ""
+    return (
+        f"{data.batch_size} prompts were decoded at once: speeds are new tokens of all of them per "
+        f"second, plain decoding's too.{held}"
+    )
+
+
+def in_batches(batch_size: int, before: str = " ") -> str:
+    """Behind what is about batches; nothing for prompts alone."""
+    return f"{before}in batches of {batch_size}" if batch_size > 1 else ""
 
 
 def method_label(method: str) -> str:

@@ -14,8 +14,8 @@ from stree.errors import UsageError
 from stree_pipelines.evaluation.records import ResultRow
 
 NAMES = (
-    "target", "dtype", "device", "max_new_tokens", "ignore_eos", "seed", "chat_template",
-    "BENCHMARK.prompts",
+    "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed",
+    "chat_template", "BENCHMARK.prompts",
 )  # fmt: skip
 SHOW_HELP = (
     "where rows of several decoding settings are there, which to take: NAME=VALUE, as the error "
@@ -31,6 +31,7 @@ def setting_of(row: ResultRow) -> dict[str, str]:
         "target": row.target_sha256[:HASH_CHARS],
         "dtype": dtype_of(row),
         "device": row.environment.device,
+        "batch_size": str(row.batch_size),
         "max_new_tokens": str(row.max_new_tokens),
         "ignore_eos": str(row.ignore_eos).lower(),
         "seed": str(row.seed),

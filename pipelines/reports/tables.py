@@ -8,7 +8,13 @@ from typing import NamedTuple
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import SampleRow
-from stree_pipelines.reports.run_data import Cell, RunData, checkpoint_title, method_label
+from stree_pipelines.reports.run_data import (
+    Cell,
+    RunData,
+    checkpoint_title,
+    in_batches,
+    method_label,
+)
 from stree_pipelines.reports.simulation import parting_sentence
 
 MISSING = "–"
@@ -79,7 +85,8 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
         if key[2] == benchmark and key[3] == temperature
     }
     count = "/".join(map(str, sorted(prompts)))
-    title = f"{benchmark}, T = {temperature:g} ({count} prompts)"
+    at_once = f", {data.batch_size} at once" if data.batch_size > 1 else ""
+    title = f"{benchmark}, T = {temperature:g} ({count} prompts{at_once})"
     return Table(title, tuple(rows))
 
 
@@ -124,7 +131,8 @@ def advise(data: RunData, temperature: float) -> Advice:
     cell = timed[best]
     gain, interval = cell["speedup"], cell.interval("speedup")
     times = f"{gain:.2f}× plain decoding{bracket(interval)}, τ {cell['acceptance_length']:.2f}"
-    plain = "Use plain decoding"
+    batches = in_batches(data.batch_size)
+    plain = f"Use plain decoding{batches}"
     if gain <= 1:
         reason = f"The fastest speculation, {method_label(best)}, is {times}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
@@ -143,9 +151,9 @@ def advise(data: RunData, temperature: float) -> Advice:
         simpler = next((m for m in (best, tie) if m.startswith(CHAIN)), best)
         reason = f"{method_label(best)} is {times}{comparison}: they can't be told apart, and a "
         reason += "chain verifies fewer tokens."
-        return Advice(f"Use the {_noun(simpler)}", reason, simpler, best)
+        return Advice(f"Use the {_noun(simpler)}{batches}", reason, simpler, best)
     reason = f"{method_label(best)} is {times}{comparison}."
-    return Advice(f"Use the {_noun(best)}", reason, best, best)
+    return Advice(f"Use the {_noun(best)}{batches}", reason, best, best)
 
 
 def _what_to_expect(cell: Cell) -> str:

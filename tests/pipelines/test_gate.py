@@ -160,6 +160,20 @@ def test_thresholds_of_one_benchmark_look_at_that_one(world):
     assert "| all benchmarks " in summary(world)
 
 
+def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
+    more = ["--batch_size", "3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *more))
+    assert "new tokens a turn, in batches of 3, seed 0" in summary(world)
+    with pytest.raises(gate.Regression):
+        benchmark_checkpoint(arguments(world, "worse", *more))
+    rows = {(row.checkpoint, row.method, row.batch_size): row
+            for row in ResultStore(world / "out").results()}  # fmt: skip
+    worse = str(world / "drafter/worse")
+    alone, together = (rows[worse, "stree", batch_size] for batch_size in (1, 3))
+    assert together.acceptance_length == alone.acceptance_length
+    assert together.lossless.share == 1 and together.rows_per_call > 2
+
+
 def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     """Nothing is measured for the baseline: its checkpoint may be gone."""
     first = arguments(world, "fair", "--fail_below", TAU)
@@ -173,6 +187,7 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     assert (tmp_path / "old/results.jsonl").read_bytes() == before
     for more, reason in {
         ("--max_new_tokens", "9"): "only with another target, tree, prompts or decoding",
+        ("--batch_size", "2"): "only with another target, tree, prompts or decoding",
         ("--baseline_step", "3"): "at all at step 3",
     }.items():
         with pytest.raises(UsageError, match=reason):

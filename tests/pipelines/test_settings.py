@@ -87,6 +87,35 @@ def test_every_reader_refuses_a_mix_and_names_the_settings(tmp_path, changes, sa
     assert f"Shown are rows with {show}; 7 others are not." in table6_markdown(data)
 
 
+def test_rows_of_two_batch_sizes_stand_in_no_one_table(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    measured_again(tmp_path, batch_size=8)
+    with pytest.raises(UsageError, match=r"batch_size is 1 \(7 rows\) or 8 \(5 rows\)"):
+        report([str(tmp_path)])
+    report([str(tmp_path), "--show", "batch_size=8"])
+    for name in ("table6.md", "report.html"):
+        assert "gsm8k, T = 0 (6 prompts, 8 at once)" in (tmp_path / name).read_text()
+    assert "in batches of 8" in (tmp_path / "report.html").read_text()
+    report([str(tmp_path), "--show", "batch_size=1"])
+    assert "at once" not in (tmp_path / "table6.md").read_text()
+
+
+def test_a_profile_keeps_batch_sizes_apart(tmp_path):
+    """What is fastest in batches is no advice for one sequence."""
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    measured_again(tmp_path, batch_size=8)
+    profile = profile_of(open_results(tmp_path), tmp_path, "10000")
+    assert {(m.batch_size, m.method) for m in profile.measurements} == {
+        (size, method) for size in (1, 8) for method in ("autoregressive", "vanilla_sd", "stree")
+    }
+    assert profile.recommended("cuda", 0.0, "float32").method == "stree"
+    batches = profile.recommended("cuda", 0.0, "float32", batch_size=8)
+    assert batches.method == "autoregressive" and "plain decoding in batches of 8" in batches.reason
+    assert profile.recommended("cuda", 0.0, "float32", batch_size=4) is None
+    alone, together = (place["measured"] for place in _places(profile.measurements))
+    assert "batches" not in alone and "Test device, in batches of 8" in together
+
+
 def test_the_command_that_the_error_names_shows_the_setting_of_most_rows(tmp_path, capsys):
     make_run(tmp_path, ("gsm8k",), (0.0,))
     environment = {"device": DEVICE, "dtypes": {"weights": "bfloat16", "state": "float32"}}
@@ -245,7 +274,7 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     """A field that decides tokens and is not in `setting_of` would be joined silently."""
     said = {
         "target_sha256", "environment", "max_new_tokens", "ignore_eos", "seed", "prompts_hash",
-        "num_prompts", "chat_template_sha256",
+        "num_prompts", "chat_template_sha256", "batch_size",
     }  # fmt: skip
     of_the_table = {
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",

@@ -22,6 +22,7 @@ class Counts:
     decode_s: float = 1.0
     time_ms: dict[str, float] = field(default_factory=dict)
     end_node_per_call: list[int] | None = None
+    call_share: float | None = None
 
 
 # Chain of four drafts. The first prompt: 3 calls keep 2, 0 and 4 drafts and a bonus each = 9 new
@@ -33,6 +34,17 @@ SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
 def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
     assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
     assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
+
+
+def test_a_batch_s_seconds_count_once_and_its_rows_are_the_mean_over_calls():
+    """Two prompts of 4 and 2 calls side by side, 0.1 s each; behind the shorter one's end the
+    longer one is alone."""
+    long = Counts(4, 4, [0] * 4, decode_s=2 * 0.05 + 2 * 0.1, call_share=2 * 0.5 + 2)
+    short = Counts(2, 2, [0] * 2, decode_s=2 * 0.05, call_share=2 * 0.5)
+    assert metrics.tokens_per_second([long, short]) == pytest.approx(6 / 0.4)
+    assert metrics.rows_per_call([long, short]) == 6 / 4
+    assert metrics.rows_per_call([LONG, SHORT]) == 1
+    assert metrics.rows_per_call([]) is None
 
 
 def test_end_nodes_are_counted_over_prompts_that_all_say_them():
@@ -209,7 +221,7 @@ def test_summary_has_the_published_names():
     summary = metrics.summarise([LONG, SHORT], [LONG, SHORT])
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
-        "depth_accept_rates", "end_nodes", "nodes_per_call", "tokens_per_second",
+        "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tokens_per_second",
         "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms", "baseline_time_ms",
         "confidence_intervals",
     }  # fmt: skip

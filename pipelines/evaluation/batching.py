@@ -1,0 +1,97 @@
+"""Requests in the rows of a batched decoder, and what each took of the time that they shared."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stree.batch import BatchDecoder, Report, Request
+from stree.generation import GenerationOutput
+
+
+class TimedBatchDecoder(BatchDecoder):
+    """A `BatchDecoder` that says how much of its steps went into prompts.
+
+    A step reads prompts and decodes the other rows, and only it can tell the two apart. This is all
+    that an evaluation asks of it beyond the public interface.
+    """
+
+    read_s = 0.0  # so far, in all steps
+
+    def _read(self, *arguments: Any) -> list[Report]:
+        started = _now(self.target.device)
+        reports = super()._read(*arguments)
+        self.read_s += _now(self.target.device) - started
+        return reports
+
+
+@dataclass
+class Share:
+    """What a request took of its batch.
+
+    A step's wall time in which n rows were decoded counts 1/n for each, so that the seconds of all
+    requests add up to the wall time of the steps, and tokens by seconds are the batch's throughput.
+    With one row they are what one sequence alone takes.
+
+    Attributes:
+        prefill_s: of admission, and of the time that steps spent on prompts.
+        decode_s: of the time that steps spent on decoding.
+        num_calls: of the target's calls; beside the number of calls that decoded the request this
+            is how full the batch was.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_calls: float = 0.0
+
+
+class Batch:
+    """A `TimedBatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's."""
+
+    def __init__(self, decoder: TimedBatchDecoder) -> None:
+        self.decoder = decoder
+        self._shares: dict[int, Share] = {}
+        self._reading: set[int] = set()  # rows without a token yet
+
+    @property
+    def is_full(self) -> bool:
+        return self.decoder.num_free_rows == 0
+
+    def admit(self, request: Request) -> int:
+        started = time.perf_counter()
+        row = self.decoder.admit(request)
+        self._shares[row] = Share(prefill_s=time.perf_counter() - started)
+        self._reading.add(row)
+        return row
+
+    def step(self) -> list[Report]:
+        reading, read_before = set(self._reading), self.decoder.read_s
+        started = time.perf_counter()
+        reports = self.decoder.step()
+        step_s = time.perf_counter() - started
+        read_s = self.decoder.read_s - read_before
+        decoded = set()
+        for report in reports:
+            if report.row in self._reading:  # its first token, which reading the prompt gave
+                self._reading.remove(report.row)
+            else:
+                decoded.add(report.row)
+        for row in reading:
+            self._shares[row].prefill_s += read_s / len(reading)
+        for row in decoded:
+            self._shares[row].decode_s += (step_s - read_s) / len(decoded)
+            self._shares[row].num_calls += 1 / len(decoded)
+        return reports
+
+    def release(self, row: int) -> tuple[GenerationOutput, Share]:
+        self._reading.discard(row)
+        return self.decoder.release(row), self._shares.pop(row)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

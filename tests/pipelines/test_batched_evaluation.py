@@ -1,0 +1,315 @@
+"""Evaluation of several prompts at once: what it gives is what one at a time gives."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from tiny_evaluation import (
+    PROMPTS,
+    export,
+    make_world,
+    quiet,
+    row_of,
+    samples_without_timings,
+    settings_for,
+    tiny_model,
+    without_timings,
+)
+
+from stree.batch import BatchDecoder, Request
+from stree.errors import InvariantBroken, UsageError
+from stree.generation import GenerationConfig
+from stree_pipelines.evaluation import answers
+from stree_pipelines.evaluation.batching import Batch, TimedBatchDecoder
+from stree_pipelines.evaluation.records import ResultStore
+
+OF_THE_BATCH = {"batch_size", "decoding_hash", "call_share", "samples", "rows_per_call"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by threads, badly so on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+class OneRow:
+    """The batched decoder as a decoder of one sequence."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.decoder = BatchDecoder(*args, num_rows=1, **kwargs)
+
+    def generate(self, prompt_ids, generation):
+        return self.decoder.generate([Request(prompt_ids, generation)])[0]
+
+
+def evaluated(world, out, batch_size, **parts) -> ResultStore:
+    """The middling drafter at T = 0 and 1."""
+    settings = settings_for(world, out, temperatures=(0.0, 1.0), batch_size=batch_size)
+    quiet(settings, **parts).evaluate(export(world, 10))
+    return ResultStore(out)
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    """One prompt at a time, with the batched decoder's random numbers."""
+    return evaluated(world, tmp_path_factory.mktemp("alone"), 1, make_decoder=OneRow)
+
+
+@pytest.fixture(scope="module")
+def batched(world, tmp_path_factory):
+    return evaluated(world, tmp_path_factory.mktemp("batched"), 3)
+
+
+def but_for_the_batch(records: list[dict]) -> list[dict]:
+    return [{n: v for n, v in each.items() if n not in OF_THE_BATCH} for each in records]
+
+
+def greedy_samples(store: ResultStore) -> list[dict]:
+    return [each for each in samples_without_timings(store) if each["temperature"] == 0]
+
+
+def test_tokens_do_not_depend_on_the_batch(world, tmp_path, alone, batched):
+    """Sampled ones neither: they are a function of the prompt's seed. Greedy ones are also those of
+    the decoder of one sequence."""
+    one = evaluated(world, tmp_path / "one", 1)
+    eight = evaluated(world, tmp_path / "eight", 8)
+    wanted = but_for_the_batch(samples_without_timings(alone))
+    for store in (batched, eight):
+        assert but_for_the_batch(samples_without_timings(store)) == wanted
+    assert but_for_the_batch(greedy_samples(one)) == but_for_the_batch(greedy_samples(alone))
+    rows = [but_for_the_batch(without_timings(store.results())) for store in (batched, eight)]
+    assert rows[0] == rows[1] == but_for_the_batch(without_timings(alone.results()))
+    lossless = [row["lossless"]["share"] for row in rows[0] if row["lossless"]]
+    assert lossless == [1, 1]
+
+
+def test_rows_and_samples_say_the_batch(batched, alone):
+    assert {row.batch_size for row in alone.results()} == {1}
+    for row in batched.results():
+        assert row.batch_size == 3
+        assert {sample.batch_size for sample in batched.samples(row)} == {3}
+        # Five turns in three rows: full at first, not to the end.
+        assert 1 < row.rows_per_call < 3
+        assert row.time_ms == {} == row.baseline_time_ms
+    for mine, theirs in zip(batched.results(), alone.results(), strict=True):
+        assert mine.decoding_hash != theirs.decoding_hash
+
+
+def test_speeds_are_of_the_whole_batch(batched):
+    """Seconds of all prompts add up to the wall time, so that a speedup is that of throughput."""
+    plain = {
+        sample.prompt_id: sample
+        for sample in batched.samples(row_of(batched, None, "autoregressive"))
+    }
+    row = row_of(batched, 10, "stree")
+    samples = batched.samples(row)
+    assert row.tokens_per_second == pytest.approx(
+        sum(s.num_new_tokens for s in samples) / sum(s.decode_s for s in samples)
+    )
+    theirs = sum(s.num_new_tokens for s in plain.values()) / sum(
+        s.baseline.decode_s for s in samples
+    )
+    assert row.speedup == pytest.approx(row.tokens_per_second / theirs)
+    for sample in samples:  # measured beside, in the run whose row was published too
+        assert sample.baseline.decode_s == plain[sample.prompt_id].decode_s
+    assert row.confidence_intervals["speedup"] is not None
+
+
+class HandMadeClock:
+    """A second for each piece of a prompt, ten for each call."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("stree_pipelines.evaluation.batching.time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch):
+    clock = HandMadeClock(monkeypatch)
+
+    class Timed(BatchDecoder):
+        def _read(self, *arguments):
+            clock.now += 1
+            return super()._read(*arguments)
+
+        def _decode(self, *arguments):
+            clock.now += 10
+            return super()._decode(*arguments)
+
+    class Decoder(TimedBatchDecoder, Timed):
+        pass
+
+    batch = Batch(Decoder(tiny_model(0, 64), num_rows=2, max_length=32))
+    generations = {n: GenerationConfig(n, ignore_eos=True) for n in (3, 5)}
+    lengths = {batch.admit(Request([1, 2], each)): n for n, each in generations.items()}
+    assert batch.is_full
+    shares = {}
+    while lengths:
+        for report in batch.step():
+            if report.finish_reason:
+                _, shares[lengths.pop(report.row)] = batch.release(report.row)
+    # The first token is the prompt's; two calls side by side, and two of the longer one alone.
+    assert [shares[n].prefill_s for n in (3, 5)] == [1, 1]
+    assert [shares[n].decode_s for n in (3, 5)] == [10, 30]
+    assert [shares[n].num_calls for n in (3, 5)] == [1, 3]
+    assert sum(s.prefill_s + s.decode_s for s in shares.values()) == clock.now == 42
+
+
+def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):
+    """A long answer's row is not waited for; a conversation's next turn goes first."""
+    admitted, steps = [], 0
+
+    class Counted(TimedBatchDecoder):
+        def admit(self, request):
+            admitted.append((steps, len(request.prompt_ids)))
+            return super().admit(request)
+
+        def step(self):
+            nonlocal steps
+            steps += 1
+            return super().step()
+
+    prompts = [*PROMPTS[:2], *({**PROMPTS[2], "id": f"c{i}"} for i in range(4))]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    settings = settings_for(
+        world, tmp_path / "out", batch_size=2, methods=["autoregressive"],
+        benchmarks=[str(tmp_path / "talk.jsonl")],
+    )  # fmt: skip
+    make = partial(Counted, num_rows=2)
+    (row,) = quiet(settings, make_decoder=make).evaluate(None)
+    warm_up, answering = admitted[:2], admitted[2:]
+    assert len(answering) == 7 and len({length for _, length in warm_up}) == 1
+    turns = [t for s in ResultStore(tmp_path / "out").samples(row) for t in s.turns]
+    second = turns[2].num_prompt_tokens
+    assert [length for _, length in answering][2] == second  # before the prompts that wait
+    # Seven answers of twelve tokens in two rows: four waves, of eleven calls each.
+    assert row.rows_per_call == pytest.approx(77 / 44)
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(num_steps: int):
+    """A decoder that goes as a kill goes, so many steps after the warm-up."""
+    left = num_steps
+
+    class Dying(Watched):
+        def step(self):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= bool(self.seeds)
+            return super().step()
+
+    return partial(Dying, num_rows=3)
+
+
+class Watched(TimedBatchDecoder):
+    """Knows the seeds of what it was asked, but for warm-ups, which have none."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.seeds = []
+
+    def admit(self, request):
+        self.seeds += [request.generation.seed] if request.generation.seed else []
+        return super().admit(request)
+
+
+@pytest.mark.parametrize("survived", [12, 30, 44])
+def test_a_kill_loses_what_is_under_way_and_no_more(world, tmp_path, survived, batched):
+    settings = settings_for(world, tmp_path, batch_size=3)
+    with pytest.raises(Killed):
+        quiet(settings, make_decoder=dying(survived)).evaluate(export(world, 10))
+    store, made = ResultStore(tmp_path), []
+
+    def make(*args, **kwargs):
+        made.append(Watched(*args, num_rows=3, **kwargs))
+        return made[-1]
+
+    evaluation = quiet(settings, make_decoder=make)
+    plain, _, tree = evaluation.plan(export(world, 10))
+    done = {job.method: {key[4] for key in store.journalled(job.samples_name)}
+            for job in (plain, tree)}  # fmt: skip
+    assert done["autoregressive"] and (done["stree"] or survived < 44)
+    evaluation.evaluate(export(world, 10))
+    (decoder,) = (each for each in made if each.tree.name == "paper")
+    first_seeds = {answers.prompt_seed(0, "talk", each, 0): each for each in "abcd"}
+    asked = {first_seeds[seed] for seed in decoder.seeds if seed in first_seeds}
+    assert asked == set("abcd") - done["stree"]
+    got = samples_without_timings(store)
+    assert but_for_the_batch(got) == but_for_the_batch(greedy_samples(batched))
+    drafted = [s for row in store.results() if row.step for s in store.samples(row)]
+    assert len(drafted) == 8 and all(sample.baseline for sample in drafted)
+
+
+def test_the_error_of_a_row_is_its_prompt_s(world, tmp_path):
+    """The prompts beside it are finished and saved, second turns included; those behind wait."""
+
+    class Failing(TimedBatchDecoder):
+        failed = False
+
+        def step(self):
+            reports = super().step()
+            for report in reports:
+                if report.finish_reason and report.row == 0 and not self.failed:
+                    self.failed = True
+                    report.finish_reason = "error"
+                    report.error = InvariantBroken("the target's logits are not finite")
+            return reports
+
+    settings = settings_for(world, tmp_path, batch_size=2, methods=["stree"], ignore_eos=False)
+    evaluation = quiet(settings, make_decoder=partial(Failing, num_rows=2))
+    evaluation.answerer._warm.update(
+        (*job.decoder_key, ("temperature", 0.0)) for job in evaluation.plan(export(world, 100))
+    )
+    with pytest.raises(InvariantBroken, match="talk prompt a, turn 0, stree: the target's logits"):
+        evaluation.evaluate(export(world, 100))
+    (job,) = evaluation.plan(export(world, 100))
+    assert [key[4] for key in ResultStore(tmp_path).journalled(job.samples_name)] == ["b"]
+
+
+def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, batched, monkeypatch):
+    """When those that are under way are finished."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(kwargs["max_length"])
+        return TimedBatchDecoder(*args, num_rows=3, **kwargs)
+
+    monkeypatch.setattr(answers.Answerer, "max_length", 1)
+    settings = settings_for(world, tmp_path, batch_size=3)
+    quiet(settings, make_decoder=make).evaluate(export(world, 10))
+    got = samples_without_timings(ResultStore(tmp_path))
+    assert but_for_the_batch(got) == but_for_the_batch(greedy_samples(batched))
+    assert len(set(made)) == 2  # a second turn needs more than any first
+
+
+def test_methods_of_one_tree_do_not_share_a_decoder(world, tmp_path):
+    """They are under way at the same time."""
+    tree = tmp_path / "chain-4.yaml"
+    tree.write_text("name: chain-4\nparents: [-1, 0, 1, 2, 3]\n")
+    settings = settings_for(world, tmp_path / "out", batch_size=2, tree=str(tree))
+    rows = quiet(settings).evaluate(export(world, 10))
+    assert rows[1].acceptance_histogram == rows[2].acceptance_histogram
+    assert rows[1].tree == rows[2].tree
+
+
+@pytest.mark.parametrize("batch_size", [0, -2])
+def test_a_batch_holds_at_least_one(world, tmp_path, batch_size):
+    with pytest.raises(UsageError, match="batch_size is"):
+        settings_for(world, tmp_path, batch_size=batch_size)

@@ -1,0 +1,98 @@
+"""What evaluations of a tiny target through the real engine are tested with; the drafters are the
+target itself (accepts everything), a stranger (hardly anything), and the target with noise
+(something between)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from stree.models.config import HybridConfig
+from stree.models.convert import save_model
+from stree.models.hybrid import HybridModel
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.evaluate import Evaluation
+from stree_pipelines.evaluation.plan import EvaluationSettings
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.tokenizer_training import train_tokenizer
+
+TIMINGS = {
+    "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+    "baseline_time_ms", "confidence_intervals", "environment",
+}  # fmt: skip
+PROMPTS = [
+    {"id": "a", "category": "one", "turns": ["What is a tree?"]},
+    {"id": "b", "category": "two", "turns": ["Say one.", "Say two."]},
+    {"id": "c", "category": "one", "turns": ["Name a colour."]},
+    {"id": "d", "category": "one", "turns": ["And now?"]},
+]
+
+
+def tiny_model(seed: int, vocab_size: int = 320) -> HybridModel:
+    torch.manual_seed(seed)
+    return HybridModel(HybridConfig(
+        vocab_size=vocab_size, d_model=32, num_layers=2, num_ssm_heads=2, ssm_head_dim=16,
+        d_state=8, num_x_groups=2, num_b_groups=1, num_c_groups=1, eos_token_ids=(1,),
+    ))  # fmt: skip
+
+
+def make_world(root: Path) -> Path:
+    """Folder with target/, drafter/step-*/ and prompts."""
+    tokenizer = train_tokenizer(["some text to learn from"] * 3, 320, root / "tokenizer")
+    target = tiny_model(0)
+    save_model(target, root / "target", tokenizer)
+    noisy = tiny_model(0)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter += 0.003 * torch.randn_like(parameter)
+    drafters = {1: tiny_model(5), 10: noisy, 100: target}
+    for step, model in drafters.items():
+        save_model(
+            model, root / f"drafter/step-{step:08d}", tokenizer,
+            extra_files={"provenance.json": json.dumps({"step": step})},
+        )  # fmt: skip
+    (root / "talk.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
+    (root / "command.json").write_text(json.dumps({"target": str(root / "target")}))
+    return root
+
+
+def settings_for(world: Path, out: Path, **changes) -> EvaluationSettings:
+    benchmarks = (str(world / "talk.jsonl"),)
+    defaults = {
+        "target": str(world / "target"), "out": str(out), "benchmarks": benchmarks,
+        "temperatures": (0.0,), "max_new_tokens": 12, "device": "cpu", "ignore_eos": True,
+    }  # fmt: skip
+    return EvaluationSettings(**{**defaults, **changes})
+
+
+def quiet(settings: EvaluationSettings, **parts) -> Evaluation:
+    return Evaluation(
+        settings, workers=parts.pop("workers", Workers()),
+        progress=EvaluationProgress(enabled=False), **parts,
+    )  # fmt: skip
+
+
+def export(world: Path, step: int) -> Path:
+    return world / f"drafter/step-{step:08d}"
+
+
+def without_timings(rows) -> list[dict]:
+    return [row.model_dump(exclude=TIMINGS) for row in rows]
+
+
+def samples_without_timings(store: ResultStore) -> list[dict]:
+    timings = {"prefill_s", "decode_s", "time_ms", "baseline"}
+    return [s.model_dump(exclude=timings) for row in store.results() for s in store.samples(row)]
+
+
+def row_of(store: ResultStore, step, method, temperature=0.0):
+    (row,) = (
+        r
+        for r in store.results()
+        if (r.step, r.method, r.temperature) == (step, method, temperature)
+    )
+    return row
