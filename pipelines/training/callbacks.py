@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ from stree_pipelines.training.module import Training
 from stree_pipelines.training.progress import Pace, TrainingBar
 
 EVAL_SCRIPT = Path(__file__).parents[1] / "eval_spec.py"
+# Prompts that an evaluation of exports decodes at once: its table is for watching a training, and
+# costs a fraction of what one prompt at a time does.
+BATCH_SIZE = 8
 
 
 class LogMetrics(pl.Callback):
@@ -109,7 +113,8 @@ class EvaluationFailed(StreeError):
 
 
 class EvaluateExports(pl.Callback):
-    """Evaluates each export while training goes on; `eval_spec.py --run RUN` gives the same rows.
+    """Evaluates each export while training goes on, in batches of prompts; `eval_spec.py --run RUN`
+    with the same --config and --batch_size gives the same rows.
 
     `inline` evaluates in this process, between two steps, and leaves the random numbers of the
     training as they were. `process` starts `eval_spec.py` and waits for it at the training's end.
@@ -123,6 +128,7 @@ class EvaluateExports(pl.Callback):
         self,
         mode: Literal["off", "inline", "process", "slurm"] = "off",
         config: str | None = None,
+        batch_size: int | None = None,
         visible_devices: str | None = None,
         sbatch_options: list[str] | None = None,
     ) -> None:
@@ -131,6 +137,7 @@ class EvaluateExports(pl.Callback):
             mode: inline, between two steps of the training; process, a process of its own beside
                 it; slurm, a job.
             config: YAML file of eval_spec.py's options (benchmarks, methods, limit, …).
+            batch_size: prompts decoded at once (default: what `config` says, or 8).
             visible_devices: of `process`: its CUDA_VISIBLE_DEVICES, such as a GPU that the training
                 leaves free (default: the training's).
             sbatch_options: of `slurm`: what stands before the script, such as
@@ -145,7 +152,7 @@ class EvaluateExports(pl.Callback):
             raise UsageError(
                 f"evaluation.sbatch_options is for mode slurm, and evaluation.mode is {mode}"
             )
-        self.mode, self.config = mode, config
+        self.mode, self.config, self.batch_size = mode, config, batch_size
         self.visible_devices, self.sbatch_options = visible_devices, sbatch_options or []
         # Set by the entry point before `fit`.
         self.exports: Exports | None = None
@@ -183,8 +190,21 @@ class EvaluateExports(pl.Callback):
                 Evaluation(self._settings(), workers=Workers())
 
     def _options(self) -> list[str]:
-        options = ["--config", self.config] if self.config else []
-        return [*options, "--target", self.target, "--out", str(self.out)]
+        return [*self._decoding_options(), "--target", self.target, "--out", str(self.out)]
+
+    def _decoding_options(self) -> list[str]:
+        """The later ones win: what was asked for, then the config, then what holds without both."""
+        options = [] if self.batch_size is not None else ["--batch_size", str(BATCH_SIZE)]
+        options += ["--config", self.config] if self.config else []
+        if self.batch_size is not None:
+            options += ["--batch_size", str(self.batch_size)]
+        return options
+
+    def _completing_command(self) -> str:
+        assert self.out is not None
+        return shlex.join(
+            ["eval_spec.py", "--run", str(self.out.parent), *self._decoding_options()]
+        )
 
     def _settings(self) -> Any:
         from stree_pipelines.eval_spec import build_parser
@@ -266,13 +286,14 @@ class EvaluateExports(pl.Callback):
                     self._fail(path, code, f"it ended with code {code}")
         except KeyboardInterrupt:
             raise Interrupted(
-                "interrupted; the training is done: eval_spec.py --run completes the rows"
+                f"interrupted; the training is done: {self._completing_command()} completes the "
+                "rows"
             ) from None
         if self._failures:
             first_code = self._failures[0][1]
             raise EvaluationFailed(
                 f"the training is done, but {len(self._failures)} of its evaluations failed (see "
-                "above): eval_spec.py --run completes the rows",
+                f"above): {self._completing_command()} completes the rows",
                 first_code if first_code > 0 else 1,  # a signal's number is negative
             )
 

@@ -67,8 +67,8 @@ def test_a_cluster_without_sbatch_costs_a_warning_with_the_command_and_no_traini
     script = command.index("slurm/eval_spec.sh")
     assert {"--gpus-per-node=1", "--time=30", "--job-name=eval-run"} <= set(command[:script])
     assert command[script + 1 :] == [
-        "--config", str(workspace / "eval.yaml"), "--target", str(workspace / "target"),
-        "--out", f"{run_dir}/eval", "--checkpoint", export,
+        "--batch_size", "8", "--config", str(workspace / "eval.yaml"),
+        "--target", str(workspace / "target"), "--out", f"{run_dir}/eval", "--checkpoint", export,
     ]  # fmt: skip
 
 
@@ -125,8 +125,10 @@ def test_waiting_for_evaluations_can_be_interrupted():
             raise KeyboardInterrupt
 
     evaluation = EvaluateExports(mode="process")
+    evaluation.out = Path("run/eval")
     evaluation._processes.append(("drafter/step-1", Endless()))
-    with pytest.raises(Interrupted, match=r"training is done: eval_spec\.py --run") as stopped:
+    rest = r"training is done: eval_spec\.py --run run --batch_size 8 completes the rows"
+    with pytest.raises(Interrupted, match=rest) as stopped:
         evaluation.finish()
     assert stopped.value.exit_code == 130
 

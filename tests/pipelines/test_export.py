@@ -24,7 +24,11 @@ from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.training import callbacks, export
-from stree_pipelines.training.callbacks import EvaluationFailed, untouched_training_state
+from stree_pipelines.training.callbacks import (
+    EvaluateExports,
+    EvaluationFailed,
+    untouched_training_state,
+)
 from stree_pipelines.training.checkpointing import SafeCheckpointIO
 from stree_pipelines.training.export import Exports, log_spaced_steps
 from stree_pipelines.training.progress import clock
@@ -285,6 +289,7 @@ def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluat
     distill.main(distill_arguments(workspace, run_dir, *more, steps=4))
     eval_spec([
         "--config", str(evaluation_config), "--run", str(run_dir), "--out", str(tmp_path / "again"),
+        "--batch_size", "8",
     ])  # fmt: skip
     timings = {
         "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
@@ -296,6 +301,21 @@ def test_the_command_gives_the_rows_of_the_callback(workspace, tmp_path, evaluat
     )
     assert len(theirs) == 2 + 2 * 2 * 2
     assert ours == theirs
+    assert {row["batch_size"] for row in ours} == {8}
+
+
+def test_how_many_prompts_are_decoded_at_once_is_said_by_the_option_then_the_config(tmp_path):
+    sizes = {}
+    for given in (None, 2):
+        for name, content in {"plain": "benchmarks: [x]\n", "own": "batch_size: 3\n"}.items():
+            (tmp_path / name).write_text(content)
+            callback = EvaluateExports("inline", str(tmp_path / name), batch_size=given)
+            callback.target, callback.out = "target", tmp_path / "run/eval"
+            sizes[given, name] = callback._settings().batch_size
+    assert sizes == {(None, "plain"): 8, (None, "own"): 3, (2, "plain"): 2, (2, "own"): 2}
+    assert callback._completing_command() == (
+        f"eval_spec.py --run {tmp_path}/run --config {tmp_path}/own --batch_size 2"
+    )
 
 
 @pytest.mark.parametrize("mode", ["inline", "process", "slurm"])
