@@ -28,6 +28,7 @@ from stree_pipelines.evaluation.plan import Drafter, EvaluationSettings, Job, pr
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 
 WARMUP_TOKENS = 16
+BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
 
 
 @dataclass
@@ -334,9 +335,9 @@ class Answerer:
             what.add(("prompt tokens", len(prompt_ids)))
         once = {(*job.decoder_key, each) for each in what}
         if once - self._warm:
-            num_tokens = min(WARMUP_TOKENS, self.settings.max_new_tokens)
             generation = GenerationConfig(
-                max_new_tokens=1 if self.is_warm(job) else num_tokens,  # prefill gives the first
+                # prefill gives the first
+                max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
                 temperature=job.temperature,
                 ignore_eos=True,
             )
@@ -358,6 +359,12 @@ class Answerer:
             num_given = len(self._prompt_ids(prompt, [silence] * last, last))
             longest = max(longest, num_given + (2 * last + 1) * self.settings.max_new_tokens)
         return longest + MAX_NODES
+
+
+def num_warmup_tokens(settings: EvaluationSettings) -> int:
+    """Of each prompt that a decoder is warmed up with."""
+    most = WARMUP_TOKENS if settings.batch_size == 1 else BATCH_WARMUP_TOKENS
+    return min(most, settings.max_new_tokens)
 
 
 def timing_of(sample: SampleRow) -> BaselineTiming:

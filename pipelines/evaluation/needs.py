@@ -15,7 +15,7 @@ from stree_pipelines.dry_run import (
     require_writable,
 )
 from stree_pipelines.estimates import decoding_memory
-from stree_pipelines.evaluation.answers import WARMUP_TOKENS
+from stree_pipelines.evaluation.answers import num_warmup_tokens
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
@@ -81,7 +81,7 @@ def describe_evaluation(
     if settings.batch_size > 1:
         yield f"batches: {settings.batch_size} prompts at once"
         lengths = ""
-    yield f"untimed: {warm_ups} warm-ups of {WARMUP_TOKENS} tokens{lengths}"
+    yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}"
     yield f"each process: {memory}"
     yield require_disk(settings.out, _disk(pending, settings))
     memory.require(what_to_lower(settings))

@@ -8,6 +8,7 @@ files show; activations are counted by the same hook on fake and on real tensors
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import fields
@@ -148,6 +149,12 @@ def test_a_teacher_cache_says_what_it_takes(workspace, tmp_path, capsys, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def caches_in(printed: str) -> float:
+    """Bytes of the caches that a dry run names."""
+    value, unit = re.search(r"caches ([\d.]+) (\wiB)", printed).groups()
+    return float(value) * {"KiB": 2**10, "MiB": 2**20}[unit]
+
+
 def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_path, capsys):
     before = everything_under(workspace, finished, tmp_path)
     eval_spec.main(evaluation_of(workspace, finished, "--dry-run"))
@@ -155,7 +162,12 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     assert "rows: 7 (3 checkpoints, 3 methods, 1 temperatures, 1 benchmarks), 0 are" in printed
     assert "answers: 27 prompts × methods to go, 9 of them plain decoding" in printed
     assert "at most 216 tokens; 0 more are journalled" in printed
-    assert "untimed: 7 warm-ups of 16 tokens" in printed
+    assert "untimed: 7 warm-ups of 8 tokens, and prefill where" in printed
+    alone = caches_in(printed)
+    eval_spec.main(evaluation_of(workspace, finished, "--dry-run", "--batch_size", "3"))
+    printed = capsys.readouterr().out
+    assert "batches: 3 prompts at once\nuntimed: 7 warm-ups of 4 tokens\n" in printed
+    assert caches_in(printed) == pytest.approx(3 * alone, rel=0.01)
     new, old = (finished / f"drafter/step-{step:08d}" for step in (8, 2))
     benchmark_checkpoint.main([
         str(new), "--baseline", str(old), "--target", str(workspace / "target"), "--out",
