@@ -100,7 +100,7 @@ class Answerer:
         """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
         buffers) outside of every measurement."""
         with _naming(job, Conversation(prompt)):
-            self._warm_decoder(job, self._prompt_ids(prompt, (), 0))
+            self.warm_decoder(job, self.prompt_ids(prompt))
 
     def require_end(self) -> None:
         """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
@@ -129,7 +129,7 @@ class Answerer:
             while not conversation.is_over:
                 prompt_ids = self._next_prompt_ids(conversation)
                 with _naming(job, conversation):
-                    decoder = self._warm_decoder(job, prompt_ids)
+                    decoder = self.warm_decoder(job, prompt_ids)
                     output = decoder.generate(prompt_ids, self._generation(job, conversation))
                 self._add_turn(conversation, len(prompt_ids), output)
             yield self._sample(job, conversation)
@@ -142,7 +142,7 @@ class Answerer:
         waiting = deque(map(Conversation, prompts))
         under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
         failure: StreeError | None = None
-        batch = Batch(self._warm_decoder(job, self._next_prompt_ids(waiting[0])))
+        batch = Batch(self.warm_decoder(job, self._next_prompt_ids(waiting[0])))
         try:
             while waiting or under_way:
                 while waiting and not batch.is_full:
@@ -151,7 +151,7 @@ class Answerer:
                         if under_way:
                             break  # which the decoder is still needed for
                         del batch  # two at once may not fit
-                        batch = Batch(self._warm_decoder(job, prompt_ids))
+                        batch = Batch(self.warm_decoder(job, prompt_ids))
                     conversation = waiting.popleft()
                     request = Request(prompt_ids, self._generation(job, conversation))
                     under_way[batch.admit(request)] = conversation, len(prompt_ids)
@@ -243,7 +243,7 @@ class Answerer:
             position = metrics.first_difference(mine.tokens, theirs.tokens)
             if position is None:
                 continue
-            prefix = [*self._prompt_ids(prompt, turns, index), *mine.tokens[:position]]
+            prefix = [*self.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
             return Divergence(
                 prompt_id=prompt.id,
                 turn=index,
@@ -263,7 +263,9 @@ class Answerer:
         first, second = logits_BV.topk(2, dim=-1).values[0].tolist()
         return first - second
 
-    def _prompt_ids(self, prompt: BenchmarkPrompt, turns: Sequence[Turn], index: int) -> list[int]:
+    def prompt_ids(
+        self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
+    ) -> list[int]:
         """The conversation up to user turn `index`, with the model's own answers before it."""
         conversation = [("user", prompt.turns[0])]
         for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
@@ -272,7 +274,7 @@ class Answerer:
 
     def _next_prompt_ids(self, conversation: Conversation) -> list[int]:
         turns = conversation.turns
-        return self._prompt_ids(conversation.prompt, turns, len(turns))
+        return self.prompt_ids(conversation.prompt, turns, len(turns))
 
     def _generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
         """Of the conversation's next turn."""
@@ -322,7 +324,7 @@ class Answerer:
             self._drafters[drafter] = load_model(drafter.path, self.device, self.dtype).eval()
         return self._drafters[drafter]
 
-    def _warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:
+    def warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:
         """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
 
         Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
@@ -356,7 +358,7 @@ class Answerer:
         longest = 0
         for prompt in (prompt for benchmark in self.benchmarks for prompt in benchmark.prompts):
             last = len(prompt.turns) - 1
-            num_given = len(self._prompt_ids(prompt, [silence] * last, last))
+            num_given = len(self.prompt_ids(prompt, [silence] * last, last))
             longest = max(longest, num_given + (2 * last + 1) * self.settings.max_new_tokens)
         return longest + MAX_NODES
 

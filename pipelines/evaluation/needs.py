@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,7 @@ def describe_evaluation(
     Raises what it would raise before its first answer, CannotWrite when its rows do not fit on the
     disk and, when all is said, OutOfMemory when the models do not fit into the memory.
     """
-    settings, answerer = evaluation.settings, evaluation.answerer
+    settings = evaluation.settings
     require_writable(settings.out)
     jobs: dict[ResultKey, Job] = {}
     pending: list[Job] = []
@@ -52,21 +52,11 @@ def describe_evaluation(
     warm_ups = len({(job.decoder_key, job.temperature) for _, job in answers})
     num_tokens = sum(len(prompt.turns) for prompt, _ in answers) * settings.max_new_tokens
     journalled = sum(len(evaluation.store.journalled(job.samples_name)) for job in pending)
-    target = load_config(settings.target)
-    paths = dict.fromkeys(job.drafter.path for job in jobs.values() if job.drafter)
-    drafters = [load_config(path) for path in paths]
-    largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
-    trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs.values()}
-    memory = MemoryNeeds(
-        decoding_memory(
-            target, largest, answerer.dtype, answerer.max_length, trees, settings.batch_size
-        ),
-        answerer.device.type == "cuda",
-    )
+    memory = memory_of(evaluation, list(jobs.values()))
     yield config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})})
-    yield model_line("target", target)
-    for path, drafter in zip(paths, drafters, strict=True):
-        yield model_line(path, drafter)
+    yield model_line("target", load_config(settings.target))
+    for path in drafter_paths(jobs.values()):
+        yield model_line(path, load_config(path))
     yield (
         f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
         f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
@@ -85,6 +75,23 @@ def describe_evaluation(
     yield f"each process: {memory}"
     yield require_disk(settings.out, _disk(pending, settings))
     memory.require(what_to_lower(settings))
+
+
+def drafter_paths(jobs: Iterable[Job]) -> list[str]:
+    return list(dict.fromkeys(job.drafter.path for job in jobs if job.drafter))
+
+
+def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryNeeds:
+    """What a process holds at most: the target, the largest drafter, and every method's caches."""
+    settings, answerer = evaluation.settings, evaluation.answerer
+    drafters = [load_config(path) for path in drafter_paths(jobs)]
+    largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
+    trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs}
+    parts = decoding_memory(
+        load_config(settings.target), largest, answerer.dtype, answerer.max_length, trees,
+        settings.batch_size,
+    )  # fmt: skip
+    return MemoryNeeds(parts, answerer.device.type == "cuda")
 
 
 def _num_turns(job: Job) -> int:

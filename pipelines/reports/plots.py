@@ -140,7 +140,7 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
     axes.set_xlabel("ms per call")
     if not bars:
         return None
-    _add_legend(figure, axes, ncols=5, handlelength=1.0)
+    add_legend(figure, axes, ncols=5, handlelength=1.0)
     return figure
 
 
@@ -182,11 +182,11 @@ def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Fig
             axes.minorticks_off()
             if len(steps) <= MAX_TICKS:
                 axes.set_xticks(steps)
-    _add_legend(figure, axes, ncols=2, handlelength=3.2)
+    add_legend(figure, axes, ncols=2, handlelength=3.2)
     return figure
 
 
-def _add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> None:
+def add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> None:
     """Above the axes, so that it hides nothing; handles long enough to show a line's dashes."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))

@@ -14,6 +14,7 @@ from stree.errors import NotFound, StreeError, UsageError
 from stree_pipelines import (
     bench_decode,
     bench_kernels,
+    bench_queue,
     bench_report,
     bench_training,
     benchmark_checkpoint,
@@ -57,6 +58,7 @@ COMMANDS = {
     chat: ["d", "--tokenizer", "t"],
     bench_decode: ["o"],
     bench_kernels: ["o"],
+    bench_queue: ["o", "--target", "t"],
     bench_training: ["o"],
     bench_report: ["o"],
 }
@@ -116,6 +118,7 @@ def test_every_command_is_here():
         (chat, "--temp", "--template"),
         (bench_decode, "--node", "--nodes"),
         (bench_kernels, "--repeat", "--repeats"),
+        (bench_queue, "--rate", "--rates"),
         (bench_training, "--step", "--steps"),
         (bench_report, "--hel", "--help"),
     ],

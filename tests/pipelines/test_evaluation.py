@@ -261,7 +261,7 @@ def test_a_resumed_run_does_not_repeat_finished_prompts(world, tmp_path):
     asked = []
     evaluation = quiet(settings, make_decoder=heard_by(lambda *call: asked.append(call[1:3])))
     evaluation.evaluate(export(world, 10))
-    first_prompt = evaluation.answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
+    first_prompt = evaluation.answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
     assert first_prompt not in [prompt_ids for prompt_ids, _ in asked]
     # 3 methods × 4 turns of the other three prompts
     assert sum(not is_warm_up(generation) for _, generation in asked) == 12
@@ -373,7 +373,7 @@ def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
         assert divergence.token == divergence.autoregressive_token + 1
         # The gap by hand: logits of the plain model after the prompt and three tokens.
         answerer = evaluation.answerer
-        prompt = answerer._prompt_ids(evaluation.benchmarks[0].prompts[0], (), 0)
+        prompt = answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
         tokens = ResultStore(tmp_path).samples(baseline)[0].turns[0].tokens[:3]
         with torch.no_grad():
             logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1]
