@@ -9,7 +9,14 @@ from matplotlib.figure import Figure
 
 from stree_pipelines.benches.queueing import CLEARING, QueueRow
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.reports.plots import COLOURS, PLAIN_COLOUR, SIZE_INCHES, STYLE, add_legend
+from stree_pipelines.reports.plots import (
+    COLOURS,
+    MAX_TICKS,
+    PLAIN_COLOUR,
+    SIZE_INCHES,
+    STYLE,
+    add_legend,
+)
 from stree_pipelines.reports.run_data import method_label
 from stree_pipelines.reports.tables import Table
 
@@ -65,5 +72,8 @@ def latency_vs_rate(rows: Sequence[QueueRow]) -> Figure:
     throughput.set_ylabel("new tokens per second")
     throughput.set_ylim(bottom=0)
     throughput.set_xlabel("requests per second")
+    all_rates = sorted({row.rate for row in rows})
+    if len(all_rates) <= MAX_TICKS:
+        throughput.set_xticks(all_rates, [f"{rate:g}" for rate in all_rates])
     add_legend(figure, latency, ncols=2, handlelength=3.2)
     return figure

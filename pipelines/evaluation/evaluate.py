@@ -251,8 +251,10 @@ class Evaluation:
         num_left = {each.prompt.id: len(each.jobs) for each in rounds}
         first = rounds[0].missing[0]
         label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
+        # A batch's answers come one by one, but its prompts are all done only at the end.
+        by_answer = self.settings.batch_size > 1
         with (
-            self.progress.task(label, len(rounds)) as task,
+            self.progress.task(label, sum(num_left.values()) if by_answer else len(rounds)) as task,
             closing(answers_in_turns(self.answerer, rounds)) as answers,
         ):
             for each, job, sample in answers:
@@ -260,7 +262,7 @@ class Evaluation:
                     self.store.journal(job.samples_name, self.workers.rank, sample)
                 finished[job.method].append(sample)
                 num_left[each.prompt.id] -= 1
-                if num_left[each.prompt.id] == 0:
+                if by_answer or num_left[each.prompt.id] == 0:
                     task.advance(_so_far(finished))
 
     def _row(self, job: Job, samples: Sequence[SampleRow]) -> ResultRow:

@@ -226,10 +226,10 @@ def _about_batches(data: RunData) -> str:
         if rows:
             full.append(f"{'–'.join(f'{each:.1f}' for each in sorted({min(rows), max(rows)}))} "
                         f"({method_label(method)})")  # fmt: skip
-    held = f" A call held {', '.join(full)} of them on average." if full else ""
+    held = f" A call decoded {', '.join(full)} on average." if full else ""
     return (
-        f"{data.batch_size} prompts were decoded at once: speeds are new tokens of all of them per "
-        f"second, plain decoding's too.{held}"
+        f"Up to {data.batch_size} prompts were decoded at once, fewer towards a benchmark's end: "
+        f"speeds are new tokens of all of them per second, plain decoding's too.{held}"
     )
 
 
