@@ -50,7 +50,7 @@ def build_parser() -> CommandParser:
         "--batch-size",
         type=int,
         default=1,
-        help="prompts decoded at once; rows of other sizes are another table's",
+        help="prompts that a process decodes at once; rows of other sizes are another table's",
     )
     add("--ignore_eos", "--ignore-eos", action="store_true",
         help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip

@@ -235,7 +235,9 @@ class Evaluation:
             with naming_what_does_not_fit(what_to_lower(self.settings)):
                 action()
         except OutOfMemory as error:
-            problem = OutOfMemory(f"{what}: {error}")
+            size = self.settings.batch_size
+            at_once = f", batch_size {size}" if size > 1 else ""
+            problem = OutOfMemory(f"{what}{at_once}: {error}")
         except StreeError as error:
             # Frames hold decoders, and with them memory for as long as somebody keeps the error.
             error.__cause__ = error.__context__ = None

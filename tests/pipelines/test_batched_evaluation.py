@@ -20,7 +20,7 @@ from tiny_evaluation import (
 )
 
 from stree.batch import BatchDecoder, Request
-from stree.errors import InvariantBroken, UsageError
+from stree.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.generation import GenerationConfig
 from stree_pipelines.evaluation import answers
 from stree_pipelines.evaluation.batching import Batch, TimedBatchDecoder
@@ -281,6 +281,19 @@ def test_the_error_of_a_row_is_its_prompt_s(world, tmp_path):
         evaluation.evaluate(export(world, 100))
     (job,) = evaluation.plan(export(world, 100))
     assert [key[4] for key in ResultStore(tmp_path).journalled(job.samples_name)] == ["b"]
+
+
+def test_what_does_not_fit_names_the_batch(world, tmp_path):
+    class Large(TimedBatchDecoder):
+        def step(self):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    evaluation = quiet(
+        settings_for(world, tmp_path, batch_size=2), make_decoder=partial(Large, num_rows=2)
+    )
+    wanted = "warm-up, batch_size 2: CUDA out of memory; lower batch_size or max_new_tokens"
+    with pytest.raises(OutOfMemory, match=wanted):
+        evaluation.evaluate(export(world, 10))
 
 
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, batched, monkeypatch):
