@@ -90,6 +90,15 @@ class Evaluation:
 
 @pytest.fixture(scope="session")
 def evaluation(training, tmp_path_factory) -> Evaluation:
+    return make_evaluation(training, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def evaluation_in_batches(training, tmp_path_factory) -> Evaluation:
+    return make_evaluation(training, tmp_path_factory, "--batch_size", "2")
+
+
+def make_evaluation(training, tmp_path_factory, *more: str) -> Evaluation:
     """Three prompts, one of two turns, at T = 0 and 1."""
     folder = tmp_path_factory.mktemp("evaluation")
     turns = [["What is 3 plus 4?"], ["What is 1 plus 1?", "And 2 plus 2?"], ["What is 9 plus 9?"]]
@@ -99,7 +108,7 @@ def evaluation(training, tmp_path_factory) -> Evaluation:
         "--target", str(training.workspace / "target"),
         "--checkpoint", *(str(training.whole / f"drafter/step-{s:08d}") for s in (5, 15)),
         "--benchmarks", str(folder / "sums.jsonl"), "--temperatures", "0", "1",
-        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos",
+        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", *more,
     )  # fmt: skip
     command = Evaluation(training.forks, options).run(folder / "whole")
     assert command.poll() == 0, command

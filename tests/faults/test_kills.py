@@ -149,7 +149,17 @@ def test_a_kill_at_each_place_leaves_the_old_or_the_new(training, tmp_path, plac
 def test_an_evaluation_killed_anywhere_ends_with_the_same_table(
     evaluation, tmp_path, seed, figures
 ):
-    moments = random.Random(1000 + seed)
+    require_survival(evaluation, tmp_path, random.Random(1000 + seed), figures)
+
+
+@pytest.mark.parametrize("seed", lanes(quick=0, long=4))
+def test_an_evaluation_killed_in_the_middle_of_a_batch_ends_with_the_same_table(
+    evaluation_in_batches, tmp_path, seed, figures
+):
+    require_survival(evaluation_in_batches, tmp_path, random.Random(2000 + seed), figures)
+
+
+def require_survival(evaluation, tmp_path, moments, figures) -> None:
     out = tmp_path / "out-1"
     num_folders, num_kills = 1, 0
     while num_kills < KILLS:
