@@ -61,6 +61,12 @@ class MixerShape:
         return self.x_groups, self.b_groups, self.c_groups
 
     @property
+    def conv_dims(self) -> tuple[int, int, int]:
+        """Channels of x, B and C as conv and scan see them."""
+        x_groups, b_groups, c_groups = self.scan_groups
+        return x_groups * self.head_dim, b_groups * self.d_state, c_groups * self.d_state
+
+    @property
     def tail(self) -> int:
         """Committed inputs that the conv looks back on."""
         return self.width - 1
@@ -78,11 +84,67 @@ class MixerWeights:
 
 
 @dataclass(frozen=True)
+class GatedDeltaShape:
+    """Dimensions of a gated delta rule's mixer whose projection gives [z, q, k, v, a, b].
+
+    Value head h reads q and k of key head h // (num_heads // num_key_heads). a becomes the decay of
+    a head's state, b the strength with which a token writes to it.
+    """
+
+    num_heads: int  # value heads: each has a state (key_dim, value_dim)
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # of the conv
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def conv_dims(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.d_inner
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of q, k and v together."""
+        return sum(self.conv_dims)
+
+    @property
+    def num_kept(self) -> int:
+        """Channels that a call keeps of a node: q, k, v and a."""
+        return self.num_channels + self.num_heads
+
+    @property
+    def num_projected(self) -> int:
+        """Channels of the projection: z, q, k, v, a and b."""
+        return self.d_inner + self.num_kept + self.num_heads
+
+    @property
+    def tail(self) -> int:
+        """Committed inputs that the conv looks back on."""
+        return self.width - 1
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Parameters of conv and decay: conv (C, W) and (C,) or None; dt_bias and A_log (H,)."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+
+
+@dataclass(frozen=True)
 class Derived:
     """What the fused kernels keep of a tree's nodes beside their raw inputs, and twice like those.
 
-    xb (2, B, N, Cx + Cb), silu(conv) of x and B; steps (2, B, 2, N, H) fp32, dt and then the
-    log-decay from the root (included). Replay and later levels read them; plain PyTorch does not.
+    xb (2, B, N, Cx + Cb), silu(conv) of x and B, or of q and k; steps (2, B, 2, N, H) fp32, dt and
+    then the log-decay from the root (included). Replay and later levels read them; plain PyTorch
+    does not.
     """
 
     xb: Tensor

@@ -7,6 +7,7 @@ convolution. A tree is its root-to-node paths, each decoded as an ordinary seque
     llama   Touvron et al. 2023; rotary embedding in halves; Llama 3's frequency scaling
     mamba2  Dao and Gu 2024, the recurrence h <- exp(dt A) h + dt x B^T, y = h C + D x
     hybrid  MambaInLlama (Wang et al. 2024): x and B shared among heads as v and k are
+    delta   Gated Delta Networks (Yang et al. 2025), as Qwen3-Next has them: `gated_delta_step`
 
 Dims: V vocabulary, D model width, H heads, P head dim, S state, K conv width, N tree nodes.
 """
@@ -174,6 +175,44 @@ def _mamba(config, weights, name, hidden, state):
     groups = _heads(gated, config.gated_norm_groups)
     normed = np.concatenate([_rms_norm(group, 1.0, config.gated_norm_eps) for group in groups])
     return weights[name + "out_proj.weight"] @ (normed * weights[name + "norm.weight"])
+
+
+def gated_delta_step(shape, weights, projected, state):
+    """A gated-delta layer's y (H * V,) for one token, from [z, q, k, v, a, b] as projected.
+
+    `shape` has the numbers of heads and their dims, `weights` maps conv (C, W), conv_bias (C,),
+    dt_bias and A_log (H,) to fp64 arrays. Advances `state` as `empty_gated_delta_state` makes it.
+    """
+    keys, values = shape.num_key_heads * shape.key_dim, shape.num_heads * shape.value_dim
+    sizes = [values, 2 * keys + values, shape.num_heads]
+    _, inputs, a, b = np.split(projected, np.cumsum(sizes))
+    window = [*state["conv_inputs"], inputs]
+    state["conv_inputs"] = window[1:]
+    convolved = sum(weights["conv"][:, tap] * each for tap, each in enumerate(window))
+    q, k, v = np.split(_silu(convolved + weights["conv_bias"]), [keys, 2 * keys])
+    q, k = _heads(q, shape.num_key_heads), _heads(k, shape.num_key_heads)
+    v = _heads(v, shape.num_heads)
+    decay = np.exp(-np.exp(weights["A_log"]) * np.logaddexp(0.0, a + weights["dt_bias"]))
+    strength = 1.0 / (1.0 + np.exp(-b))
+    outputs = []
+    for head in range(shape.num_heads):
+        shared = head // (shape.num_heads // shape.num_key_heads)
+        key = k[shared] / math.sqrt(k[shared] @ k[shared] + 1e-6)
+        query = q[shared] / math.sqrt(q[shared] @ q[shared] + 1e-6) / math.sqrt(shape.key_dim)
+        decayed = decay[head] * state["delta"][head]
+        update = strength[head] * (v[head] - key @ decayed)
+        state["delta"][head] = decayed + np.outer(key, update)
+        outputs.append(query @ state["delta"][head])
+    return np.concatenate(outputs)
+
+
+def empty_gated_delta_state(shape):
+    """No token read: {"delta": (H, K, V), "conv_inputs": list of W - 1 arrays, oldest first}."""
+    channels = 2 * shape.num_key_heads * shape.key_dim + shape.num_heads * shape.value_dim
+    return {
+        "delta": np.zeros((shape.num_heads, shape.key_dim, shape.value_dim)),
+        "conv_inputs": [np.zeros(channels) for _ in range(shape.width - 1)],
+    }
 
 
 def _sizes_of_x_b_c(config):

@@ -1,0 +1,79 @@
+"""The gated delta rule of training and prefill: flash-linear-attention's Triton kernel where it is,
+else ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stree_kernels import naive_gated_delta
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # it refuses fp32
+MAX_KEY_DIM = 256  # of it
+
+
+@functools.cache
+def flash_linear_attention_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """flash-linear-attention's `chunk_gated_delta_rule`, or None when the package is not there."""
+    try:
+        module = importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError:
+        return None
+    return module.chunk_gated_delta_rule
+
+
+def gated_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`naive_gated_delta.gated_delta_scan`, through flash-linear-attention's kernel on CUDA in 16
+    bits when it is there; the kernel has chunks of its own size.
+
+    Both return y (B, T, H, V) in v's dtype and the last state, (B, H, K, V).
+    """
+    kernel = None
+    if v.is_cuda and v.dtype in KERNEL_DTYPES and k.shape[-1] <= MAX_KEY_DIM:
+        kernel = flash_linear_attention_kernel()
+    if kernel is None:
+        with torch.autocast(v.device.type, enabled=False):
+            return naive_gated_delta.gated_delta_scan(
+                q, k, v, log_decay, beta,
+                chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
+            )  # fmt: skip
+    batch, num_heads = v.shape[0], v.shape[2]
+    # Of grouped heads only newer versions know
+    q, k = (
+        part.to(v.dtype).repeat_interleave(num_heads // part.shape[2], dim=2) for part in (q, k)
+    )
+    inputs = (q, k, v, log_decay.float(), beta.to(v.dtype))
+    starts = None
+    if segment_ids is not None:  # one row with the segments' bounds is how the kernel takes them
+        first_of_segment = torch.ones_like(segment_ids, dtype=torch.bool)
+        first_of_segment[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+        starts = first_of_segment.flatten().nonzero().flatten()
+        rows = torch.arange(batch, device=v.device) * v.shape[1]
+        first_of_row = torch.searchsorted(starts, rows)
+        starts = torch.cat([starts, starts.new_tensor([batch * v.shape[1]])])
+        if initial_state is not None:
+            segment_states = initial_state.new_zeros(len(starts) - 1, *initial_state.shape[1:])
+            initial_state = segment_states.index_copy(0, first_of_row, initial_state)
+        inputs = tuple(part.flatten(0, 1)[None] for part in inputs)
+    y, state = kernel(
+        *inputs, initial_state=initial_state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=starts,
+    )  # fmt: skip
+    if starts is not None:
+        last_of_row = torch.cat([first_of_row[1:], starts.new_tensor([len(starts) - 1])]) - 1
+        y, state = y.unflatten(1, (batch, -1))[0], state.index_select(0, last_of_row)
+    return y, state
