@@ -56,7 +56,7 @@ def gated_delta_scan(
     q, k = (
         part.to(v.dtype).repeat_interleave(num_heads // part.shape[2], dim=2) for part in (q, k)
     )
-    inputs = (q, k, v, log_decay.float(), beta.to(v.dtype))
+    inputs: tuple[Tensor, ...] = (q, k, v, log_decay.float(), beta.to(v.dtype))
     starts = None
     if segment_ids is not None:  # one row with the segments' bounds is how the kernel takes them
         first_of_segment = torch.ones_like(segment_ids, dtype=torch.bool)

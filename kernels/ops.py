@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree_kernels import naive
+from stree_kernels import naive, naive_gated_delta
 from stree_kernels.shapes import (
     Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
     MixerShape,
     MixerWeights,
     Sampling,
@@ -89,6 +91,29 @@ def mamba_tree(
         return module.mamba_chain(projected, rows, derived, *arguments[:-1])
     module = importlib.import_module("stree_kernels.tree_scan")
     return module.mamba_tree(projected, rows, derived, *arguments)
+
+
+def gated_delta_tree(
+    projected: Tensor,
+    rows: Tensor,
+    derived: Derived | None,
+    updates: Tensor,
+    state: Tensor,
+    weights: GatedDeltaWeights,
+    shape: GatedDeltaShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """See `naive_gated_delta.gated_delta_tree`; `derived` is for the fused kernels."""
+    arguments = (updates, state, weights, shape, topology, steering, first)
+    if not fused(projected.device, projected.dtype, max(shape.key_dim, shape.value_dim)):
+        return naive_gated_delta.gated_delta_tree(projected, rows, *arguments)
+    if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
+        module = importlib.import_module("stree_kernels.gated_delta_chain")
+        return module.gated_delta_chain(projected, rows, derived, *arguments[:-1])
+    module = importlib.import_module("stree_kernels.gated_delta_tree")
+    return module.gated_delta_tree(projected, rows, derived, *arguments)
 
 
 def attend_tree(

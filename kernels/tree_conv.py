@@ -1,4 +1,4 @@
-"""What a Mamba-2 layer's tree call does before the scan: replay and conv, in one launch (Triton).
+"""What a recurrent layer's tree call does before the scan: replay and conv, in one launch (Triton).
 
 Neither needs the other, so their programs run side by side. Replay: one program serves a sequence,
 a head and a block of its channels, and advances the state along the last accepted path. Conv: one
@@ -6,13 +6,16 @@ serves a sequence, a block of channels and a few nodes; it reads each node's win
 (new nodes, older nodes of the tree, or the accepted path and the tail of the last tree), keeps the
 nodes' own raw inputs, and writes silu(conv); a last block of programs does the same for dt and the
 log-decay. What the next call's replay needs is kept (`Derived`), so that nothing is convolved
-twice. The naive twins are in `naive.mamba_tree`.
+twice. The naive twins are in `naive.mamba_tree`. A gated-delta layer's call begins with the same
+launch, without replay (`convolve`).
 
 The last tree's inputs are still read while the new tree's are written: hence two buffers, and
 `Steering.parity` says which is which.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -21,7 +24,15 @@ from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of
-from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.shapes import (
+    Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    MixerShape,
+    MixerWeights,
+    Steering,
+    Topology,
+)
 
 BLOCK_CHANNELS = 64
 BLOCK_NODES = 16
@@ -43,20 +54,69 @@ def replay_and_convolve(
 
     Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S).
     """
+    x_conv, b_conv, _ = shape.scan_groups
+    heads = shape.num_heads
+    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
+    return _launch(
+        kept, rows, derived, state, weights, shape, topology, steering, first,
+        columns=shape.xbc_dims, dt_limit=shape.dt_limit,
+        HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
+        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
+        HEAD_BLOCKS=triton.cdiv(shape.head_dim, block_p), BLOCK_P=block_p,
+        BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
+    )  # fmt: skip
+
+
+def convolve(
+    kept: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    weights: GatedDeltaWeights,
+    shape: GatedDeltaShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """The same for a gated-delta layer, whose state the next launch replays: q, k and v are in the
+    places of x, B and C, and a in dt's.
+
+    Writes rows, as `naive_gated_delta.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
+    """
+    return _launch(
+        kept, rows, derived, None, weights, shape, topology, steering, first,
+        columns=shape.conv_dims, dt_limit=(0.0, math.inf),
+        HEAD_DIM=1, D_STATE=1, HEADS_A_X=1, HEADS_A_B=1, HEAD_BLOCKS=1, BLOCK_P=16, BLOCK_S=16,
+    )  # fmt: skip
+
+
+def _launch(
+    kept: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    state: Tensor | None,
+    weights: MixerWeights | GatedDeltaWeights,
+    shape: MixerShape | GatedDeltaShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    *,
+    columns: tuple[int, int, int],
+    dt_limit: tuple[float, float],
+    **replay: int,
+) -> Tensor:
+    """columns: channels as projected, which the conv may repeat. No replay without a state."""
     batch, num_new, _ = kept.shape
-    x_conv, b_conv, c_conv = shape.scan_groups
-    x_channels, b_channels = x_conv * shape.head_dim, b_conv * shape.d_state
-    c_channels = c_conv * shape.d_state
+    x_channels, b_channels, c_channels = shape.conv_dims
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
     num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
-    assert kept.stride(2) == rows.stride(3) == xb.stride(3) == state.stride(3) == 1
-    assert steps.stride(4) == 1 and min(xb.shape[2], steps.shape[3]) >= first + num_new
+    assert kept.stride(2) == rows.stride(3) == xb.stride(3) == steps.stride(4) == 1
+    assert state is None or state.stride(3) == 1
+    assert min(xb.shape[2], steps.shape[3]) >= first + num_new
     assert first + num_new <= topology.depths.shape[1]
     assert rows.shape[2] >= shape.tail + first + num_new
-    block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
-    head_blocks = triton.cdiv(shape.head_dim, block_p)
-    num_replays = heads * head_blocks if first == 0 else 0
+    replays = first == 0 and state is not None
+    num_replays = heads * replay["HEAD_BLOCKS"] if replays else 0
     num_tiles = triton.cdiv(num_new, BLOCK_NODES)
     replay_conv_kernel[(num_replays + (num_blocks + 1) * num_tiles, batch)](
         kept, kept.stride(0), kept.stride(1),
@@ -64,27 +124,23 @@ def replay_and_convolve(
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
         C, C.stride(0), C.stride(1),
-        state, state.stride(0), state.stride(1), state.stride(2),
+        state, *((0, 0, 0) if state is None else state.stride()[:3]),
         weights.conv, weights.conv.stride(0), weights.conv.stride(1), weights.conv_bias,
         weights.dt_bias, weights.A_log,
         topology.ancestors.view(torch.uint8), topology.windows, topology.depths.shape[1],
         steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
         steering.variant, steering.parity,
         first, num_new, min(xb.shape[2], steps.shape[3]), num_replays, num_blocks,
-        HEADS=heads, HEAD_DIM=shape.head_dim, D_STATE=shape.d_state, WIDTH=shape.width,
-        X_REPEATS=x_conv // shape.x_groups, B_REPEATS=b_conv // shape.b_groups,
-        B_COLUMN=shape.xbc_dims[0], C_COLUMN=shape.xbc_dims[0] + shape.xbc_dims[1],
-        DT_COLUMN=shape.num_channels,
+        HEADS=heads, WIDTH=shape.width,
+        X_REPEATS=x_channels // columns[0], B_REPEATS=b_channels // columns[1],
+        B_COLUMN=columns[0], C_COLUMN=columns[0] + columns[1], DT_COLUMN=shape.num_channels,
         B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
         NUM_CHANNELS=x_channels + b_channels + c_channels,
-        DT_MIN=shape.dt_limit[0], DT_MAX=shape.dt_limit[1], REPLAY=first == 0,
-        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
-        HEAD_BLOCKS=head_blocks, BLOCK_P=block_p,
-        BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
+        DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
-        num_warps=4, **overlapping(kept),
+        num_warps=4, **replay, **overlapping(kept),
     )  # fmt: skip
     return C
 
@@ -129,17 +185,18 @@ def replay_conv_kernel(
         half = parity
     new = rows + half * rows_parity_stride
     if program < num_replays:  # never so without REPLAY
-        head = program // HEAD_BLOCKS
-        _replay(
-            state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
-            xb + parity * xb_parity_stride, xb_stride,
-            steps + parity * steps_parity_stride + head, steps_stride,
-            A_log + head,
-            path, path_size, path_length, num_slots,
-            (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
-            B_CHANNEL + (head // HEADS_A_B) * D_STATE,
-            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
-        )  # fmt: skip
+        if state is not None:
+            head = program // HEAD_BLOCKS
+            _replay(
+                state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
+                xb + parity * xb_parity_stride, xb_stride,
+                steps + parity * steps_parity_stride + head, steps_stride,
+                A_log + head,
+                path, path_size, path_length, num_slots,
+                (program % HEAD_BLOCKS) * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
+                B_CHANNEL + (head // HEADS_A_B) * D_STATE,
+                HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
+            )  # fmt: skip
     else:
         block = (program - num_replays) % (num_blocks + 1)
         tile = (program - num_replays) // (num_blocks + 1)

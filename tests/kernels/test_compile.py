@@ -13,6 +13,7 @@ KERNELS = {
     "norm_kernel", "swiglu_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
     "embed_kernel", "root_kernel", "share_kernel", "uniforms_kernel",
+    "gated_delta_kernel", "gated_delta_chain_kernel",
 }  # fmt: skip
 
 
@@ -28,6 +29,8 @@ def test_all_kernels_compile(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
+    # What does not fit the registers would go to memory and back
+    assert all(line[3] == "0" for line in lines if line[0].startswith("gated_delta"))
     # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
     tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
     assert len(tops) >= 6 and max(tops) < 3000

@@ -2,11 +2,13 @@
 
 import importlib.util
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stree_kernels import naive, ops
+from stree_kernels.shapes import GatedDeltaShape
 
 CUDA = torch.device("cuda")
 
@@ -66,3 +68,22 @@ def test_on_a_cpu_an_op_is_its_twin():
     x, weight = torch.randn(2, 3, 8), torch.randn(5, 8)
     assert torch.equal(ops.linear(x, weight), naive.linear(x, weight))
     assert torch.equal(ops.linear_parts(x, weight)[0], naive.linear(x, weight))
+
+
+@pytest.mark.parametrize(("num_nodes", "first", "module"), [
+    (1, 0, "gated_delta_chain"), (2, 0, "gated_delta_tree"), (1, 1, "gated_delta_tree"),
+])  # fmt: skip
+def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, module):
+    """With the fused kernels; growing a tree by one node is not."""
+    asked = []
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    kernels = SimpleNamespace(**{
+        name: lambda *_, name=name: asked.append(name)
+        for name in ("gated_delta_chain", "gated_delta_tree")
+    })  # fmt: skip
+    monkeypatch.setattr(ops.importlib, "import_module", lambda name: kernels)
+    shape = GatedDeltaShape(2, 1, 4, 4, 4)
+    depths = torch.zeros(1, first + num_nodes, dtype=torch.int32)
+    topology = SimpleNamespace(depths=depths)
+    ops.gated_delta_tree(torch.zeros(1), *[None] * 5, shape, topology, None, first)
+    assert asked == [module]

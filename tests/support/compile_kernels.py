@@ -1,8 +1,9 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does, and SwiGLU of more rows; each launch is compiled with the very
-arguments it has there, and not run. Prints a line a launch: kernel, warps, instructions of its
+of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer in the shapes of
+Qwen3.5-27B takes a tree and a single token. Each launch is compiled with the very arguments it has
+there, and not run. Prints a line a launch: kernel, warps, instructions of its
 machine code, stores of spilled registers among them, bytes of shared memory.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
@@ -24,7 +25,7 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
-from stree_kernels.shapes import Sampling
+from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Sampling, Steering
 
 
 class AbsentGPU:
@@ -65,6 +66,37 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
     torch.cuda.get_device_properties = lambda device=None: properties
     ops.fused = lambda *_: True
     return compiled
+
+
+def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
+    """A call of a gated-delta layer over a star."""
+    shape = GatedDeltaShape(48, 16, 128, 128, 4)
+    tree = balanced([num_nodes - 1], "star") if num_nodes > 1 else TokenTree.chain(0)
+
+    def zeros(*dims: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(dims, dtype=dtype)
+
+    wide, whole = torch.float32, torch.long
+    ops.gated_delta_tree(
+        zeros(1, num_nodes, shape.num_projected),
+        zeros(2, 1, shape.tail + num_nodes, shape.num_kept),
+        Derived(
+            zeros(2, 1, num_nodes, 2 * shape.conv_dims[0]),
+            zeros(2, 1, 2, num_nodes, shape.num_heads, dtype=wide),
+        ),
+        zeros(1, num_nodes, shape.num_heads, shape.value_dim, dtype=wide),
+        zeros(1, shape.num_heads, shape.key_dim, shape.value_dim, dtype=wide),
+        GatedDeltaWeights(
+            zeros(shape.width, shape.num_channels).T, None,
+            zeros(shape.num_heads), zeros(shape.num_heads),
+        ),
+        shape, topology_of(tree, shape.width, torch.device("cpu")),
+        Steering(
+            zeros(1, dtype=whole), zeros(1, num_nodes, dtype=whole),
+            *(zeros(1, dtype=whole) for _ in range(3)),
+        ),
+        0,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -110,6 +142,8 @@ def main() -> None:
                 places = torch.full((*inner.shape, count), -1)
                 ops.choose_children(logits, depths[:, 1:].contiguous(), by, places, tokens, finite)
             ops.take_roots(hidden, block, active, tokens, cache.path_length)
+        for num_nodes in {1, *options.nodes}:
+            gated_delta(num_nodes, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):
