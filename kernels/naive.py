@@ -415,6 +415,13 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     return rms_norm(y, weight, eps, groups, gate)
 
 
+def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of each head's channels, then silu(gate): y and gate (…, H·V), weight (V,)."""
+    heads = rms_norm(y.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
+    wide = heads.to(accumulation_dtype(y.dtype))
+    return (wide * F.silu(gate.to(wide.dtype))).to(y.dtype)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (…, D) by a weight (E, D) → (…, E) in x's dtype."""
     return F.linear(x, weight)

@@ -143,6 +143,11 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     return _module("pointwise", y).gated_rms_norm(y, gate, weight, eps, groups)
 
 
+def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `naive.gate_normed`."""
+    return _module("pointwise", y).gate_normed(y, gate, weight, eps)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear`."""
     return _module("products", x).linear(x, weight)

@@ -31,7 +31,7 @@ def add_rms_norm(
     norm_kernel[(x.numel() // width, 1)](
         x, width, added, x.numel(), None, 0, weight, total, out,
         width, 1, eps, PARTS=1 if added is None else len(added),
-        GROUPS=1, BLOCK=triton.next_power_of_2(width),
+        GROUPS=1, GATE_AFTER=False, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
     )  # fmt: skip
     return total, out
@@ -39,7 +39,19 @@ def add_rms_norm(
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
     """`naive.gated_rms_norm` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
-    width = y.shape[-1] // groups
+    return _gated(y, gate, weight, eps, y.shape[-1] // groups, after=False)
+
+
+def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`naive.gate_normed` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    return _gated(y, gate, weight, eps, len(weight), after=True)
+
+
+def _gated(
+    y: Tensor, gate: Tensor, weight: Tensor, eps: float, width: int, *, after: bool
+) -> Tensor:
+    """Groups of `width` channels, gated after their norm, with one weight for all, or before it."""
+    groups = y.shape[-1] // width
     assert y.is_contiguous() and gate.stride(-1) == 1
     gate = gate.flatten(0, -2)
     out = torch.empty_like(y)
@@ -47,7 +59,7 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
     together = max(1, min(triton.next_power_of_2(groups), GATED_BLOCK // block))
     norm_kernel[(y.numel() // y.shape[-1], triton.cdiv(groups, together))](
         y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
-        width, groups, eps, PARTS=1, GROUPS=together, BLOCK=block,
+        width, groups, eps, PARTS=1, GROUPS=together, GATE_AFTER=after, BLOCK=block,
         num_warps=warps(block * together), **overlapping(y),
     )  # fmt: skip
     return out
@@ -83,15 +95,16 @@ def warps(width: int) -> int:
 @triton.jit
 def norm_kernel(
     x, x_stride, added, part_stride, gate, gate_stride, weight, total, out,
-    width, groups, eps, PARTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    width, groups, eps, PARTS: tl.constexpr, GROUPS: tl.constexpr, GATE_AFTER: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = tl.arange(0, BLOCK)
     mask = (group < groups)[:, None] & (at < width)[None, :]
-    at = group[:, None] * width + at[None, :]
-    scale = load_kept(weight + at, mask)
+    channel = at[None, :]
+    at = group[:, None] * width + channel
+    scale = load_kept(weight + (channel if GATE_AFTER else at), mask)
     follow(OVERLAPS)
     value = load_kept(x + row * x_stride + at, mask)
     if gate is not None:
@@ -104,9 +117,12 @@ def norm_kernel(
         value = (value.to(tl.float32) + more).to(value.dtype)
         store_kept(total + row * x_stride + at, value, mask)
     wide = value.to(tl.float32)
-    if gate is not None:
+    if gate is not None and not GATE_AFTER:
         wide = wide * (z * tl.sigmoid(z))
-    tl.store(out + row * x_stride + at, normed(wide, scale, width, eps, value.dtype), mask=mask)
+    y = normed(wide, scale, width, eps, value.dtype)
+    if GATE_AFTER:
+        y = (y.to(tl.float32) * (z * tl.sigmoid(z))).to(value.dtype)
+    tl.store(out + row * x_stride + at, y, mask=mask)
 
 
 @triton.jit

@@ -191,6 +191,27 @@ def test_siblings_are_invisible():
     assert moved == [2, 6]
 
 
+@pytest.mark.parametrize("as_chain", [False, True], ids=["tree", "chain"])
+def test_what_was_not_accepted_is_invisible(as_chain):
+    """Slots of the path that do not count name nodes of the last tree, as a longer path before has
+    left them; what those nodes hold, NaN included, reaches nothing."""
+    shape, tree = SHAPES["grouped"], TokenTree.chain(3)
+    topology = topology_of([tree])
+    results = []
+    for poison in (0.0, torch.nan):
+        case = make(shape, 4, torch.float32, batch=1, as_chain=as_chain)
+        case.call(0, shape, topology, steering_of([0], [[]], 1, 4, parity=1))
+        kept = case.updates[:, 2:4], case.derived.xb[0, :, 2:4], case.derived.steps[0, :, :, 2:4]
+        for each in (*kept, case.rows[0, :, shape.tail + 2 : shape.tail + 4]):
+            each += poison
+        steering = steering_of([0], [[0, 1, 2, 3]], 1, 4, parity=0)
+        steering.path_length.fill_(2)
+        y = case.call(1, shape, topology, steering)
+        results.append((y, case.state, case.updates[:, :4]))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
 def test_a_chain_of_one_key():
     """All keys alike, full strength and hardly any decay: (I + A)⁻¹ has entries of 1, and the
     powers of A, from which a series would take it, grow to 10⁸ on a chain of 32."""

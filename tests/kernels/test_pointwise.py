@@ -40,6 +40,16 @@ def test_gated_rms_norm(groups, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("heads, width", [(1, 90), (5, 18)])
+def test_gate_normed(heads, width, dtype):
+    y, wide = normal(2, 5, 90, dtype=dtype), normal(2, 5, 133, seed=1, dtype=dtype)
+    gate, weight = wide[..., :90], normal(width, seed=2, dtype=dtype)
+    got = pointwise.gate_normed(y, gate, weight, 1e-5)
+    wanted = naive.gate_normed(y, gate, weight, 1e-5)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@each_dtype
 @pytest.mark.parametrize("width", [7, 1024, 1100])
 def test_swiglu(width, dtype):
     gate_up = normal(2, 3, 2 * width, dtype=dtype)

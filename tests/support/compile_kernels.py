@@ -77,8 +77,9 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
         return torch.zeros(dims, dtype=dtype)
 
     wide, whole = torch.float32, torch.long
-    ops.gated_delta_tree(
-        zeros(1, num_nodes, shape.num_projected),
+    projected = zeros(1, num_nodes, shape.num_projected)
+    y = ops.gated_delta_tree(
+        projected,
         zeros(2, 1, shape.tail + num_nodes, shape.num_kept),
         Derived(
             zeros(2, 1, num_nodes, 2 * shape.conv_dims[0]),
@@ -97,6 +98,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
         ),
         0,
     )  # fmt: skip
+    ops.gate_normed(y, projected[..., : shape.d_inner], zeros(shape.value_dim), 1e-6)
 
 
 def main() -> None:
