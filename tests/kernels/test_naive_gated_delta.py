@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from kernel_cases import comb, relative_error, star, steering_of, topology_of
+from kernel_cases import DEVICE, comb, relative_error, star, steering_of, topology_of
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import naive_gated_delta as twin
@@ -35,17 +35,23 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def on_device(*shape, seed=0):
+    return normal(*shape, seed=seed).to(DEVICE)
+
+
 def make_weights(shape, bias=True):
     heads = shape.num_heads
     return GatedDeltaWeights(
-        normal(shape.num_channels, shape.width, seed=3),
-        normal(shape.num_channels, seed=4) if bias else None,
-        normal(heads, seed=5) - 2, normal(heads, seed=6),
+        on_device(shape.num_channels, shape.width, seed=3),
+        on_device(shape.num_channels, seed=4) if bias else None,
+        on_device(heads, seed=5) - 2, on_device(heads, seed=6),
     )  # fmt: skip
 
 
 def for_oracle(weights):
-    arrays = {name: value.numpy() for name, value in vars(weights).items() if value is not None}
+    arrays = {
+        name: value.cpu().numpy() for name, value in vars(weights).items() if value is not None
+    }
     return {"conv_bias": 0.0, **arrays}
 
 
@@ -53,17 +59,23 @@ def along(shape, weights, projected, state, path):
     """The oracle's state and output after the nodes of a path."""
     state = copy.deepcopy(state)
     for node in path:
-        y = oracle.gated_delta_step(shape, for_oracle(weights), projected[node].numpy(), state)
-    return state, torch.from_numpy(y)
+        y = oracle.gated_delta_step(
+            shape, for_oracle(weights), projected[node].cpu().numpy(), state
+        )
+    return state, torch.from_numpy(y).to(DEVICE)
 
 
 def buffers(shape, num_nodes, batch=1):
-    """NaN wherever nothing is; the tail of a sequence that has not begun is zero."""
-    nothing = torch.full((2, batch, shape.tail + num_nodes + 2, shape.num_kept), torch.nan).double()
-    nothing[:, :, : shape.tail] = 0
-    updates = torch.full((batch, num_nodes + 2, shape.num_heads, shape.value_dim), torch.nan)
-    state = torch.zeros(batch, shape.num_heads, shape.key_dim, shape.value_dim)
-    return nothing, updates.double(), state.double()
+    """Rows, updates and state: NaN wherever nothing is, zeros for a sequence that has not begun."""
+
+    def filled(value, *dims):
+        return torch.full(dims, value, dtype=torch.float64, device=DEVICE)
+
+    heads = shape.num_heads
+    rows = filled(torch.nan, 2, batch, shape.tail + num_nodes + 2, shape.num_kept)
+    rows[:, :, : shape.tail] = 0
+    updates = filled(torch.nan, batch, num_nodes + 2, heads, shape.value_dim)
+    return rows, updates, filled(0, batch, heads, shape.key_dim, shape.value_dim)
 
 
 @pytest.mark.parametrize("name, bias", [*((name, True) for name in SHAPES), ("grouped", False)])
@@ -75,7 +87,7 @@ def test_trees_are_their_paths(tree, name, bias):
     weights = make_weights(shape, bias)
     rows, updates, state = buffers(shape, tree.num_nodes)
     topology, expected = topology_of([tree], shape.width), oracle.empty_gated_delta_state(shape)
-    projected = normal(3, 1, tree.num_nodes, shape.num_projected, seed=1)
+    projected = on_device(3, 1, tree.num_nodes, shape.num_projected, seed=1)
     paths = [[], tree.path_to(tree.num_nodes - 1), [0]]
     for number, path in enumerate(paths):
         if path:
@@ -85,10 +97,10 @@ def test_trees_are_their_paths(tree, name, bias):
             projected[number], rows, updates, state, weights, shape, topology, steering, 0
         )
         torch.testing.assert_close(
-            state[0], torch.from_numpy(expected["delta"]), rtol=0, atol=1e-11
+            state[0], torch.from_numpy(expected["delta"]).to(DEVICE), rtol=0, atol=1e-11
         )
         tail = rows[1 - number % 2, 0, : shape.tail, : shape.num_channels]
-        assert torch.equal(tail, torch.from_numpy(np.stack(expected["conv_inputs"])))
+        assert torch.equal(tail, torch.from_numpy(np.stack(expected["conv_inputs"])).to(DEVICE))
         for node in range(tree.num_nodes):
             _, wanted = along(shape, weights, projected[number, 0], expected, tree.path_to(node))
             torch.testing.assert_close(y[0, node], wanted, rtol=0, atol=1e-11)
@@ -98,7 +110,7 @@ def test_trees_are_their_paths(tree, name, bias):
 def test_growing_a_tree_in_pieces(pieces):
     shape, tree = SHAPES["grouped"], comb(6)
     weights, topology = make_weights(shape), topology_of([tree], shape.width)
-    projected = normal(2, 6, shape.num_projected, seed=1)
+    projected = on_device(2, 6, shape.num_projected, seed=1)
     whole, parts = (buffers(shape, 6, batch=2) for _ in range(2))
 
     def call(held, nodes, parity):
@@ -122,7 +134,7 @@ def test_a_tree_per_sequence_and_uncounted_slots():
     weights, topology = make_weights(shape), topology_of(trees, shape.width)
     paths = [[0, 1, 4], [0], [0, 1, 2, 3]]
     rows, updates, state = buffers(shape, 13, batch=3)
-    projected = [normal(3, 13, shape.num_projected, seed=seed) for seed in (1, 2)]
+    projected = [on_device(3, 13, shape.num_projected, seed=seed) for seed in (1, 2)]
     first = steering_of([0] * 3, [[]] * 3, 3, 5, parity=1)
     twin.gated_delta_tree(projected[0], rows, updates, state, weights, shape, topology, first, 0)
     for row, path in enumerate(paths):
@@ -136,7 +148,7 @@ def test_a_tree_per_sequence_and_uncounted_slots():
         empty = oracle.empty_gated_delta_state(shape)
         expected, _ = along(shape, weights, projected[0][row], empty, path)
         torch.testing.assert_close(
-            state[row], torch.from_numpy(expected["delta"]), rtol=0, atol=1e-11
+            state[row], torch.from_numpy(expected["delta"]).to(DEVICE), rtol=0, atol=1e-11
         )
         _, wanted = along(shape, weights, projected[1][row], expected, tree.path_to(12))
         torch.testing.assert_close(y[row, 12], wanted, rtol=0, atol=1e-11)

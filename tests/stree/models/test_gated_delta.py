@@ -7,11 +7,12 @@ by the order of sums alone: 1e-14 and the condition of a system of some dozen to
 
 import pytest
 import torch
-from kernel_cases import steering_of, topology_of
+from kernel_cases import DEVICE, steering_of, topology_of
 
 from stree.models.gated_delta import GatedDeltaCache, GatedDeltaNet, split_by_key_head
 from stree.models.hybrid import Context, TreeCall
 from stree.tree import TokenTree
+from stree_kernels import ops
 from stree_kernels.shapes import GatedDeltaShape
 
 SHAPES = {
@@ -52,12 +53,12 @@ def randomise(layer):
 def ours(shape, dtype=torch.float64):
     layer = GatedDeltaNet(D_MODEL, shape, 1e-6, conv_bias=True, chunk_size=8).to(dtype)
     randomise(layer)
-    return layer
+    return layer.to(DEVICE)
 
 
 def tokens(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, D_MODEL, generator=generator, dtype=dtype)
+    return torch.randn(*shape, D_MODEL, generator=generator, dtype=dtype).to(DEVICE)
 
 
 @torch.no_grad()
@@ -71,14 +72,14 @@ def test_equals_transformers(shape, family):
         weights |= split_by_key_head(*interleaved, shape)
     mixer = GatedDeltaNet(D_MODEL, shape, 1e-6)
     mixer.load_state_dict(weights)
-    x = tokens(2, 70, dtype=torch.float32)
+    x = tokens(2, 70, dtype=torch.float32).cpu()
     torch.testing.assert_close(mixer(x, Context()), layer(x), rtol=0, atol=1e-5)
 
 
-def new_cache(shape, batch=1, num_nodes=13):
+def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64, fused=False):
     return GatedDeltaCache.empty(
-        shape, batch, num_nodes, torch.zeros(1, dtype=torch.long), device="cpu",
-        dtype=torch.float64, fused=False,
+        shape, batch, num_nodes, torch.zeros(1, dtype=torch.long, device=DEVICE), device=DEVICE,
+        dtype=dtype, fused=fused,
     )  # fmt: skip
 
 
@@ -114,10 +115,31 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.paper()], ids=["step", "tree"])
+def test_through_the_kernels(monkeypatch, tree):
+    """Two calls of a layer in fp32, all of whose ops are Triton's, beside plain PyTorch."""
+    shape, num_nodes = SHAPES["grouped"], tree.num_nodes
+    topology, mixer = topology_of([tree], shape.width), ours(shape, torch.float32)
+    outputs = {}
+    for fused in (False, True):
+        monkeypatch.setattr(ops, "fused", lambda *_, fused=fused: fused)
+        cache = new_cache(shape, num_nodes=num_nodes, dtype=torch.float32, fused=fused)
+        calls = []
+        for number, path in enumerate([[], tree.path_to(num_nodes - 1)]):
+            steering = steering_of([0], [path], 1, num_nodes, parity=number)
+            x = tokens(1, num_nodes, seed=number, dtype=torch.float32)
+            call = TreeCall(topology, steering, first=0, bound=0)
+            calls.append(mixer.tree(x, cache, call).sum(0))
+        outputs[fused] = (*calls, cache.state)
+    for plain, fast in zip(outputs[False], outputs[True], strict=True):
+        torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_packed_samples_and_rows_of_a_cache():
     shape = SHAPES["grouped"]
     mixer, x = ours(shape), tokens(1, 20)
-    segment_ids = torch.tensor([[0] * 3 + [1] * 17])
+    segment_ids = torch.tensor([[0] * 3 + [1] * 17], device=DEVICE)
     apart = torch.cat([mixer(x[:, :3], Context()), mixer(x[:, 3:], Context())], dim=1)
     packed = mixer(x, Context(segment_ids=segment_ids))
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)
