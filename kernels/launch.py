@@ -9,7 +9,7 @@ complete; that one, to complete, had passed its own: so everything ahead is comp
 
 The second launch of an op may go further where every program of the first one calls `follow`: what
 was written before both is there from the start, and it has only to wait for what the first one
-writes.
+writes. What the first one does not touch, it may write even before that.
 """
 
 from __future__ import annotations

@@ -17,8 +17,15 @@ import torch
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.models.hybrid import topology_of
 from stree.tree import TokenTree
-from stree_kernels import naive, ops
-from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
+from stree_kernels import naive, naive_gated_delta, ops
+from stree_kernels.shapes import (
+    Derived,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    MixerShape,
+    MixerWeights,
+    Steering,
+)
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
 from stree_pipelines.command_line import CommandParser
@@ -29,11 +36,16 @@ MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "chat": MixerShape(16, 64, 64, 4, 4, 16, 4),
     "tiny": MixerShape(2, 16, 16, 1, 1, 2, 4),
 }
+GATED_DELTAS = {  # of that model's gated-delta layers alone
+    "qwen3.5-27b": GatedDeltaShape(48, 16, 128, 128, 4),
+    "tiny": GatedDeltaShape(2, 1, 16, 16, 4),
+}
 HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
 MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width, and inside
 TESTS = [
     "kernels/test_products.py",
     "kernels/test_tree_scan.py",
+    "kernels/test_gated_delta.py",
     "kernels/test_tree_attention.py",
 ]
 
@@ -41,13 +53,15 @@ TESTS = [
 def measure(
     shape: str, nodes: list[int], context: int, layers: int, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of µs a layer: replay + conv + scan, attention over `context` tokens, an MLP's halves.
+    """Rows of µs a layer: replay + conv + scan, attention over `context` tokens, an MLP's halves,
+    the gated delta rule; what of these the shape has.
 
     Each call goes through `layers` sets of buffers, back to back.
     """
     rows = []
     for num_nodes in nodes:
-        for op, make in OPS.items():
+        for op in _ops_of(shape):
+            make, _ = OPS[op]
             functions = make(shape, num_nodes, context, layers, device)
             times = side_by_side(functions, device, repeats)
             a_layer = {
@@ -116,6 +130,42 @@ def _scan(
             functions["mamba_ssm_updates"] = lambda: [
                 update(*call, dt_softplus=True) for call in calls for _ in range(num_nodes)
             ]
+    return functions
+
+
+def _gated_delta(
+    name: str, num_nodes: int, context: int, layers: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    shape = GATED_DELTAS[name]
+    steering, topology = _steering(num_nodes, context, device), _chain(num_nodes, device)
+    heads, channels = shape.num_heads, shape.num_channels
+    sets = []
+    for _ in range(layers):
+        weights = GatedDeltaWeights(
+            _normal(shape.width, channels, device=device).T, None,
+            _normal(heads, device=device), _normal(heads, device=device),
+        )  # fmt: skip
+        projected = _normal(1, num_nodes, shape.num_projected, device=device)
+        rows = _normal(2, 1, shape.tail + num_nodes, shape.num_kept, device=device)
+        qk = _normal(2, 1, num_nodes, 2 * shape.conv_dims[0], device=device)
+        steps = torch.rand(2, 1, 2, num_nodes, heads, device=device)
+        steps[:, :, 1] *= -1  # log-decays
+        updates = torch.randn(1, num_nodes, heads, shape.value_dim, device=device)
+        state = torch.randn(1, heads, shape.key_dim, shape.value_dim, device=device)
+        rest = (updates, state, weights, shape, topology, steering, 0)
+        sets.append((projected, rows, Derived(qk, steps), rest))
+    functions: dict[str, Callable[[], object]] = {
+        "naive": lambda: [naive_gated_delta.gated_delta_tree(a, b, *rest) for a, b, _, rest in sets]
+    }
+    if _fused(device):
+        from stree_kernels import gated_delta_chain, gated_delta_tree
+
+        functions["fused"] = lambda: [
+            gated_delta_tree.gated_delta_tree(a, b, c, *rest) for a, b, c, rest in sets
+        ]
+        functions["multi_step"] = lambda: [
+            gated_delta_chain.gated_delta_chain(a, b, c, *rest[:-1]) for a, b, c, rest in sets
+        ]
     return functions
 
 
@@ -188,10 +238,17 @@ def _fused(device: torch.device) -> bool:
 
 LESS = "fewer --nodes or --layers, or a smaller --context, need less"
 PRODUCTS = ("linear_swiglu", "linear", "linear_parts")
-OPS: dict[str, Callable[..., dict[str, Callable[[], object]]]] = {
-    "mamba_tree": _scan, "attend_tree": _attention,
-    **{op: functools.partial(_product, op) for op in PRODUCTS},
+# Each with the shapes that have it
+OPS: dict[str, tuple[Callable[..., dict[str, Callable[[], object]]], dict[str, Any]]] = {
+    "mamba_tree": (_scan, MIXERS), "attend_tree": (_attention, HEADS),
+    **{op: (functools.partial(_product, op), MLPS) for op in PRODUCTS},
+    "gated_delta_tree": (_gated_delta, GATED_DELTAS),
 }  # fmt: skip
+SHAPES = sorted({*MIXERS, *GATED_DELTAS})
+
+
+def _ops_of(shape: str) -> list[str]:
+    return [op for op, (_, shapes) in OPS.items() if shape in shapes]
 
 
 def describe(
@@ -199,15 +256,21 @@ def describe(
 ) -> Iterator[str]:
     """What there is to measure, and the memory of its largest buffers. Raises OutOfMemory, when all
     is said, where there is less."""
-    shape, (_, kv_heads, dim), (width, inside) = MIXERS[name], HEADS[name], MLPS[name]
-    slots = context + 2 * max(nodes)
-    memory = {
-        "states": 4 * layers * shape.num_heads * shape.head_dim * shape.d_state,
-        "keys and values": 2 * 2 * layers * kv_heads * slots * dim,
-        "weights": 2 * 2 * layers * width * inside,
-    }
+    memory = {}
+    if name in MIXERS:
+        shape, (_, kv_heads, dim), (width, inside) = MIXERS[name], HEADS[name], MLPS[name]
+        slots = context + 2 * max(nodes)
+        memory = {
+            "states": 4 * layers * shape.num_heads * shape.head_dim * shape.d_state,
+            "keys and values": 2 * 2 * layers * kv_heads * slots * dim,
+            "weights": 2 * 2 * layers * width * inside,
+        }
+    if name in GATED_DELTAS:
+        delta = GATED_DELTAS[name]
+        bytes_a_layer = 4 * delta.num_heads * delta.key_dim * delta.value_dim
+        memory["states of the gated delta rule"] = layers * bytes_a_layer
     counts = ", ".join(map(str, nodes))
-    yield f"{', '.join(OPS)} over {counts} nodes, {layers} layers, {context} committed"
+    yield f"{', '.join(_ops_of(name))} over {counts} nodes, {layers} layers, {context} committed"
     needs = MemoryNeeds(memory, device.type == "cuda")
     yield str(needs)
     needs.require(LESS)
@@ -217,7 +280,7 @@ def describe(
 def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_kernels.py", description=__doc__)
     parser.add_argument("out", type=str, help="file to write, JSON lines")
-    parser.add_argument("--shape", type=str, default="8b", help=f"one of {sorted(MIXERS)}")
+    parser.add_argument("--shape", type=str, default="8b", help=f"one of {SHAPES}")
     parser.add_argument("--nodes", type=list[int], default=[1, 2, 4, 8, 13, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
@@ -226,8 +289,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     device = device_of(options.device)
-    if options.shape not in MIXERS:
-        raise UsageError(f"shape {options.shape!r} is not one of {sorted(MIXERS)}")
+    if options.shape not in SHAPES:
+        raise UsageError(f"shape {options.shape!r} is not one of {SHAPES}")
     require_numbers(
         nodes=options.nodes, context=options.context, layers=options.layers, repeats=options.repeats
     )
