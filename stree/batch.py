@@ -144,7 +144,8 @@ class BatchDecoder:
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = Rows.new(num_rows, self.max_nodes, target.device)
-        self.clock: PhaseClock | None = None  # told of the phases of each step, if given
+        self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
+        self.read_s = 0.0  # what steps have spent on prompts so far
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
         self._sequences: dict[int, _Sequence] = {}
         self._launched: deque[dict[int, _Sequence]] = deque()  # whose steps are not collected
@@ -206,8 +207,11 @@ class BatchDecoder:
             while decoding and len(self._launched) <= self.executor.ahead:
                 self._launch(decoding)
             reports = []
-            for row, each in reading.items():
-                reports += self._read(row, each, alone=not decoding)
+            if reading:
+                started = self._now()
+                for row, each in reading.items():
+                    reports += self._read(row, each, alone=not decoding)
+                self.read_s += self._now() - started
             return reports + (self._collect() if decoding else [])
 
     def release(self, row: int) -> GenerationOutput:
@@ -244,6 +248,11 @@ class BatchDecoder:
             for row in served:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
 
     def _lives(self, item: tuple[int, _Sequence]) -> bool:
         """Whether a row still has the sequence that a step was launched for, unfinished."""
@@ -283,7 +292,7 @@ class BatchDecoder:
                 self.executor.prepare(*self._step_of(self._sequences))
 
     def _launch(self, decoding: dict[int, _Sequence]) -> None:
-        clock = self.clock
+        clock = self.phase_clock
         self.executor.launch(*self._step_of(decoding), clock.mark if clock else _no_mark)
         if clock is not None:
             clock.end_call()

