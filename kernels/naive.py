@@ -240,14 +240,9 @@ def mamba_replay(
 
     Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
     """
-    seen = rows.index_select(0, steering.parity)[0]
-    sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
     path, path_length = steering.path, steering.path_length
-    counts = torch.arange(path.shape[1], device=path.device) < path_length[:, None]
-    path = torch.where(counts, path, 0)
-    # where(), not a product: an uncounted node may hold anything, NaN included
-    walked = torch.where(counts[..., None], seen[sequences, shape.tail + path], 0.0)
-    line = torch.cat([seen[:, : shape.tail], walked.to(seen.dtype)], dim=1)
+    line = _walked(rows, shape.tail, steering)
+    walked = line[:, shape.tail :]
     inputs = conv_channels(line[..., : shape.num_channels], shape)
     steps = torch.arange(path.shape[1], device=path.device)
     windows = steps[:, None] + torch.arange(shape.width, device=path.device)
@@ -258,8 +253,66 @@ def mamba_replay(
     dt = positive_dt(walked[..., shape.num_channels :], weights, shape)
     A = -weights.A_log.to(dt.dtype).exp()
     state.copy_(replay(state, x, dt, A, B, steps.expand_as(path), path_length))
-    newest = path_length[:, None] + torch.arange(shape.tail, device=path.device)
+    return _newest(line, shape.tail, steering)
+
+
+def _walked(rows: Tensor, tail: int, steering: Steering) -> Tensor:
+    """[committed tail, accepted path] of the last tree's rows, (B, W − 1 + K, C); zeros past it."""
+    seen = rows.index_select(0, steering.parity)[0]
+    sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
+    path = steering.path
+    counts = torch.arange(path.shape[1], device=path.device) < steering.path_length[:, None]
+    path = torch.where(counts, path, 0)
+    # where(), not a product: an uncounted node may hold anything, NaN included
+    walked = torch.where(counts[..., None], seen[sequences, tail + path], 0.0)
+    return torch.cat([seen[:, :tail], walked.to(seen.dtype)], dim=1)
+
+
+def _newest(line: Tensor, tail: int, steering: Steering) -> Tensor:
+    """The tail of a line that `_walked` gives, (B, W − 1, C)."""
+    sequences = torch.arange(line.shape[0], device=line.device)[:, None]
+    newest = steering.path_length[:, None] + torch.arange(tail, device=line.device)
     return line[sequences, newest]
+
+
+def short_conv_tree(
+    inputs: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """Causal depthwise convolution of nodes first … first + Q − 1 of a tree, and its memory.
+
+    As `mamba_tree`, without a scan: with first = 0 a new tree begins after the accepted path of the
+    last one, else the tree grows.
+
+    Args: inputs (B, Q, C); rows (2, B, W − 1 + N, C), inputs of [committed tail, nodes], twice, as
+    in `mamba_tree`; weight (C, W), bias (C,).
+    Returns (B, Q, C) in inputs' dtype. Writes `rows`.
+    """
+    batch, num_new, _ = inputs.shape
+    tail = weight.shape[1] - 1
+    half = steering.parity
+    if first == 0:
+        newest = short_conv_replay(rows, tail, steering)
+        half = 1 - half
+        rows[half, :, :tail] = newest[None]
+    nodes = slice(tail + first, tail + first + num_new)
+    rows[half, :, nodes] = inputs[None]
+    seen = rows.index_select(0, half)[0]
+    windows = topology.windows[steering.variant][:, first : first + num_new].long()
+    sequences = torch.arange(batch, device=inputs.device)[:, None, None]
+    dtype = accumulation_dtype(inputs.dtype)
+    y = torch.einsum("bnwc,cw->bnc", seen[sequences, windows].to(dtype), weight.to(dtype))
+    return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
+
+
+def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
+    """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
+    return _newest(_walked(rows, tail, steering), tail, steering)
 
 
 def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
@@ -324,6 +377,7 @@ def attend_tree(
     steering: Steering,
     first: int,
     bound: int,
+    scale: float | None = None,
 ) -> Tensor:
     """Everything between an attention layer's projections, for nodes first … first + Q − 1.
 
@@ -332,7 +386,8 @@ def attend_tree(
 
     Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
     (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
-    many slots to look at, at least those in use after this call.
+    many slots to look at, at least those in use after this call; scale, of the scores, D^−½ unless
+    given.
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
@@ -353,7 +408,7 @@ def attend_tree(
     keys[rows, :, slots] = k
     values[rows, :, slots] = v
     ancestors = topology.ancestors[steering.variant][:, first:num_nodes, :num_nodes]
-    y = tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors)
+    y = tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors, scale)
     return y.flatten(-2)
 
 
@@ -364,13 +419,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tree_attention(
-    q: Tensor, keys: Tensor, values: Tensor, length: Tensor, ancestors: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    ancestors: Tensor,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of tree nodes to the committed keys and to their ancestors.
 
     Args: q (B, Q, H, D), keys and values (B, Hkv, L, D) whose slots [0, length) are committed and
-    [length, length + N) are the tree's nodes, length (B,), ancestors (Q, N) or (B, Q, N) bool.
-    Slots past them may hold anything. Returns (B, Q, H, D) in q's dtype.
+    [length, length + N) are the tree's nodes, length (B,), ancestors (Q, N) or (B, Q, N) bool;
+    scale, of the scores, D^−½ unless given. Slots past them may hold anything.
+    Returns (B, Q, H, D) in q's dtype.
     """
     batch, num_nodes, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
@@ -378,7 +439,7 @@ def tree_attention(
     visible = _visible_slots(length, ancestors, num_slots)  # (B, Q, L)
     grouped = q.view(batch, num_nodes, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = grouped @ keys[:, :, None].transpose(-1, -2)
-    scores = scores.to(dtype) * head_dim**-0.5
+    scores = scores.to(dtype) * (head_dim**-0.5 if scale is None else scale)
     weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
     used = visible.any(1)[:, None, :, None]
     clean = torch.where(used, values, 0.0).to(values.dtype)  # 0 · NaN would be NaN
@@ -417,9 +478,13 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
 
 def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of each head's channels, then silu(gate): y and gate (…, H·V), weight (V,)."""
-    heads = rms_norm(y.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
-    wide = heads.to(accumulation_dtype(y.dtype))
-    return (wide * F.silu(gate.to(wide.dtype))).to(y.dtype)
+    return gated(rms_norm(y.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2), gate)
+
+
+def gated(y: Tensor, gate: Tensor) -> Tensor:
+    """y·silu(gate) in y's dtype."""
+    dtype = accumulation_dtype(y.dtype)
+    return (y.to(dtype) * F.silu(gate.to(dtype))).to(y.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -125,10 +125,24 @@ def attend_tree(
     steering: Steering,
     first: int,
     bound: int,
+    scale: float | None = None,
 ) -> Tensor:
     """See `naive.attend_tree`."""
     module = _module("tree_attention", qkv, keys.shape[3])
-    return module.attend_tree(qkv, keys, values, rotary, topology, steering, first, bound)
+    return module.attend_tree(qkv, keys, values, rotary, topology, steering, first, bound, scale)
+
+
+def short_conv_tree(
+    inputs: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """See `naive.short_conv_tree`, which serves every device so far."""
+    return naive.short_conv_tree(inputs, rows, weight, bias, topology, steering, first)
 
 
 def add_rms_norm(
@@ -156,6 +170,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_parts`."""
     return _module("products", x).linear_parts(x, weight)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `naive.swiglu`."""
+    return _module("pointwise", gate_up).swiglu(gate_up)
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:

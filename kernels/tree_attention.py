@@ -43,12 +43,14 @@ def attend_tree(
     steering: Steering,
     first: int,
     bound: int,
+    scale: float | None = None,
 ) -> Tensor:
     """`naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype. `bound` is not needed."""
     batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_heads = qkv.shape[2] // head_dim - 2 * num_kv_heads
     shared = num_heads // num_kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
     assert qkv.stride(2) == keys.stride(3) == values.stride(3) == rotary.stride(2) == 1
     assert keys.stride() == values.stride()
     num_rows, sequence_heads = num_new * shared, batch * num_kv_heads
@@ -83,7 +85,7 @@ def attend_tree(
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
-        *common, head_dim**-0.5 * math.log2(math.e), PRECISION=precision_of(qkv),
+        *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
         num_warps=ATTEND_WARPS, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip

@@ -119,8 +119,8 @@ def _trained_activations(
 
 def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
     """Activations of one layer, of the kind in the model that has more of them."""
-    kinds = {config.is_attention(layer) for layer in range(config.num_layers)}
-    alone = (config.replace(num_layers=1, attn_layers=(0,) if kind else ()) for kind in kinds)
+    kinds = {config.layer_type(layer): layer for layer in range(config.num_layers)}
+    alone = (config.keep_layers([layer]) for layer in kinds.values())
     return max(activation_bytes(each, shape, precision) for each in alone)
 
 

@@ -5,7 +5,7 @@ same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.models.cache import HybridCache, MambaCache
-from stree.models.hybrid import Attention, HybridModel, Layer
+from stree.models.hybrid import HybridModel
+from stree.models.parts import Part
 from stree.rows import Rows
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
@@ -109,16 +110,9 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
 
 def _weights_like(model: HybridModel) -> list[Tensor]:
     """Weights of the shapes of one call's matrix products, in order, those of one input as one: of
-    their own, because the model's move when it first runs."""
-    shapes = []
-    for layer in cast(list[Layer], list(model.model.layers)):
-        mixer = layer.mixer
-        if isinstance(mixer, Attention):
-            shapes += [(mixer.q_proj, mixer.k_proj, mixer.v_proj), (mixer.o_proj,)]
-        else:
-            shapes += [(mixer.in_proj,), (mixer.out_proj,)]
-        if hasattr(layer, "mlp"):
-            shapes += [(layer.mlp.gate_proj, layer.mlp.up_proj), (layer.mlp.down_proj,)]
+    their own, so that reading them leaves no weight of the model's in a cache."""
+    parts = [module for module in model.modules() if isinstance(module, Part)]
+    shapes = [together for part in parts for together in part.products()]
     sizes = [
         (sum(each.out_features for each in together), together[0].in_features)
         for together in shapes

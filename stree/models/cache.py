@@ -8,8 +8,9 @@ Every buffer is static and every length lives on the device, so that calls can b
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.rotary import rotary_angles
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering
+from stree_kernels.shapes import Derived, MixerShape, Steering
 
 
 @dataclass
@@ -33,7 +34,10 @@ class AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
         return AttentionCache(keys, values, self.rotary)
 
-    def settle(self, steering: Steering) -> None:
+    def reset(self) -> None:
+        """Nothing to forget: what is behind the length is never read."""
+
+    def settle(self, mixer: Any, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
             naive.move_accepted(cache, steering.length, steering.path, steering.path_length)
@@ -70,14 +74,52 @@ class MambaCache:
     def tail(self, tail: Tensor) -> None:
         self.rows[self.parity, :, : self.shape.tail, : self.shape.num_channels] = tail[None]
 
-    def settle(self, weights: MixerWeights, steering: Steering) -> None:
+    def reset(self) -> None:
+        self.state.zero_()
+        self.rows[:, :, : self.shape.tail].zero_()
+
+    def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
-        tail = naive.mamba_replay(self.rows, self.state, weights, self.shape, steering)
+        tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, steering)
         self.tail = tail[..., : self.shape.num_channels]
 
 
+@dataclass
+class ShortConvCache:
+    """A short convolution's inputs of [committed tail, last tree], twice, as `MambaCache` has
+    them."""
+
+    rows: Tensor  # (2, B, W − 1 + N, C)
+    width: int  # of the convolution
+    parity: Tensor  # (1,), shared by all layers
+
+    def narrow(self, first: int, count: int) -> ShortConvCache:
+        return ShortConvCache(self.rows.narrow(1, first, count), self.width, self.parity)
+
+    @property
+    def tail(self) -> Tensor:
+        """The last committed inputs, (B, W − 1, C)."""
+        return self.rows.index_select(0, self.parity)[0, :, : self.width - 1]
+
+    @tail.setter
+    def tail(self, tail: Tensor) -> None:
+        self.rows[self.parity, :, : self.width - 1] = tail[None]
+
+    def reset(self) -> None:
+        self.rows[:, :, : self.width - 1].zero_()
+
+    def settle(self, mixer: Any, steering: Steering) -> None:
+        """Advance the tail along the accepted path."""
+        self.tail = naive.short_conv_replay(self.rows, self.width - 1, steering)
+
+
+LayerCache = AttentionCache | MambaCache | ShortConvCache
+
+
 class HybridCache:
-    """One cache a layer, the committed length, and the accepted path not yet replayed.
+    """One cache a mixer, the committed length, and the accepted path not yet replayed.
+
+    `layers` has them in the order of `HybridConfig.mixers` over all layers.
 
     Args: batch sequences of at most max_length committed tokens, trees of at most max_nodes.
     States are fp32, or fp64 in an fp64 model: in bf16 they drift over thousands of tokens.
@@ -98,7 +140,7 @@ class HybridCache:
         self.dtype = dtype
         # Moving a path's keys touches up to max_nodes slots past the committed ones
         self.num_slots = max_length + 2 * max_nodes
-        self.layers: list[AttentionCache | MambaCache] = []
+        self.layers: list[LayerCache] = []
         state_dtype = naive.accumulation_dtype(dtype)
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -112,26 +154,38 @@ class HybridCache:
         self.steering = Steering(
             self.length, self.path, self.path_length, self.variant, self.parity
         )
-        shape = config.mixer_shape
         rotary = None
         if config.attn_layers:
             positions = torch.arange(self.num_slots, device=device)
             rotary = rotary_angles(config, positions, state_dtype)
-        for layer in range(config.num_layers):
-            if rotary is not None and config.is_attention(layer):
-                dims = (config.num_kv_heads, self.num_slots, config.head_dim)
-                self.layers.append(AttentionCache(zeros(*dims), zeros(*dims), rotary))
-                continue
-            dims = (shape.num_heads, shape.head_dim, shape.d_state)
-            rows = torch.zeros(
-                2, batch, shape.tail + max_nodes, shape.num_kept, device=device, dtype=dtype
-            )
+
+        def attention() -> AttentionCache:
+            assert rotary is not None
+            dims = (config.num_kv_heads, self.num_slots, config.head_dim)
+            return AttentionCache(zeros(*dims), zeros(*dims), rotary)
+
+        def kept_rows(width: int, channels: int) -> Tensor:
+            rows = (2, batch, width - 1 + max_nodes, channels)
+            return torch.zeros(rows, device=device, dtype=dtype)
+
+        def mamba() -> MambaCache:
+            shape = config.mixer_shape
+            state = zeros(shape.num_heads, shape.head_dim, shape.d_state, dtype=state_dtype)
+            rows = kept_rows(shape.width, shape.num_kept)
             derived = None
-            largest_dim = max(shape.head_dim, shape.d_state)
-            if ops.fused(rows.device, dtype, largest_dim):
+            if ops.fused(rows.device, dtype, max(shape.head_dim, shape.d_state)):
                 derived = _derived(shape, batch, max_nodes, rows)
-            state = zeros(*dims, dtype=state_dtype)
-            self.layers.append(MambaCache(state, rows, derived, shape, self.parity))
+            return MambaCache(state, rows, derived, shape, self.parity)
+
+        def short_conv() -> ShortConvCache:
+            rows = kept_rows(config.d_conv, config.d_model)
+            return ShortConvCache(rows, config.d_conv, self.parity)
+
+        make: dict[str, Callable[[], LayerCache]] = {
+            "attention": attention, "mamba": mamba, "short_conv": short_conv
+        }  # fmt: skip
+        for layer in range(config.num_layers):
+            self.layers += [make[kind]() for kind in config.mixers(layer)]
         self.num_committed = 0  # the host's count, the pending path included
 
     @property
@@ -158,9 +212,7 @@ class HybridCache:
     def reset(self) -> None:
         """Forget everything, so that the buffers serve another sequence."""
         for layer in self.layers:
-            if isinstance(layer, MambaCache):
-                layer.state.zero_()
-                layer.rows[:, :, : layer.shape.tail].zero_()
+            layer.reset()
         self.length.zero_()
         self.path_length.zero_()
         self.num_committed = 0

@@ -1,8 +1,11 @@
-"""What a decoder of attention and Mamba-2 layers is made of."""
+"""What a decoder is made of: its layers, the blocks in them, and the dimensions of each kind."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,17 +14,45 @@ from stree_kernels.shapes import MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
 MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square, for whoever wrote the config
+MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
+ROUTERS = ("softmax", "sigmoid")
+GATED_NORMS = ("gate, norm", "norm, gate", "gate")
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_LENGTH = "original_max_position_embeddings"
 
 
+MIXERS = ("attention", "mamba", "short_conv")  # with a memory of earlier tokens
+PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
+MOST_BLOCKS = 2  # of a layer
+_BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts side by side behind one norm; the sum of what they give joins the residual stream.
+
+    With `shared`, that transformer block of several layers runs first: what it gives is added to
+    the norm's input, not to the stream.
+    """
+
+    parts: tuple[str, ...]
+    shared: int | None = None
+
+
 @dataclass(frozen=True)
 class HybridConfig:
-    """A decoder whose layers are attention or Mamba-2, in any order.
+    """A decoder of layers of one or two blocks each, in any order.
 
-    Layer i is attention when i is in `attn_layers`, else Mamba-2. In a Mamba-2 mixer head h reads
-    x from group h // (num_ssm_heads // num_x_groups), and B and C likewise: MambaInLlama shares x
-    and B among heads as grouped-query attention shares v and k, Mamba-2 proper shares B and C.
+    `layer_types` describes each layer: blocks that follow one another, separated by spaces, parts
+    of one block that run side by side joined by "+". "mamba mlp" is a mixer, then an MLP;
+    "mamba+attention mlp" has both mixers on one normed input; "experts+shared_mlp" has no mixer;
+    "shared0>mamba" adds what shared transformer block 0 makes of the stream and the embeddings to
+    its mixer's input. Without `layer_types`, layer i is attention when i is in `attn_layers`, else
+    Mamba-2, and an MLP follows when `intermediate_size` is set. With them, `attn_layers` follows.
+
+    In a Mamba-2 mixer head h reads x from group h // (num_ssm_heads // num_x_groups), and B and C
+    likewise: MambaInLlama shares x and B among heads as grouped-query attention shares v and k,
+    Mamba-2 proper shares B and C.
 
     Raises `UsageError` when the numbers do not fit together.
     """
@@ -30,7 +61,7 @@ class HybridConfig:
     d_model: int
     num_layers: int
     attn_layers: tuple[int, ...] = ()
-    intermediate_size: int = 0  # SwiGLU width; 0: no MLP, as in pure Mamba-2 models
+    intermediate_size: int = 0  # an MLP's width; 0: no MLP, as in pure Mamba-2 models
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
@@ -40,6 +71,29 @@ class HybridConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None  # Llama 3's, with config.json's keys
     max_position_embeddings: int = 4096
+
+    layer_types: tuple[str, ...] = ()
+    rotary_dim: int | None = None  # rotated: so many channels of a head; None all, 0 no positions
+    attention_scale: float | None = None  # of the scores; None: head_dim^−½
+    attention_bias: bool = False  # of all four projections
+    qk_norm: bool = False  # RMS norms of each head's q and k, before the rotation
+
+    mlp_kind: str = "swiglu"  # one of MLP_KINDS
+    mlp_bias: bool = False  # of the shared MLP and the experts' latent projections, too
+    shared_intermediate_size: int = 0  # width of "shared_mlp"
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    expert_latent_size: int = 0  # what experts read and write, if not d_model
+    router: str = "softmax"  # one of ROUTERS
+    router_groups: int = 1  # of experts, of which the router_top_groups best are chosen from
+    router_top_groups: int = 1
+    router_normalised: bool = True  # the chosen experts' weights sum to router_scale
+    router_scale: float = 1.0
+
+    num_shared_blocks: int = 0  # transformer blocks that layers share ("shared0>…")
+    adapter_rank: int = 0  # of each use's own low-rank terms
+    attention_adapters: bool = False  # on q, k and v, beside those of the MLP
 
     num_ssm_heads: int = 0
     ssm_head_dim: int = 0
@@ -52,6 +106,10 @@ class HybridConfig:
     conv_bias: bool = True
     gated_norm_groups: int = 1
     gated_norm_eps: float = 1e-5
+    gated_norm: str = "gate, norm"  # one of GATED_NORMS
+    mamba_in_bias: bool = False
+    mamba_out_bias: bool = False
+    short_conv_bias: bool = False  # of its projections, too
     chunk_size: int = 64
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
@@ -60,7 +118,7 @@ class HybridConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("attn_layers", "dt_limit", "eos_token_ids"):
+        for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("vocab_size", "d_model", "num_layers", "chunk_size"):
             if getattr(self, name) < 1:
@@ -76,6 +134,7 @@ class HybridConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
         if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:
             raise UsageError(f"dt_limit is {self.dt_limit}, it must be a lower and an upper bound")
+        self._take_layer_types()
         bad = [i for i in self.attn_layers if not 0 <= i < self.num_layers]
         if bad or len(set(self.attn_layers)) != len(self.attn_layers):
             raise UsageError(
@@ -87,17 +146,87 @@ class HybridConfig:
             self._require_divides("num_kv_heads", "num_heads")
             if self.head_dim % 2:
                 raise UsageError(f"head_dim is {self.head_dim}, rotary embedding needs it even")
+            if self.rotary_dim is not None and not (
+                0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            ):
+                raise UsageError(
+                    f"rotary_dim is {self.rotary_dim}, it must be even and at most "
+                    f"head_dim = {self.head_dim}"
+                )
+            if self.attention_scale is not None and not math.isfinite(self.attention_scale):
+                raise UsageError(f"attention_scale is {self.attention_scale}, it must be finite")
             self._require_possible_rope()
-        if len(self.attn_layers) < self.num_layers:
+        if self.has("mlp") or self.num_shared_blocks:
+            self._require_positive("MLP", "intermediate_size")
+        if self.has("shared_mlp"):
+            self._require_positive("shared MLP", "shared_intermediate_size")
+        if self.has("experts"):
+            self._require_possible_router()
+        if self.num_shared_blocks:
+            self._require_positive("shared", "adapter_rank")
+        if self.has("mamba"):
             groups = ("num_x_groups", "num_b_groups", "num_c_groups")
             self._require_positive("Mamba-2", "num_ssm_heads", "ssm_head_dim", "d_state", *groups)
             for name in groups:
                 self._require_divides(name, "num_ssm_heads")
             self._require_divides("gated_norm_groups", "d_inner")
-            if self.d_conv < 2:
+        if (self.has("mamba") or self.has("short_conv")) and self.d_conv < 2:
+            raise UsageError(f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens")
+        for name, known in (
+            ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
                 raise UsageError(
-                    f"d_conv is {self.d_conv}, a Mamba-2 layer's convolution sees at least 2 tokens"
+                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
                 )
+
+    def _take_layer_types(self) -> None:
+        """Check `layer_types`, and say in `attn_layers` what follows from them."""
+        if not self.layer_types:
+            return
+        if len(self.layer_types) != self.num_layers:
+            raise UsageError(
+                f"{len(self.layer_types)} layer_types for num_layers = {self.num_layers}"
+            )
+        with_attention = []
+        for index, layer_type in enumerate(self.layer_types):
+            blocks = _blocks(layer_type)
+            parts = [part for block in blocks for part in block.parts]
+            if len(set(parts)) != len(parts):
+                raise UsageError(f"layer_types has {layer_type!r}: a layer has each part once")
+            for block in blocks:
+                if block.shared is not None and block.shared >= self.num_shared_blocks:
+                    raise UsageError(
+                        f"layer_types has {layer_type!r}, there are num_shared_blocks = "
+                        f"{self.num_shared_blocks}"
+                    )
+            if "attention" in parts or any(block.shared is not None for block in blocks):
+                with_attention.append(index)
+        if self.attn_layers not in ((), tuple(with_attention)):
+            raise UsageError(
+                f"attn_layers {self.attn_layers} differ from those of layer_types, "
+                f"{tuple(with_attention)}: leave them out"
+            )
+        object.__setattr__(self, "attn_layers", tuple(with_attention))
+
+    def _require_possible_router(self) -> None:
+        self._require_positive(
+            "expert", "num_experts", "experts_per_token", "expert_intermediate_size"
+        )
+        self._require_divides("router_groups", "num_experts")
+        if not 1 <= self.router_top_groups <= self.router_groups:
+            raise UsageError(
+                f"router_top_groups is {self.router_top_groups}, it must be at most "
+                f"router_groups = {self.router_groups}"
+            )
+        in_groups = self.num_experts // self.router_groups
+        if self.experts_per_token > in_groups * self.router_top_groups:
+            raise UsageError(
+                f"experts_per_token is {self.experts_per_token}, the chosen groups have "
+                f"{in_groups * self.router_top_groups} experts"
+            )
+        if self.router_groups > 1 and in_groups < 2:
+            raise UsageError("a group of experts is judged by its two best: make groups larger")
 
     def _require_possible_rope(self) -> None:
         rope = self.rope_scaling or {}
@@ -153,6 +282,46 @@ class HybridConfig:
     def is_attention(self, layer: int) -> bool:
         return layer in self.attn_layers
 
+    def layer_type(self, layer: int) -> str:
+        """What `layer_types` says of a layer, or would say."""
+        if self.layer_types:
+            return self.layer_types[layer]
+        mixer = "attention" if self.is_attention(layer) else "mamba"
+        return f"{mixer} mlp" if self.intermediate_size else mixer
+
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """The blocks of a layer, in order."""
+        return _blocks(self.layer_type(layer))
+
+    def mixers(self, layer: int) -> tuple[str, ...]:
+        """The kinds of what a layer remembers tokens with, in order; a shared transformer block
+        counts as attention."""
+        found = []
+        for block in self.blocks(layer):
+            if block.shared is not None:
+                found.append("attention")
+            found += [part for part in block.parts if part in MIXERS]
+        return tuple(found)
+
+    def has(self, part: str) -> bool:
+        """Whether any layer has such a part."""
+        if self.layer_types:
+            return any(part in block.parts for each in self.layer_types for block in _blocks(each))
+        if part == "mlp":
+            return self.intermediate_size > 0
+        return {
+            "attention": bool(self.attn_layers),
+            "mamba": len(self.attn_layers) < self.num_layers,
+        }.get(part, False)
+
+    def keep_layers(self, chosen: Sequence[int]) -> HybridConfig:
+        """A decoder of some of the layers, in the order given."""
+        if not self.layer_types:
+            attention = tuple(new for new, old in enumerate(chosen) if self.is_attention(old))
+            return self.replace(num_layers=len(chosen), attn_layers=attention)
+        types = tuple(self.layer_types[layer] for layer in chosen)
+        return self.replace(num_layers=len(chosen), layer_types=types, attn_layers=())
+
     def replace(self, **changes: Any) -> HybridConfig:
         return replace(self, **changes)
 
@@ -164,3 +333,24 @@ class HybridConfig:
         if unknown:
             raise UsageError(f"unknown model keys {unknown}; known: {sorted(known)}")
         return cls(**values)
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(layer_type: str) -> tuple[Block, ...]:
+    """The blocks that one of `layer_types` describes."""
+    blocks = []
+    words = layer_type.split() if isinstance(layer_type, str) else []
+    for word in words:
+        match = _BLOCK.fullmatch(word)
+        parts = tuple(match[2].split("+")) if match else ()
+        if match is None or not set(parts) <= set(PARTS):
+            raise UsageError(
+                f"layer_types has {layer_type!r:.99}: a block is one or several of "
+                f"{', '.join(PARTS)}, joined by '+'"
+            )
+        blocks.append(Block(parts, None if match[1] is None else int(match[1])))
+    if not 1 <= len(blocks) <= MOST_BLOCKS:
+        raise UsageError(
+            f"layer_types has {layer_type!r:.99}: a layer has 1 to {MOST_BLOCKS} blocks"
+        )
+    return tuple(blocks)

@@ -6,6 +6,7 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.errors import UsageError
@@ -13,19 +14,30 @@ from stree.models.config import HybridConfig
 
 
 def rotary_angles(config: HybridConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines (2, …, D / 2) in `dtype` at positions (…)."""
+    """Cosines and sines (2, …, D / 2) in `dtype` at positions (…).
+
+    Where only some channels of a head are rotated, they are the first of each half, and the
+    others' frequency is 0: nobody has to tell them apart (loading puts the channels in that order).
+    """
     scaling = tuple(sorted((config.rope_scaling or {}).items()))
-    frequencies = _frequencies(config.head_dim, config.rope_theta, scaling, positions.device)
+    rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    pairs = config.head_dim // 2
+    frequencies = _frequencies(rotated, pairs, config.rope_theta, scaling, positions.device)
     angles = positions[..., None].to(dtype) * frequencies.to(dtype)
     return torch.stack([angles.cos(), angles.sin()])
 
 
 @functools.lru_cache(maxsize=64)
 def _frequencies(
-    head_dim: int, theta: float, scaling: tuple[tuple[str, object], ...], device: torch.device
+    rotated: int,
+    pairs: int,
+    theta: float,
+    scaling: tuple[tuple[str, object], ...],
+    device: torch.device,
 ) -> Tensor:
-    """Inverse frequencies (head_dim / 2,) in fp64, with Llama 3.1's long-context scaling."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    """Inverse frequencies (pairs,) in fp64, with Llama 3.1's long-context scaling; 0 for what is
+    not rotated."""
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     frequencies = theta**-exponents
     values = dict(scaling)
     kind = values.get("rope_type", values.get("type", "default"))
@@ -45,4 +57,4 @@ def _frequencies(
         frequencies = frequencies * (keep + (1 - keep) / factor)
     elif kind != "default":
         raise UsageError(f"rope type {kind!r} is not supported, wanted 'default' or 'llama3'")
-    return frequencies.to(device)
+    return F.pad(frequencies, (0, pairs - rotated // 2)).to(device)

@@ -16,20 +16,25 @@ from stree.models.hybrid import HybridModel
 
 
 def default_drafter_layers(target_config: HybridConfig) -> list[int]:
-    """The first and the last Mamba-2 layer of the target: a pure Mamba-2 drafter of two layers.
+    """The first and the last recurrent layer of the target: a drafter of two layers whose memory
+    does not grow. Layers that have attention beside it count where there are no others.
 
     The first layer knows what embeddings look like, the last what the head reads.
-    Raises UsageError when the target has no two Mamba-2 layers.
+    Raises UsageError when the target has no two recurrent layers.
     """
-    mamba_layers = [
-        layer for layer in range(target_config.num_layers) if not target_config.is_attention(layer)
+    recurrent = [
+        layer
+        for layer in range(target_config.num_layers)
+        if set(target_config.mixers(layer)) - {"attention"}
     ]
-    if len(mamba_layers) < 2:
+    alone = [layer for layer in recurrent if not target_config.is_attention(layer)]
+    chosen = alone if len(alone) >= 2 else recurrent
+    if len(chosen) < 2:
         raise UsageError(
-            f"the target has {len(mamba_layers)} Mamba-2 layers, a sliced drafter takes 2 by "
+            f"the target has {len(chosen)} Mamba-2 layers, a sliced drafter takes 2 by "
             "default: name the layers to copy, or describe a drafter with random weights"
         )
-    return [mamba_layers[0], mamba_layers[-1]]
+    return [chosen[0], chosen[-1]]
 
 
 def drafter_config_from(
@@ -55,10 +60,7 @@ def drafter_config_from(
             )
     if len(set(chosen)) != len(chosen):
         raise UsageError(f"layers {chosen} name one twice: each can be copied once")
-    return target_config.replace(
-        num_layers=len(chosen),
-        attn_layers=tuple(new for new, old in enumerate(chosen) if target_config.is_attention(old)),
-    )
+    return target_config.keep_layers(chosen)
 
 
 def slice_drafter(target: HybridModel, layers: Sequence[int] | None = None) -> HybridModel:

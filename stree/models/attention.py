@@ -1,0 +1,102 @@
+"""Grouped-query attention with rotary positions: over sequences, over a cache, over trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.models.cache import AttentionCache
+from stree.models.config import HybridConfig
+from stree.models.parts import (
+    Extension,
+    Part,
+    RMSNorm,
+    Sequences,
+    TreeCall,
+    project_parts,
+    project_together,
+)
+from stree_kernels import naive, ops
+
+Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
+
+
+class Attention(Part):
+    """Attention of `num_heads` heads to `num_kv_heads` keys and values, as in Llama.
+
+    d_input, what it reads (d_model unless given); it gives d_model.
+    """
+
+    def __init__(self, config: HybridConfig, d_input: int | None = None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        width, kv_width = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        d_input, bias = d_input or config.d_model, config.attention_bias
+        self.q_proj = nn.Linear(d_input, width, bias=bias)
+        self.k_proj = nn.Linear(d_input, kv_width, bias=bias)
+        self.v_proj = nn.Linear(d_input, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.normed = config.qk_norm
+        if self.normed:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        return [(self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)]
+
+    def _project(
+        self, x: Tensor, context: Sequences, adapters: Adapters
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, P), k and v (B, Hkv, T, P), rotated."""
+        projected = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        if adapters is not None:
+            projected = [y + own(x) for y, own in zip(projected, adapters, strict=True)]
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        assert context.rotary is not None
+        q, k = (naive.rotate(part, *context.rotary) for part in (q, k))
+        return q, k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Tensor, context: Sequences, adapters: Adapters = None) -> Tensor:
+        q, k, v = self._project(x, context, adapters)
+        return self._attend(q, k, v, context)
+
+    def extend(
+        self, x: Tensor, cache: AttentionCache, context: Extension, adapters: Adapters = None
+    ) -> Tensor:
+        q, k, v = self._project(x, context, adapters)
+        bound = context.start + x.shape[1]
+        cache.keys[:, :, context.start : bound] = k
+        cache.values[:, :, context.start : bound] = v
+        return self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
+
+    def tree(
+        self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
+    ) -> Tensor:
+        qkv = project_together(x, self.products()[0])
+        if adapters is not None:
+            qkv = qkv + torch.cat([own(x) for own in adapters], dim=-1)
+        if self.normed:
+            qkv = self._norm_heads(qkv)
+        y = ops.attend_tree(
+            qkv, cache.keys, cache.values, cache.rotary,
+            call.topology, call.steering, call.first, call.bound, self.scale,
+        )  # fmt: skip
+        return project_parts(y, self.o_proj)
+
+    def _norm_heads(self, qkv: Tensor) -> Tensor:
+        widths = [proj.out_features for proj in self.products()[0]]
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in qkv.split(widths, dim=-1))
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-2).flatten(-2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=context.mask, is_causal=context.mask is None,
+            scale=self.scale, enable_gqa=True,
+        )  # fmt: skip
+        return self.o_proj(y.transpose(1, 2).flatten(-2))

@@ -1,0 +1,136 @@
+"""A layer: blocks of parts behind norms, and how they hang on the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.attention import Attention
+from stree.models.config import MIXERS, HybridConfig
+from stree.models.mamba import Mamba2
+from stree.models.mlp import MLP, Experts
+from stree.models.parts import Pass, RMSNorm, Sequences
+from stree.models.short_conv import ShortConv
+
+NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
+PART_NAMES = {
+    "attention": "self_attn"
+}  # MambaInLlama's and Llama's; others are called what they are
+
+
+def make_part(kind: str, config: HybridConfig) -> nn.Module:
+    """A part of a layer, with random weights."""
+    if kind == "mlp":
+        return MLP(config, config.intermediate_size)
+    if kind == "shared_mlp":
+        return MLP(config, config.shared_intermediate_size)
+    classes = {"attention": Attention, "mamba": Mamba2, "short_conv": ShortConv, "experts": Experts}
+    return classes[kind](config)
+
+
+class Adapter(nn.Module):
+    """A low-rank term beside a projection."""
+
+    def __init__(self, width: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class SharedTransformer(nn.Module):
+    """Attention and MLP, one after the other and without residuals, that several layers use."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width = 2 * config.d_model
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.self_attn = Attention(config, width)
+        self.post_attention_layernorm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.mlp = MLP(config, config.intermediate_size)
+
+
+class SharedUse(nn.Module):
+    """One layer's use of a shared transformer: its own adapters, and a last projection."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width, rank = config.d_model, config.adapter_rank
+        self.adapts_attention = config.attention_adapters
+        if self.adapts_attention:
+            kv_width = config.num_kv_heads * config.head_dim
+            self.q_adapter = Adapter(2 * width, rank, config.num_heads * config.head_dim)
+            self.k_adapter = Adapter(2 * width, rank, kv_width)
+            self.v_adapter = Adapter(2 * width, rank, kv_width)
+        inner = config.intermediate_size * (1 if config.mlp_kind == "relu2" else 2)
+        self.mlp_adapter = Adapter(width, rank, inner)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def run(self, block: Any, x: Tensor, slot: int, call: Pass) -> Tensor:
+        """What the shared block makes of the stream x beside the embeddings, to be added to x."""
+        assert call.embedded is not None
+        both = torch.cat([x, call.embedded], dim=-1)
+        _, normed = call.add_norm(both, None, block.input_layernorm)
+        adapters = None
+        if self.adapts_attention:
+            adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
+        y = call.total(call.run(block.self_attn, normed, slot, adapters))
+        _, normed = call.add_norm(y, None, block.post_attention_layernorm)
+        y = call.total(call.run(block.mlp, normed, None, self.mlp_adapter))
+        return call.project(self.out, y)
+
+
+class Layer(nn.Module):
+    """One or two blocks, each a norm and parts side by side, as `HybridConfig.blocks` says.
+
+    first_slot, the place in a cache of its first mixer.
+    """
+
+    def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
+        super().__init__()
+        self.blocks = config.blocks(index)
+        self.slots: dict[str, int] = {}
+        for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
+            self.add_module(norm_name, RMSNorm(config.d_model, config.rms_norm_eps))
+            if block.shared is not None:
+                self.shared_use = SharedUse(config)
+                self.slots["shared"] = first_slot + len(self.slots)
+            for kind in block.parts:
+                self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config))
+                if kind in MIXERS:
+                    self.slots[kind] = first_slot + len(self.slots)
+
+    def part(self, kind: str) -> Any:
+        return getattr(self, PART_NAMES.get(kind, kind))
+
+    @property
+    def mixer(self) -> Any:
+        """The layer's first `Attention`, `Mamba2` or `ShortConv`."""
+        return self.part(next(kind for kind in self.slots if kind != "shared"))
+
+    def mixers(self) -> list[tuple[int, Any]]:
+        """Its own parts with a memory, each with the place of its cache."""
+        return [(slot, self.part(kind)) for kind, slot in self.slots.items() if kind != "shared"]
+
+    def run(self, x: Tensor | None, y: Tensor | None, call: Pass) -> tuple[Tensor, Tensor]:
+        """The residual stream x, to which y is still to be added, before and after the layer."""
+        for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
+            norm = getattr(self, norm_name)
+            if block.shared is None:
+                x, normed = call.add_norm(x, y, norm)
+            else:
+                x = call.add(x, y)
+                y = self.shared_use.run(call.shared[block.shared], x, self.slots["shared"], call)
+                _, normed = call.add_norm(x, y, norm)
+            y = call.together(
+                [call.run(self.part(kind), normed, self.slots.get(kind)) for kind in block.parts]
+            )
+        assert x is not None and y is not None
+        return x, y
+
+    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+        return context.add(*self.run(x, None, context))

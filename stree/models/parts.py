@@ -1,0 +1,234 @@
+"""What all parts of a layer have in common: norms, packed projections, and the three ways to run.
+
+Shapes: B batch, T tokens, N tree nodes, Q of them in one call, D model width.
+
+A layer says in one place how its blocks hang on the residual stream (`Layer.run`); how a stream is
+added to, normed and given to a part is up to the pass: over whole sequences (`Sequences`), over a
+piece that goes on from a cache (`Extension`), or over nodes of token trees (`TreeCall`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.errors import UsageError
+from stree_kernels import naive, ops
+from stree_kernels.shapes import Steering, Topology
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over groups of channels, in fp32 or wider."""
+
+    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.groups = groups
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return naive.rms_norm(x, self.weight, self.eps, self.groups, gate)
+
+
+# Passes
+
+
+@dataclass
+class Sequences:
+    """One pass over whole sequences: what its layers share. Streams are (B, T, D)."""
+
+    rotary: Tensor | None = None  # (2, B, T, 1, P / 2)
+    segment_ids: Tensor | None = None  # (B, T)
+    mask: Tensor | None = None  # (B, 1, T, L) bool; None is causal
+    shared: Sequence[nn.Module] = ()  # transformer blocks of several layers
+    embedded: Tensor | None = None  # the embeddings, for shared blocks
+
+    def total(self, y: Tensor) -> Tensor:
+        """What a part gave, as one tensor."""
+        return y
+
+    def add(self, x: Tensor | None, y: Tensor | None) -> Tensor:
+        """The stream x with what is still to be added to it."""
+        assert x is not None
+        return x if y is None else x + self.total(y)
+
+    def add_norm(self, x: Tensor | None, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        x = self.add(x, y)
+        return x, norm(x)
+
+    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+        """What a part gives for its normed input; slot, the place of its cache."""
+        return part(x, self, *adapters)
+
+    def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
+        return projection(x)
+
+    def together(self, outputs: list[Tensor]) -> Tensor:
+        """What parts side by side give together."""
+        first, *others = outputs
+        return sum(others, start=first)
+
+
+@dataclass
+class Extension(Sequences):
+    """The same over the next tokens of sequences that caches remember."""
+
+    caches: Sequence[Any] = ()
+    start: int = 0  # committed tokens
+
+    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+        if slot is None:
+            return part(x, self, *adapters)
+        return part.extend(x, self.caches[slot], self, *adapters)  # type: ignore[operator]
+
+
+@dataclass
+class TreeCall:
+    """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
+    to one comes as parts of a sum, (S, B, Q, D)."""
+
+    topology: Topology
+    steering: Steering
+    first: int  # the tree's nodes that earlier calls have seen
+    bound: int  # cache slots to look at
+    caches: Sequence[Any]
+    embedding: Tensor  # (V, D)
+    tokens: Tensor  # (B, Q), or (B, N) of which `nodes` are new
+    nodes: Tensor | None
+    shared: Sequence[nn.Module] = ()
+    embedded: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.shared:
+            nodes = self.nodes
+            tokens = self.tokens if nodes is None else self.tokens.index_select(1, nodes)
+            self.embedded = F.embedding(tokens, self.embedding)
+
+    def total(self, y: Tensor) -> Tensor:
+        return y.sum(0).to(self.embedding.dtype)
+
+    def add(self, x: Tensor | None, y: Tensor | None) -> Tensor:
+        x = self.embedded if x is None else x
+        assert x is not None
+        return x if y is None else x + self.total(y)
+
+    def add_norm(self, x: Tensor | None, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Before the first block there is no stream yet: it begins with the embeddings."""
+        x = self.embedded if x is None else x
+        if x is None:
+            return ops.embed_norm(self.embedding, self.tokens, self.nodes, norm.weight, norm.eps)
+        return ops.add_rms_norm(x, y, norm.weight, norm.eps)
+
+    def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+        return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
+
+    def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
+        return project_parts(x, projection)
+
+    def together(self, outputs: list[Tensor]) -> Tensor:
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+Pass = Sequences | TreeCall
+
+
+# Parts
+
+
+class Part(nn.Module):
+    """A mixer or an MLP of a layer: `forward(x, context)` for whole sequences, `tree(x, cache,
+    call)` for tree nodes, and with a memory `extend(x, cache, context)`."""
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        """Its projections; those of one input stand together, and are one product in a call."""
+        return []
+
+    def pack(self) -> None:
+        """Lay the weights out as the fused kernels read them. Values and shapes stay."""
+        for together in self.products():
+            if len(together) > 1:
+                _join(together)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several projections' weights one above the other, contiguous, and their biases."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def project(x: Tensor, projection: nn.Linear) -> Tensor:
+    """(…, E) of x (…, D)."""
+    y = ops.linear(x, projection.weight)
+    return y if projection.bias is None else y + projection.bias
+
+
+def project_parts(x: Tensor, projection: nn.Linear) -> Tensor:
+    """`project`, as parts of a sum (S, …, E)."""
+    parts = ops.linear_parts(x, projection.weight)
+    if projection.bias is not None:
+        parts[0] += projection.bias
+    return parts
+
+
+def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
+    """Several projections of x (…, D) side by side; with the fused kernels, one product."""
+    if not ops.fused(x.device, x.dtype):
+        return torch.cat([projection(x) for projection in projections], dim=-1)
+    joined = joined_of(projections)
+    y = ops.linear(x, joined.weight)
+    return y if joined.bias is None else y + joined.bias
+
+
+def joined_of(projections: Sequence[nn.Linear]) -> Joined:
+    """What `Part.pack` has joined. Raises `UsageError` when weights have moved since."""
+    joined = projections[0].__dict__.get("joined")
+    if joined is None or not _lie_in(joined, projections):
+        raise UsageError(
+            "the model's weights have moved since it was packed: make a new decoder (or cache), "
+            "or call model.pack()"
+        )
+    return joined
+
+
+def _join(projections: Sequence[nn.Linear]) -> None:
+    """Join weights and biases; the projections' own become views: no memory is doubled, and
+    whatever writes them in place writes the joined ones."""
+    joined = projections[0].__dict__.get("joined")
+    if joined is None or not _lie_in(joined, projections):
+        biased = projections[0].bias is not None
+        bias = _one_above_the_other([each.bias for each in projections]) if biased else None
+        weight = _one_above_the_other([each.weight for each in projections])
+        projections[0].__dict__["joined"] = Joined(weight, bias)
+
+
+def _one_above_the_other(tensors: list[Tensor]) -> Tensor:
+    joined = torch.cat([tensor.detach() for tensor in tensors])
+    for tensor, piece in zip(
+        tensors, joined.split([tensor.shape[0] for tensor in tensors]), strict=True
+    ):
+        tensor.data = piece
+    return joined
+
+
+def _lie_in(joined: Joined, projections: Sequence[nn.Linear]) -> bool:
+    """Whether the projections' weights (and biases) are what `joined` consists of, in order."""
+    for whole, pieces in (
+        (joined.weight, [projection.weight for projection in projections]),
+        (joined.bias, [projection.bias for projection in projections]),
+    ):
+        if whole is None:
+            continue
+        address = whole.data_ptr()
+        for piece in pieces:
+            if piece.data_ptr() != address or piece.dtype != whole.dtype:
+                return False
+            address += piece.nbytes
+    return True

@@ -1,0 +1,48 @@
+"""A gated short convolution as a mixer: C · conv(B · x), without activation or further state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.cache import ShortConvCache
+from stree.models.config import HybridConfig
+from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts
+from stree_kernels import naive, ops
+
+
+class ShortConv(Part):
+    """LFM2's mixer, as wide as the model."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width, bias = config.d_model, config.short_conv_bias
+        self.in_proj = nn.Linear(width, 3 * width, bias=bias)
+        self.conv = nn.Conv1d(width, width, config.d_conv, groups=width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        return [(self.in_proj,), (self.out_proj,)]
+
+    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+        B, C, values = self.in_proj(x).chunk(3, dim=-1)
+        y = naive.segment_conv(
+            B * values, self.conv.weight[:, 0], self.conv.bias, context.segment_ids
+        )
+        return self.out_proj(C * y)
+
+    def extend(self, x: Tensor, cache: ShortConvCache, context: Extension) -> Tensor:
+        B, C, values = self.in_proj(x).chunk(3, dim=-1)
+        tail = cache.width - 1
+        seen = torch.cat([cache.tail, B * values], dim=1)
+        y = naive.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
+        cache.tail = seen[:, -tail:]
+        return self.out_proj(C * y)
+
+    def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
+        B, C, values = project(x, self.in_proj).chunk(3, dim=-1)
+        y = ops.short_conv_tree(
+            B * values, cache.rows, self.conv.weight[:, 0], self.conv.bias,
+            call.topology, call.steering, call.first,
+        )  # fmt: skip
+        return project_parts(C * y, self.out_proj)
