@@ -49,6 +49,11 @@ class CheckedJson(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._content)
 
+    def is_null(self, name: str) -> bool:
+        """Whether a key is there, and null: to some readers that is another thing than absent."""
+        self._read.add(name)
+        return name in self._given and self._given[name] is None
+
     def set(self, name: str, value: Any) -> None:
         """Let what another file says of a key be what this one does."""
         self._content[name] = value
@@ -89,6 +94,18 @@ class CheckedJson(Mapping[str, Any]):
                 f"{self.path} has {name} = {value!r:.99}, wanted true or false: copy it again"
             )
         return value
+
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted a text")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self.get(name)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted texts")
+        return tuple(value)
 
     def limits(self, name: str) -> tuple[float, float]:
         value = self.get(name, [0.0, math.inf])

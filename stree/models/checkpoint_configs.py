@@ -1,7 +1,8 @@
 """A checkpoint folder's config.json (and mamba_config.json) to HybridConfig, and back.
 
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
-Mamba2, state-spaces/mamba2. Every key is read, known to be without effect (config_keys.py), or
+Mamba2, state-spaces/mamba2, the families of hybrids (families/), and our own for what
+MambaInLlama's cannot say. Every key is read, known to be without effect (config_keys.py), or
 refused with its name; nothing that changes the function is ignored.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,33 @@ from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import require_own_files
 from stree.models import config_keys
 from stree.models.checked_json import CheckedJson
-from stree.models.config import ROPE_LENGTH, ROPE_NUMBERS, HybridConfig
+from stree.models.config import HybridConfig
+from stree.models.config_parts import rope, special_tokens
+from stree.models.families import FAMILIES
+from stree.models.sources import Layout, Rename, Source, translated
 
 MAMBA_IN_LLAMA = "MambaInLlama"
 LLAMA = "transformers Llama"
 MAMBA2 = "transformers Mamba2"
 STATE_SPACES = "state-spaces/mamba2"
-LAYOUTS = (MAMBA_IN_LLAMA, LLAMA, MAMBA2, STATE_SPACES)
+OWN = "stree's own"
 
 # What our own exports with Mamba layers say they are. Published MambaInLlama checkpoints say
 # "llama", and AutoModelForCausalLM then loads them with attention weights drawn at random.
 MODEL_TYPE = "stree_hybrid"
 MIXER_CONFIG_NAME = "mamba_config.json"
+OWN_TABLE = "hybrid_config"  # in config.json, HybridConfig's fields that are not as usual
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The layout of a folder, the model in it, and how many rows its vocabulary is padded to."""
+    """The layout of a folder, the model in it, how many rows its vocabulary is padded to, and with
+    the names that are stored, where each parameter comes from."""
 
-    layout: str
+    layout: Layout
     model: HybridConfig
     padded_vocab_size: int
+    rename: Callable[[Collection[str]], Rename]
 
 
 def read_checkpoint_config(directory: Path) -> CheckpointConfig:
@@ -55,35 +63,41 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
     for name in ("auto_map", "trust_remote_code"):
         values.refuse_if_set(name, "code that comes with a checkpoint is not run")
-    read, without_effect = _LAYOUTS[layout]
+    values.require("is_encoder_decoder", False, default=False)
     try:
-        model = read(values)
+        model = layout.spec(values)
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     padded = model.vocab_size
-    if layout == STATE_SPACES:
+    if layout.name == STATE_SPACES:
         multiple = max(values.integer("pad_vocab_size_multiple", 8), 1)
         padded = -(-padded // multiple) * multiple
-    values.refuse_unread(without_effect)
-    return CheckpointConfig(layout, _with_generation_eos(directory, model), padded)
+    try:
+        rename = partial(layout.rename, values, model)
+        rename(())  # reads the multipliers that it folds
+    except UsageError as error:
+        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
+    values.refuse_unread(layout.without_effect)
+    return CheckpointConfig(layout, _with_generation_eos(directory, model), padded, rename)
 
 
-def _layout_of(values: CheckedJson) -> str:
+def _layout_of(values: CheckedJson) -> Layout:
     kind = values.get("model_type")
     has_mixer_config = values.path.with_name(MIXER_CONFIG_NAME).exists()
+    if kind == MODEL_TYPE and OWN_TABLE in values:
+        return _OWN
     if kind == MODEL_TYPE and not has_mixer_config:
         raise CheckpointRefused(
             f"no {MIXER_CONFIG_NAME} beside {values.path}, whose Mamba layers it describes: copy "
             "the checkpoint again"
         )
     if has_mixer_config:
-        return MAMBA_IN_LLAMA
-    if kind == "llama":
-        return LLAMA
-    if kind == "mamba2":
-        return MAMBA2
+        return _MAMBA_IN_LLAMA
     if kind is None and "ssm_cfg" in values and "d_model" in values:
-        return STATE_SPACES
+        return _STATE_SPACES
+    for layout in (_LLAMA, _MAMBA2, *FAMILIES):
+        if layout.matches(values):
+            return layout
     raise CheckpointRefused(
         f"{values.path} describes a {'nameless' if kind is None else kind!r:.99} model, wanted one "
         f"of: {', '.join(LAYOUTS)}"
@@ -96,7 +110,10 @@ def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
     Llama's config.json alone for a pure attention model, else one with a model type that only we
     know, and mamba_config.json beside it. What MambaInLlama's layout cannot say (its head_dim is
     d_state, its groups follow from d_xb) is written as further keys of `ssm_cfg` where needed.
+    Other layers than those two have are written as they are, in a table of config.json.
     """
+    if any(getattr(config, name) != getattr(_USUAL, name) for name in _BEYOND_MAMBA_IN_LLAMA):
+        return {"config.json": _to_json(_own_json(config, dtype))}
     has_mamba = len(config.attn_layers) < config.num_layers
     llama: dict[str, Any] = {
         "model_type": MODEL_TYPE if has_mamba else "llama",
@@ -148,7 +165,7 @@ def _llama(values: CheckedJson) -> HybridConfig:
 
 def _llama_fields(values: CheckedJson) -> dict[str, Any]:
     values.require("hidden_act", "silu", default="silu")
-    for name in ("attention_bias", "mlp_bias", "is_encoder_decoder", "rope_interleaved"):
+    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
         values.require(name, False, default=False)
     values.require("is_causal", True, default=True)
     values.require("sliding_window", None, default=None)
@@ -158,7 +175,7 @@ def _llama_fields(values: CheckedJson) -> dict[str, Any]:
     )
     d_model = values.integer("hidden_size")
     _require_full_attention(values, num_layers)
-    rope_theta, rope_scaling = _rope(values)
+    rope_theta, rope_scaling, _ = rope(values)
     return {
         "vocab_size": values.integer("vocab_size"),
         "d_model": d_model,
@@ -172,7 +189,7 @@ def _llama_fields(values: CheckedJson) -> dict[str, Any]:
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "max_position_embeddings": values.integer("max_position_embeddings", 2048),
-        **_special_tokens(values),
+        **special_tokens(values),
     }
 
 
@@ -249,7 +266,7 @@ def _mamba_in_llama(values: CheckedJson) -> HybridConfig:
 def _mamba2(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
     # transformers 5 applies rescale_prenorm_residual to weights that it has just loaded.
-    for name in ("use_bias", "is_encoder_decoder", "rescale_prenorm_residual"):
+    for name in ("use_bias", "rescale_prenorm_residual"):
         values.require(name, False, default=False)
     num_heads, groups = values.integer("num_heads"), values.integer("n_groups")
     d_model, head_dim = values.integer("hidden_size"), values.integer("head_dim")
@@ -277,7 +294,7 @@ def _mamba2(values: CheckedJson) -> HybridConfig:
         gated_norm_eps=eps,
         chunk_size=values.integer("chunk_size", 256),
         dt_limit=values.limits("time_step_limit"),
-        **_special_tokens(values),
+        **special_tokens(values),
     )
 
 
@@ -312,19 +329,83 @@ def _state_spaces(values: CheckedJson) -> HybridConfig:
         gated_norm_groups=groups,
         gated_norm_eps=1e-5,
         **_mixer(ssm),
-        **_special_tokens(values),
+        **special_tokens(values),
     )
     ssm.refuse_unread(config_keys.MIXER)
     return config
 
 
-# Of each layout: its reader, and the keys of config.json that are without effect.
-_LAYOUTS: dict[str, tuple[Callable[[CheckedJson], HybridConfig], frozenset[str]]] = {
-    MAMBA_IN_LLAMA: (_mamba_in_llama, config_keys.LLAMA),
-    LLAMA: (_llama, config_keys.LLAMA),
-    MAMBA2: (_mamba2, config_keys.MAMBA2),
-    STATE_SPACES: (_state_spaces, config_keys.STATE_SPACES),
-}
+def _own(values: CheckedJson) -> HybridConfig:
+    table = values.section(OWN_TABLE)
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": table.integer, "int | None": table.integer,
+        "float": table.number, "float | None": table.number,
+        "bool": lambda name: table.boolean(name, False),
+        "str": table.text,
+        "tuple[int, ...]": table.token_ids, "tuple[str, ...]": table.texts,
+        "tuple[float, float]": table.limits,
+    }  # fmt: skip
+    given = {}
+    for field in fields(HybridConfig):
+        if field.name == "rope_scaling":
+            _, given["rope_scaling"], _ = rope(table)
+        elif table.get(field.name) is not None:
+            given[field.name] = readers[str(field.type)](field.name)
+    table.refuse_unread()
+    missing = [name for name in ("vocab_size", "d_model", "num_layers") if name not in given]
+    if missing:
+        raise CheckpointRefused(
+            f"{values.path} says no {', '.join(missing)} in {OWN_TABLE}: copy it again"
+        )
+    return HybridConfig(**given)
+
+
+def _own_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
+    table = {}
+    for field in fields(HybridConfig):
+        value = getattr(config, field.name)
+        if value != field.default:
+            table[field.name] = list(value) if isinstance(value, tuple) else value
+    for name, value in table.items():
+        if name == "dt_limit":
+            table[name] = [_number(each) for each in value]
+    return {"model_type": MODEL_TYPE, "torch_dtype": dtype, OWN_TABLE: table}
+
+
+def _as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    return lambda name: Source((name,))
+
+
+def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]:
+    """mamba-ssm's names, where a layer is a norm and a mixer."""
+    words = {
+        "model.embed_tokens.": f"backbone.{embedding}.",
+        "model.norm.": "backbone.norm_f.",
+        "model.layers.": "backbone.layers.",
+        ".input_layernorm.": ".norm.",
+        ".mamba.": ".mixer.",
+    }
+    return lambda values, config, stored: lambda name: Source((translated(name, words),))
+
+
+_MAMBA_IN_LLAMA = Layout(MAMBA_IN_LLAMA, "llama", _mamba_in_llama, _as_it_is, config_keys.LLAMA)
+_LLAMA = Layout(LLAMA, "llama", _llama, _as_it_is, config_keys.LLAMA)
+_MAMBA2 = Layout(MAMBA2, "mamba2", _mamba2, _backbone("embeddings"), config_keys.MAMBA2)
+_STATE_SPACES = Layout(
+    STATE_SPACES, "", _state_spaces, _backbone("embedding"), config_keys.STATE_SPACES
+)
+_OWN = Layout(OWN, MODEL_TYPE, _own, _as_it_is, config_keys.TRANSFORMERS)
+LAYOUTS = tuple(
+    layout.name for layout in (_MAMBA_IN_LLAMA, _LLAMA, _MAMBA2, _STATE_SPACES, *FAMILIES)
+)
+
+# What neither of MambaInLlama's two files has a word for
+_BEYOND_MAMBA_IN_LLAMA = (
+    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "mlp_kind",
+    "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias",
+)  # fmt: skip
+_USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), num_heads=1,
+                      num_kv_heads=1, head_dim=2)  # fmt: skip
 
 
 # Parts
@@ -367,8 +448,7 @@ def _mixer(ssm: CheckedJson) -> dict[str, Any]:
 def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
     """The mixer's keyword arguments: `ngroups` and `d_state`, and what differs from the usual."""
     lowest, highest = config.dt_limit
-    # JSON has no infinity; transformers' spelling is read by every JSON parser.
-    upper: Any = {"__float__": "Infinity"} if math.isinf(highest) else highest
+    upper = _number(highest)
     usual: dict[str, tuple[Any, Any]] = {
         "headdim": (config.ssm_head_dim, config.d_state),
         "num_b_groups": (config.num_b_groups, config.num_x_groups),
@@ -391,59 +471,6 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _rope(values: CheckedJson) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling from transformers 4's two keys or transformers 5's `rope_parameters`.
-
-    Which of the two tables counts where both are given depends on the version of transformers, so
-    they have to say the same.
-    """
-    theta = values.number("rope_theta", 10000.0)
-    values.require("partial_rotary_factor", 1.0, default=1.0)
-    tables = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
-    said = [_rope_table(values, name, theta) for name in tables]
-    if any(each != said[0] for each in said):
-        raise CheckpointRefused(
-            f"{values.path} has rope_parameters and rope_scaling that differ: delete the one that "
-            "the checkpoint was not trained with"
-        )
-    return said[0] if said else (theta, None)
-
-
-def _rope_table(
-    values: CheckedJson, name: str, theta: float
-) -> tuple[float, dict[str, Any] | None]:
-    table = values[name]
-    if not isinstance(table, Mapping):
-        raise CheckpointRefused(f"{values.path} has {name} = {table!r:.99}, wanted a table")
-    rope = CheckedJson(table, values.path)
-    theta = rope.number("rope_theta", theta)
-    if theta <= 0:
-        raise CheckpointRefused(f"{values.path} has rope_theta {theta}, wanted above 0")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    rope.require("partial_rotary_factor", 1.0, default=1.0)
-    scaling = None
-    if kind == "llama3":
-        numbers = {name: rope.number(name) for name in ROPE_NUMBERS}
-        length = rope.integer(ROPE_LENGTH)
-        # One beside the table wins over the one in it, at least in some versions of transformers.
-        values.require(ROPE_LENGTH, length, default=length)
-        scaling = {"rope_type": "llama3", **numbers, ROPE_LENGTH: length}
-    elif kind != "default":
-        raise CheckpointRefused(
-            f"{values.path} asks for rope type {kind!r:.99}; supported are 'default' and 'llama3'"
-        )
-    rope.refuse_unread()
-    return theta, scaling
-
-
-def _special_tokens(values: CheckedJson) -> dict[str, Any]:
-    return {
-        "eos_token_ids": values.token_ids("eos_token_id"),
-        "bos_token_id": next(iter(values.token_ids("bos_token_id")), None),
-        "pad_token_id": next(iter(values.token_ids("pad_token_id")), None),
-    }
-
-
 def _with_generation_eos(directory: Path, model: HybridConfig) -> HybridConfig:
     """Llama 3's chat models list their end-of-turn ids in generation_config.json only."""
     path = directory / "generation_config.json"
@@ -451,6 +478,11 @@ def _with_generation_eos(directory: Path, model: HybridConfig) -> HybridConfig:
         return model
     eos = CheckedJson.load(path).token_ids("eos_token_id")
     return model.replace(eos_token_ids=eos) if eos else model
+
+
+def _number(value: float) -> Any:
+    """JSON has no infinity; transformers' spelling is read by every JSON parser."""
+    return {"__float__": "Infinity"} if math.isinf(value) else value
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -53,3 +53,37 @@ MIXER = _keys("""
     A_init_range D_init conv_init dt_min dt_max dt_init_floor dt_init dt_rank dt_scale
     use_fast_path use_mem_eff_path layer_idx device dtype
 """)
+
+# What every family's config has: training only, or how many logits `generate` asks for.
+_FAMILY = TRANSFORMERS | _keys("attention_dropout num_logits_to_keep")
+
+BAMBA = _FAMILY | _keys("z_loss_coefficient")
+
+GRANITE_MOE_HYBRID = _FAMILY | _keys("""
+    router_aux_loss_coef init_method
+    intermediate_size num_experts_per_tok
+""")
+
+# Its Mamba layers' dimensions say what expand would; the number of shared experts is in their
+# width; num_nextn_predict_layers and the like describe weights that decoding does without.
+NEMOTRON_H = _FAMILY | _keys("""
+    expand mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels residual_in_fp32 hidden_dropout
+    rescale_prenorm_residual time_step_limit time_step_max time_step_floor
+    n_shared_experts moe_shared_expert_overlap output_router_logits
+    num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern
+    n_routed_experts num_experts_per_tok moe_intermediate_size moe_latent_size
+    moe_shared_expert_intermediate_size n_group topk_group norm_topk_prob routed_scaling_factor
+""")
+
+FALCON_H1 = _FAMILY | _keys("mlp_expansion_factor mamba_expand")
+
+# Names of older versions for what other keys say.
+LFM2 = _FAMILY | _keys("""
+    block_dim block_norm_eps block_mlp_init_scale block_out_init_scale block_use_xavier_init
+    conv_dim conv_dim_out conv_use_xavier_init use_pos_enc num_heads theta
+""")
+
+ZAMBA2 = _FAMILY | _keys("""
+    time_step_max time_step_floor use_mamba_kernels use_mem_eff_path use_conv_bias
+    kv_channels num_query_groups
+""")

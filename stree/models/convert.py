@@ -1,12 +1,13 @@
-"""Checkpoint folders to HybridModel and back; every renaming of parameters happens here.
+"""Checkpoint folders to HybridModel and back.
 
-Read: MambaInLlama, transformers' Llama and Mamba2, state-spaces/mamba2; safetensors in one file or
-sharded with an index, and pickled `.bin` files as plain tensors only. Names, shapes and number
-formats are checked against the config before a single weight is read. Written: MambaInLlama's
-layout (Llama's own when there are only attention layers), whole or not at all.
+Read: every layout of checkpoint_configs.py; safetensors in one file or sharded with an index, and
+pickled `.bin` files as plain tensors only. Names, shapes and number formats are checked against the
+config before a single weight is read. Written: MambaInLlama's layout (Llama's own when there are
+only attention layers, ours for layers that it has no words for), whole or not at all.
 
 dt_bias, A_log and D stay in fp32 whatever the rest is in: they are a few numbers per layer that
-act through exponentials, and the recurrence compounds their rounding over the whole sequence.
+act through exponentials, and the recurrence compounds their rounding over the whole sequence. So
+does the correction of experts' scores, which decides between near equals.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from torch import Tensor
 from stree.errors import CheckpointRefused, UsageError
 from stree.files import MANIFEST_NAME, publish_directory, verify_manifest
 from stree.models.checkpoint_configs import (
-    MAMBA2,
-    STATE_SPACES,
     CheckpointConfig,
     config_files,
     read_checkpoint_config,
@@ -36,6 +35,7 @@ from stree.models.checkpoint_configs import (
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.pickled import load_tensors
+from stree.models.sources import Source
 from stree.plain_data import read_json
 from stree.tokenizer import fingerprint
 
@@ -43,7 +43,7 @@ SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_ALWAYS_FP32 = (".dt_bias", ".A_log", ".D")
+_ALWAYS_FP32 = (".dt_bias", ".A_log", ".D", ".correction_bias")
 _READABLE_FORMATS = ("F64", "F32", "F16", "BF16")
 _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -86,10 +86,10 @@ def load_model(
     with _open_weights(directory) as stored:
         sources = _match(checkpoint, expected, stored, directory)
         if checkpoint.model.tie_embeddings:
-            _require_equal_head(sources[_EMBEDDING], stored, directory)
+            _require_equal_head(sources[_EMBEDDING].names[0], stored, directory)
         weights = {}
         for name, source in sources.items():
-            tensor = stored.read(source)[: expected[name][0]]
+            tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
             weights[name] = tensor.to(device, _dtype_of(name, dtype), copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
     return model.eval()
@@ -146,51 +146,44 @@ def save_model(
 # Names
 
 
-def _stored_name(name: str, layout: str) -> str:
-    """What `layout` calls the model's parameter `name` (MambaInLlama and Llama: just that)."""
-    if layout not in (MAMBA2, STATE_SPACES) or name == _HEAD:
-        return name
-    if name == _EMBEDDING:
-        return f"backbone.{'embeddings' if layout == MAMBA2 else 'embedding'}.weight"
-    if name == "model.norm.weight":
-        return "backbone.norm_f.weight"
-    name = name.replace("model.layers.", "backbone.layers.", 1)
-    return name.replace(".input_layernorm.", ".norm.").replace(".mamba.", ".mixer.")
-
-
 def _match(
     checkpoint: CheckpointConfig,
     expected: Mapping[str, tuple[int, ...]],
     stored: _StoredTensors,
     directory: Path,
-) -> dict[str, str]:
-    """Stored name of each parameter, after checking that names, shapes and formats all fit."""
-    sources = {name: _stored_name(name, checkpoint.layout) for name in expected}
-    missing = [source for source in sources.values() if source not in stored.shapes]
-    unexpected = set(stored.shapes) - set(sources.values())
+) -> dict[str, Source]:
+    """Where each parameter comes from, after checking that names, shapes and formats all fit."""
+    rename = checkpoint.rename(stored.shapes)
+    sources = {name: rename(name) for name in expected}
+    wanted_names = [each for source in sources.values() for each in source.names]
+    missing = [each for each in dict.fromkeys(wanted_names) if each not in stored.shapes]
+    unexpected = set(stored.shapes) - set(wanted_names)
     if checkpoint.model.tie_embeddings:
         unexpected.discard(_HEAD)
-    unexpected = {name for name in unexpected if not _BUFFERS_OF_OLD_LLAMAS.fullmatch(name)}
+    for pattern in (_BUFFERS_OF_OLD_LLAMAS, checkpoint.layout.dropped):
+        if pattern is not None:
+            unexpected = {name for name in unexpected if not pattern.fullmatch(name)}
     if missing or unexpected:
         raise CheckpointRefused(
-            f"{directory} does not hold the {checkpoint.layout} model that its config describes: "
-            f"{_some(missing)} missing, {_some(sorted(unexpected))} not expected; "
+            f"{directory} does not hold the {checkpoint.layout.name} model that its config "
+            f"describes: {_some(missing)} missing, {_some(sorted(unexpected))} not expected; "
             "use weights and config of the same checkpoint"
         )
     for name, source in sources.items():
-        wanted, got = expected[name], stored.shapes[source]
+        wanted = source.shape or expected[name]
         if name in (_EMBEDDING, _HEAD):
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
-        if got != wanted:
-            raise CheckpointRefused(
-                f"{source} in {directory} has shape {got}, its config wants {wanted}: "
-                "use weights and config of the same checkpoint"
-            )
-        if stored.formats[source] not in _READABLE_FORMATS:
-            raise CheckpointRefused(
-                f"{source} in {directory} is stored as {stored.formats[source]}, wanted one of "
-                f"{', '.join(_READABLE_FORMATS)}: use a checkpoint that is not quantised"
-            )
+        for place in source.names:
+            if stored.shapes[place] != wanted:
+                raise CheckpointRefused(
+                    f"{place} in {directory} has shape {stored.shapes[place]}, its config wants "
+                    f"{wanted}: use weights and config of the same checkpoint"
+                )
+            if stored.formats[place] not in _READABLE_FORMATS:
+                raise CheckpointRefused(
+                    f"{place} in {directory} is stored as {stored.formats[place]}, wanted one of "
+                    f"{', '.join(_READABLE_FORMATS)}: use a checkpoint that is not quantised"
+                )
     return sources
 
 

@@ -496,7 +496,7 @@ def test_a_flipped_bit_is_refused_by_the_manifest(tmp_path):
 CONFIG_DAMAGES = {
     "kind-list": ({"model_type": ["llama"]}, r"a \['llama'\] model, wanted one of: MambaInLlama"),
     "kind-table": ({"model_type": {"a": 1}}, r"a \{'a': 1\} model, wanted one of: MambaInLlama"),
-    "foreign": ({"model_type": "bamba"}, "'bamba' model, wanted one of: MambaInLlama"),
+    "foreign": ({"model_type": "jamba"}, "'jamba' model, wanted one of: MambaInLlama"),
     "nameless": ({"model_type": None}, "'nameless' model, wanted"),
     "attention-bias": ({"attention_bias": True}, "attention_bias = True; only False"),
     "mlp-bias": ({"mlp_bias": True}, "mlp_bias = True"),

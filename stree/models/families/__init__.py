@@ -1,0 +1,19 @@
+"""Families of hybrid models that transformers runs, a file each: their config and names to ours."""
+
+from stree.models.families import (
+    bamba,
+    falcon_h1,
+    granite_moe_hybrid,
+    lfm2,
+    nemotron_h,
+    zamba2,
+)
+
+FAMILIES = (
+    bamba.LAYOUT,
+    granite_moe_hybrid.LAYOUT,
+    nemotron_h.LAYOUT,
+    falcon_h1.LAYOUT,
+    lfm2.LAYOUT,
+    zamba2.LAYOUT,
+)

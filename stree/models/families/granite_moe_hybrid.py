@@ -1,0 +1,117 @@
+"""GraniteMoeHybrid (Granite 4 H): Mamba-2 and attention, a shared MLP and experts side by side,
+multipliers on embeddings, branches and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from stree.errors import CheckpointRefused
+from stree.models import config_keys, config_parts
+from stree.models.checked_json import CheckedJson
+from stree.models.config import HybridConfig
+from stree.models.sources import (
+    Layout,
+    Make,
+    Rename,
+    Source,
+    after_each_other,
+    half,
+    scaled,
+    translated,
+)
+
+KINDS = {
+    "linear_attention": "mamba", "mamba": "mamba",
+    "full_attention": "attention", "attention": "attention",
+}  # fmt: skip
+WORDS = {
+    ".experts.up": ".block_sparse_moe.input_linear.weight",
+    ".experts.down": ".block_sparse_moe.output_linear.weight",
+    ".experts.router.": ".block_sparse_moe.router.layer.",
+    ".mlp.gate_proj.": ".shared_mlp.input_linear.",
+    ".mlp.up_proj.": ".shared_mlp.input_linear.",
+    ".mlp.down_proj.": ".shared_mlp.output_linear.",
+}
+CLOSING = (".o_proj.", ".out_proj.", ".mlp.down_proj.", ".experts.down")  # end a branch
+
+
+def spec(values: CheckedJson) -> HybridConfig:
+    values.require("hidden_act", "silu", default="silu")
+    values.require("output_router_logits", False, default=False)
+    values.require("normalization_function", "rmsnorm", default="rmsnorm")
+    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    mixers = ["mamba"] * num_layers
+    for name in ("layers_block_type", "layer_types"):  # the older name, and what counts
+        if values.get(name) is not None:
+            mixers = config_parts.layer_list(values, name, KINDS)
+            config_parts.require_count(values, name, mixers)
+    num_experts = values.integer("num_local_experts", 8)
+    after = "experts+mlp" if num_experts else "mlp"
+    theta, scaling, _ = config_parts.rope(values)
+    positions = values.get("position_embedding_type", "nope")
+    if positions not in ("nope", "rope"):
+        raise CheckpointRefused(
+            f"{values.path} has position_embedding_type = {positions!r:.99}, wanted 'rope', 'nope' "
+            "or null"
+        )
+    experts = {}
+    if num_experts:
+        experts = {
+            "num_experts": num_experts,
+            "experts_per_token": values.integer("num_experts_per_tok", 2),
+            "expert_intermediate_size": values.integer("intermediate_size", 11008),
+        }
+    heads = config_parts.heads(values, d_model)
+    proj_bias = values.boolean("mamba_proj_bias", False)
+    eps = values.number("rms_norm_eps", 1e-6)
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=d_model,
+        num_layers=num_layers,
+        layer_types=tuple(f"{mixer} {after}" for mixer in mixers),
+        intermediate_size=values.integer("shared_intermediate_size", 1024),
+        rms_norm_eps=eps,
+        tie_embeddings=values.boolean("tie_word_embeddings", False),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rotary_dim=None if positions == "rope" else 0,
+        max_position_embeddings=values.integer("max_position_embeddings", 2048),
+        attention_bias=values.boolean("attention_bias", False),
+        attention_scale=config_parts.factor(values, "attention_multiplier"),
+        mamba_in_bias=proj_bias,
+        mamba_out_bias=proj_bias,
+        gated_norm_eps=eps,
+        **experts,
+        **heads,
+        **config_parts.mamba(values, d_model),
+        **config_parts.special_tokens(values),
+    )
+
+
+def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    branch = config_parts.factor(values, "residual_multiplier")
+    embedding = config_parts.factor(values, "embedding_multiplier")
+    # The last norm's weight carries what logits are divided by, so that a tied head stays tied
+    logits = 1 / config_parts.factor(values, "logits_scaling")
+    logits /= embedding if config.tie_embeddings else 1
+    fused = (2 * config.intermediate_size, config.d_model)
+
+    def source(name: str) -> Source:
+        place = (translated(name, WORDS),)
+        steps: list[Make] = []
+        if name == "model.embed_tokens.weight":
+            steps.append(scaled(embedding))
+        if name == "model.norm.weight":
+            steps.append(scaled(logits))
+        if any(word in name for word in CLOSING):
+            steps.append(scaled(branch))
+        if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+            return Source(place, half(".up_proj." in name), fused)
+        return Source(place, after_each_other(*steps))
+
+    return source
+
+
+LAYOUT = Layout(
+    "GraniteMoeHybrid", "granitemoehybrid", spec, rename, config_keys.GRANITE_MOE_HYBRID
+)

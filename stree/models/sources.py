@@ -1,0 +1,100 @@
+"""What a parameter is made of: which stored tensors, and what is done with them when they are read.
+
+Multipliers that a layout keeps beside its weights are folded into them, so that no call pays for
+them; fused projections are cut, lists of experts stacked, channels of a head put in our order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from stree.models.checked_json import CheckedJson
+from stree.models.config import HybridConfig
+from stree_kernels import naive
+
+Make = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The stored tensors of a parameter, and what makes it of them.
+
+    shape, each stored tensor's; None: that of the parameter.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[..., Tensor] = lambda tensor: tensor
+    shape: tuple[int, ...] | None = None
+
+
+Rename = Callable[[str], Source]  # our parameter's name to where it comes from
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of checkpoint.
+
+    spec reads its config (every key read or refused by name); rename says, with the names that are
+    stored, where each of our parameters comes from; without_effect, the keys that change no logit;
+    dropped, names of stored tensors that the model does without.
+    """
+
+    name: str
+    model_type: str
+    spec: Callable[[CheckedJson], HybridConfig]
+    rename: Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]
+    without_effect: frozenset[str]
+    dropped: re.Pattern[str] | None = None
+
+    def matches(self, values: CheckedJson) -> bool:
+        """Whether config.json is one of this layout."""
+        return values.get("model_type") == self.model_type
+
+
+def translated(name: str, words: Mapping[str, str]) -> str:
+    """A parameter's name with words in it replaced, in the order given."""
+    return reduce(lambda text, word: text.replace(word, words[word]), words, name)
+
+
+def after_each_other(*steps: Make) -> Make:
+    return lambda tensor: reduce(lambda value, step: step(value), steps, tensor)
+
+
+def scaled(factor: float | Tensor) -> Make:
+    """Times a number, or a number a row; in fp32 or wider, so that it is rounded once."""
+
+    def make(tensor: Tensor) -> Tensor:
+        wide = tensor.to(naive.accumulation_dtype(tensor.dtype))
+        if isinstance(factor, Tensor):
+            return wide * factor.to(wide.dtype).view(-1, *[1] * (wide.dim() - 1))
+        return tensor if factor == 1 else wide * factor
+
+    return make
+
+
+def half(second: bool) -> Make:
+    """One of two projections that are stored one above the other."""
+    return lambda tensor: tensor.chunk(2)[second]
+
+
+def stacked(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
+
+
+def rotary_order(config: HybridConfig) -> Make:
+    """A projection of q or k whose rotated channels are the first of a head, as ours: the first of
+    each of its halves."""
+    dim, rotated = config.head_dim, config.rotary_dim
+    if rotated is None or rotated in (0, dim):
+        return scaled(1)
+    channels = torch.arange(dim)
+    low, high = channels[:rotated].chunk(2)
+    more_low, more_high = channels[rotated:].chunk(2)
+    order = torch.cat([low, more_low, high, more_high])
+    return lambda tensor: tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)

@@ -1,0 +1,123 @@
+"""Every key of a family's config is read, known to be without effect, or refused by name.
+
+As in test_config_keys: each key is changed alone beside the same weights. Our logits are then
+transformers' own, or we refuse it. A long run also changes the keys that all configs have.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from families import FAMILIES, LLAMA3_ROPE, VOCAB, random_reference
+from transformers import PreTrainedConfig
+
+from stree.errors import CheckpointRefused
+from stree.models.convert import load_model
+
+SEEDS = {"granite": 3, "nemotron": 3, "zamba": 1}  # with experts, attention and few layers
+TOKENS = torch.arange(9)[None] % VOCAB
+OTHER_KEYS = {
+    "rope_parameters": [LLAMA3_ROPE, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}],
+    "rope_scaling": [LLAMA3_ROPE],
+    "rope_theta": [77.0],
+    "partial_rotary_factor": [0.25],
+    "head_dim": [2, 4],
+    "sliding_window": [3],
+    "hybrid_override_pattern": ["MMMM"],
+    "mtp_hybrid_override_pattern": ["*"],
+    "mamba_n_groups": [1],
+    "mamba_conv_bias": [False],
+    "tie_embedding": [True, False],
+    "block_ff_dim": [16],
+    "block_use_swiglu": [False],
+    "normalization_function": ["layernorm"],
+    "attn_layer_indices": [[0], None],
+    "mamba_use_mlp": [False],
+    "an_unknown_key": [True, None, {}],
+}  # fmt: skip
+
+
+def other_values(name, value):
+    if name in OTHER_KEYS:
+        return OTHER_KEYS[name]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value] if name != "vocab_size" else [value + 1]
+    if isinstance(value, float):
+        return [value * 1.7 + 0.1]
+    if isinstance(value, str):
+        return ["gelu" if value == "silu" else "relu", "rope"]
+    if isinstance(value, list | tuple):
+        if value and isinstance(value[0], str):
+            return [value[::-1], ["full_attention"] * len(value)]
+        return [[0.4, 0.6], [0.5] * len(value)]
+    return [1, True, "rope"]
+
+
+def logits_of_theirs(folder, usual, whole):
+    """None when transformers itself refuses the config, or has no weights for what it asks for.
+
+    With `whole` it loads the folder itself, which takes it some times longer.
+    """
+    kind = type(usual)
+    try:
+        if whole:
+            model, report = kind.from_pretrained(folder, output_loading_info=True)
+            if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
+                return None
+        else:
+            model = kind(kind.config_class.from_pretrained(folder))
+            model.load_state_dict(usual.state_dict())
+        return model.eval()(TOKENS, use_cache=False).logits
+    except Exception:  # it has no common base for what it finds wrong
+        return None
+
+
+def keys_of(config, whole):
+    """The keys that the family's class adds to those of all configs, or these too."""
+    written = {**{field.name: None for field in dataclasses.fields(config)}, **config.to_dict()}
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = {name: value for name, value in written.items() if whole or name not in common}
+    return {**own, **{name: written.get(name) for name in OTHER_KEYS}}
+
+
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own", "all"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_changed_key_changes_what_it_changes_in_transformers_or_is_refused(
+    tmp_path, family, whole
+):
+    theirs = random_reference(family, SEEDS.get(family, 0))
+    theirs.save_pretrained(tmp_path / "it")
+    path = tmp_path / "it" / "config.json"
+    usual = json.loads(path.read_text())
+    before, read = load_model(tmp_path / "it")(TOKENS), 0
+    for name, value in keys_of(theirs.config, whole).items():
+        for other in other_values(name, value):
+            path.write_text(json.dumps({**usual, name: other}))
+            try:
+                ours = load_model(tmp_path / "it")
+            except CheckpointRefused as refusal:
+                assert str(tmp_path) in str(refusal)
+                continue
+            got, wanted = ours(TOKENS), logits_of_theirs(tmp_path / "it", theirs, whole)
+            assert wanted is not None, f"{name} = {other}: only we load it"
+            worst = float((got - wanted).abs().max() / wanted.abs().max())
+            assert worst <= 1e-4, f"{name} = {other}: {worst}"
+            read += not torch.equal(got, before)
+    assert read >= 2, "most keys with an effect are shapes, but not all"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_of_its_own_is_not_refused(tmp_path, family):
+    """All its keys with their usual values; or every refusal above would mean nothing."""
+    theirs = random_reference(family, SEEDS.get(family, 0))
+    theirs.save_pretrained(tmp_path / "it")
+    folder = shutil.copytree(tmp_path / "it", tmp_path / "other")
+    (folder / "config.json").write_text(theirs.config.to_json_string(use_diff=False))
+    assert load_model(folder).config == load_model(tmp_path / "it").config

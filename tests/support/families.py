@@ -1,0 +1,189 @@
+"""Tiny random models of transformers' hybrid families: every part of a layer shows in their logits.
+
+Configs are drawn from a seed: groups, biases, multipliers, norm orders, positions, experts, and
+numbers of heads that are no powers of two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+VOCAB = 61
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _multiplier(draw: random.Random) -> float:
+    return draw.choice([0.3, 0.7, 1.5, 2.5])
+
+
+def _coin(draw: random.Random) -> bool:
+    return draw.random() < 0.5
+
+
+def _common(draw: random.Random) -> dict[str, Any]:
+    kv_heads = draw.choice([1, 2, 3])
+    num_heads = kv_heads * draw.choice([1, 2, 3])
+    return {
+        "vocab_size": VOCAB, "num_attention_heads": num_heads, "num_key_value_heads": kv_heads,
+        "hidden_size": num_heads * draw.choice([4, 8]), "intermediate_size": draw.choice([24, 40]),
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+
+
+def _rope(draw: random.Random) -> dict[str, Any]:
+    plain = {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])}
+    return {"rope_parameters": dict(draw.choice([plain, LLAMA3_ROPE]))}
+
+
+def _mamba(draw: random.Random, d_model: int, d_inner: int | None = None) -> dict[str, Any]:
+    d_inner = d_inner or 2 * d_model
+    heads = draw.choice([n for n in (2, 3, 4, 6, 8) if d_inner % n == 0])
+    groups = draw.choice([n for n in (1, 2, 3) if heads % n == 0])
+    return {
+        "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": draw.choice([8, 12]),
+        "mamba_d_conv": draw.choice([2, 3, 4]), "mamba_chunk_size": draw.choice([4, 16]),
+        "mamba_conv_bias": _coin(draw), "mamba_proj_bias": _coin(draw),
+        "time_step_limit": draw.choice([(0.0, float("inf")), (0.3, 0.9)]),
+    }  # fmt: skip
+
+
+def _bamba(draw: random.Random) -> PreTrainedModel:
+    common = _common(draw)
+    return BambaForCausalLM(BambaConfig(
+        **common, **_rope(draw), **_mamba(draw, common["hidden_size"]), num_hidden_layers=3,
+        attn_layer_indices=draw.choice([[1], [0, 2]]), attention_bias=_coin(draw),
+        mlp_bias=_coin(draw), tie_word_embeddings=_coin(draw), rms_norm_eps=1e-4,
+    ))  # fmt: skip
+
+
+def _granite(draw: random.Random) -> PreTrainedModel:
+    common = _common(draw)
+    mixers = ["linear_attention", "full_attention", "linear_attention"]
+    draw.shuffle(mixers)
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(
+        **common, **_rope(draw), **_mamba(draw, common["hidden_size"]), num_hidden_layers=3,
+        layer_types=mixers, position_embedding_type=draw.choice([None, "rope"]),
+        shared_intermediate_size=draw.choice([20, 36]), num_local_experts=draw.choice([0, 4, 5]),
+        num_experts_per_tok=draw.choice([1, 2]), attention_bias=_coin(draw),
+        embedding_multiplier=_multiplier(draw), residual_multiplier=_multiplier(draw),
+        attention_multiplier=_multiplier(draw), logits_scaling=_multiplier(draw),
+        tie_word_embeddings=_coin(draw),
+    ))  # fmt: skip
+
+
+def _nemotron(draw: random.Random) -> PreTrainedModel:
+    common = _common(draw)
+    heads = draw.choice([2, 3, 4, 6])
+    latent = draw.choice([None, 12])
+    groups = draw.choice([1, 2])
+    return NemotronHForCausalLM(NemotronHConfig(
+        **common, hybrid_override_pattern=draw.choice(["ME*-M", "M*-M", "EM*E", "M-*ME"]),
+        head_dim=draw.choice([4, 10]), mamba_num_heads=heads, mamba_head_dim=draw.choice([4, 6]),
+        n_groups=draw.choice([n for n in (1, 2, 3) if heads % n == 0]), ssm_state_size=8,
+        conv_kernel=draw.choice([2, 4]), use_conv_bias=_coin(draw), chunk_size=4,
+        use_bias=_coin(draw), mlp_bias=_coin(draw), time_step_min=draw.choice([0.001, 0.4]),
+        n_routed_experts=draw.choice([4, 6]), num_experts_per_tok=draw.choice([1, 2]),
+        moe_intermediate_size=draw.choice([12, 20]), moe_shared_expert_intermediate_size=28,
+        moe_latent_size=latent, n_group=groups, topk_group=draw.choice([1, groups]),
+        routed_scaling_factor=_multiplier(draw), norm_topk_prob=_coin(draw),
+    ))  # fmt: skip
+
+
+def _falcon(draw: random.Random) -> PreTrainedModel:
+    common = _common(draw)
+    d_inner = draw.choice([24, 48])
+    return FalconH1ForCausalLM(FalconH1Config(
+        **common, **_rope(draw), **_mamba(draw, common["hidden_size"], d_inner),
+        num_hidden_layers=2, mamba_d_ssm=d_inner, mamba_rms_norm=_coin(draw),
+        mamba_norm_before_gate=_coin(draw), attention_bias=_coin(draw), mlp_bias=_coin(draw),
+        projectors_bias=_coin(draw), tie_word_embeddings=_coin(draw),
+        lm_head_multiplier=_multiplier(draw), embedding_multiplier=_multiplier(draw),
+        mlp_multipliers=[_multiplier(draw) for _ in range(2)], key_multiplier=_multiplier(draw),
+        attention_in_multiplier=_multiplier(draw), attention_out_multiplier=_multiplier(draw),
+        ssm_multipliers=[_multiplier(draw) for _ in range(5)],
+        ssm_in_multiplier=_multiplier(draw), ssm_out_multiplier=_multiplier(draw),
+    ))  # fmt: skip
+
+
+def _lfm2(draw: random.Random) -> PreTrainedModel:
+    mixers = draw.choice([["conv", "full_attention", "conv"], ["full_attention", "conv"]])
+    return Lfm2ForCausalLM(Lfm2Config(
+        **_common(draw), **_rope(draw), num_hidden_layers=len(mixers), layer_types=mixers,
+        conv_bias=_coin(draw), conv_L_cache=draw.choice([2, 3, 4]), norm_eps=1e-4,
+        block_multiple_of=draw.choice([8, 16]), block_auto_adjust_ff_dim=_coin(draw),
+        block_ffn_dim_multiplier=draw.choice([1.0, 1.3]), tie_word_embeddings=_coin(draw),
+    ))  # fmt: skip
+
+
+def _zamba(draw: random.Random) -> PreTrainedModel:
+    common = _common(draw)
+    common["num_key_value_heads"] = common["num_attention_heads"]
+    heads = draw.choice([n for n in (2, 3, 4, 6) if 2 * common["hidden_size"] % n == 0])
+    layers = draw.choice([
+        ["linear_attention", "hybrid", "hybrid", "hybrid"], ["hybrid", "linear_attention"],
+    ])  # fmt: skip
+    return Zamba2ForCausalLM(Zamba2Config(
+        **common, **_rope(draw), num_hidden_layers=len(layers), layers_block_type=layers,
+        n_mamba_heads=heads, mamba_ngroups=draw.choice([n for n in (1, 2, 3) if heads % n == 0]),
+        mamba_d_state=8, mamba_d_conv=draw.choice([2, 4]), chunk_size=4,
+        num_mem_blocks=draw.choice([1, 2]), use_shared_attention_adapter=_coin(draw),
+        adapter_rank=draw.choice([2, 5]), use_mem_rope=_coin(draw), add_bias_linear=_coin(draw),
+        time_step_min=draw.choice([0.001, 0.4]),
+    ))  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[random.Random], PreTrainedModel]] = {
+    "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
+    "lfm2": _lfm2, "zamba": _zamba,
+}  # fmt: skip
+
+
+# With more, Zamba2's attention is so sharp that the rounding of fp32 decides, in its own class too
+GAINS = {"zamba": 0.7}
+
+
+@torch.no_grad()
+def random_reference(family: str, seed: int) -> PreTrainedModel:
+    """A tiny model of transformers' own class, in evaluation mode."""
+    draw = random.Random(f"{family}-{seed}")
+    model = FAMILIES[family](draw)
+    torch.manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):
+            tensor.normal_(std=0.3)
+        elif not isinstance(tensor, torch.nn.Parameter):
+            continue
+        elif name.endswith(("norm.weight", "norm_f.weight")):
+            tensor.uniform_(0.5, 1.5)
+        elif name.endswith("A_log"):
+            tensor.uniform_(-2.0, 1.0)
+        elif tensor.dim() == 1:
+            tensor.normal_(std=0.5)
+        else:
+            # A tied head on large embeddings would only ever repeat the last token
+            tensor.normal_(
+                std=0.2 if "embed" in name else GAINS.get(family, 1.2) * tensor.shape[-1] ** -0.5
+            )
+    return model.eval()
