@@ -345,7 +345,7 @@ def _own(values: CheckedJson) -> HybridConfig:
         "tuple[int, ...]": table.token_ids, "tuple[str, ...]": table.texts,
         "tuple[float, float]": table.limits,
     }  # fmt: skip
-    given = {}
+    given: dict[str, Any] = {}
     for field in fields(HybridConfig):
         if field.name == "rope_scaling":
             _, given["rope_scaling"], _ = rope(table)

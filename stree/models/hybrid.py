@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
     @property
     def shared_blocks(self) -> Sequence[nn.Module]:
-        return self.shared if hasattr(self, "shared") else ()
+        return list(self.shared) if hasattr(self, "shared") else []
 
     def mixers(self) -> list[tuple[int, nn.Module]]:
         """Every part with a memory of its own, with the place of its cache."""
@@ -87,7 +87,8 @@ class HybridModel(nn.Module):
         self.model = Decoder(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self._initialise()
+        if self.device.type != "meta":
+            self._initialise()
 
     @torch.no_grad()
     def _initialise(self) -> None:

@@ -72,6 +72,8 @@ class Experts(Part):
     No step waits for the device, so that calls can be captured.
     """
 
+    correction_bias: Tensor  # (E,), of a sigmoid router
+
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config

@@ -4,6 +4,7 @@ multipliers on embeddings, branches and logits."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from stree.errors import CheckpointRefused
 from stree.models import config_keys, config_parts
@@ -54,7 +55,7 @@ def spec(values: CheckedJson) -> HybridConfig:
             f"{values.path} has position_embedding_type = {positions!r:.99}, wanted 'rope', 'nope' "
             "or null"
         )
-    experts = {}
+    experts: dict[str, Any] = {}
     if num_experts:
         experts = {
             "num_experts": num_experts,

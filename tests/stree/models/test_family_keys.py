@@ -1,7 +1,8 @@
 """Every key of a family's config is read, known to be without effect, or refused by name.
 
 As in test_config_keys: each key is changed alone beside the same weights. Our logits are then
-transformers' own, or we refuse it. A long run also changes the keys that all configs have.
+transformers' own, or we refuse it. A short run changes every third of the family's own keys, a
+long one all of them, those that all configs have included.
 """
 
 import dataclasses
@@ -65,7 +66,9 @@ def logits_of_theirs(folder, usual, whole):
     kind = type(usual)
     try:
         if whole:
-            model, report = kind.from_pretrained(folder, output_loading_info=True)
+            model, report = kind.from_pretrained(
+                folder, dtype=torch.float32, return_dict=True, output_loading_info=True
+            )
             if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
                 return None
         else:
@@ -77,15 +80,17 @@ def logits_of_theirs(folder, usual, whole):
 
 
 def keys_of(config, whole):
-    """The keys that the family's class adds to those of all configs, or these too."""
+    """Some of the keys that the family's class adds to those of all configs, or all of both."""
     written = {**{field.name: None for field in dataclasses.fields(config)}, **config.to_dict()}
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    own = {name: value for name, value in written.items() if whole or name not in common}
-    return {**own, **{name: written.get(name) for name in OTHER_KEYS}}
+    if not whole:
+        written = dict([each for each in written.items() if each[0] not in common][::3])
+    others = list(OTHER_KEYS)[:: 1 if whole else 3]
+    return {**written, **{name: written.get(name) for name in others}}
 
 
 @pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own", "all"]
+    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "all"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -110,7 +115,7 @@ def test_a_changed_key_changes_what_it_changes_in_transformers_or_is_refused(
             worst = float((got - wanted).abs().max() / wanted.abs().max())
             assert worst <= 1e-4, f"{name} = {other}: {worst}"
             read += not torch.equal(got, before)
-    assert read >= 2, "most keys with an effect are shapes, but not all"
+    assert read >= (2 if whole else 1), "most keys with an effect are shapes, but not all"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

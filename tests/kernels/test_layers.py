@@ -1,0 +1,89 @@
+"""Layers of every kind through the fused kernels: whole tree calls beside plain PyTorch's.
+
+What an op's own test does not see is how layers use them: joined biases, positions on a part of a
+head, a scale of the scores, blocks side by side, and weights packed before the call.
+"""
+
+import pytest
+import torch
+from families import FAMILIES, random_reference
+from kernel_cases import DEVICE, comb, relative_error
+
+from stree.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.convert import load_model
+from stree.models.hybrid import HybridModel
+from stree.tree import TokenTree
+from stree_kernels import ops
+
+SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1}
+SHORT = ("bamba", "falcon")  # in a short run
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Serves by the kernels or not, whatever the device."""
+    own = ops.fused
+    state = {"on": False}
+
+    def choose(device, dtype, largest_dim=0):
+        return state["on"] and (device.type != "cuda" or own(device, dtype, largest_dim))
+
+    monkeypatch.setattr(ops, "fused", choose)
+    return state
+
+
+def two_calls(model, tree):
+    """Logits of a tree, and of another one after a path of it."""
+    cache = model.new_cache(max_length=32, max_nodes=tree.num_nodes)
+    model.prefill(torch.arange(5, device=DEVICE)[None], cache)
+    nodes = torch.arange(tree.num_nodes, device=DEVICE)[None] + 7
+    first = model.tree_forward(nodes, tree, cache)
+    cache.commit(tree.path_to(tree.num_nodes - 1))
+    return first, model.tree_forward(nodes + 11, tree, cache)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in SHORT else [pytest.mark.long])
+        for family in FAMILIES
+    ],
+)
+@torch.no_grad()
+def test_families(tmp_path, fused, family):
+    random_reference(family, SEEDS.get(family, 0)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, DEVICE)
+    wanted = two_calls(model, comb(5))
+    fused["on"] = True
+    for got, each in zip(two_calls(model, comb(5)), wanted, strict=True):
+        assert relative_error(got, each) < 1e-4
+
+
+@torch.no_grad()
+def test_weights_are_packed_once_and_moved_ones_are_noticed(fused):
+    config = HybridConfig(
+        vocab_size=17, d_model=16, num_layers=2, attn_layers=(1,), intermediate_size=24,
+        num_heads=2, num_kv_heads=1, head_dim=8, attention_bias=True, num_ssm_heads=2,
+        ssm_head_dim=8, d_state=8, num_x_groups=1, num_b_groups=1, num_c_groups=2,
+    )  # fmt: skip
+    model, tree = HybridModel(config).to(DEVICE).eval(), TokenTree.chain(1)
+    nodes = torch.arange(2, device=DEVICE)[None]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fused["on"] = True
+    cache = model.new_cache(16, 2)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    wanted = model.tree_forward(nodes, tree, cache)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    attention = model.model.layers[1].self_attn
+    for name in ("weight", "bias"):  # written in place, they are what the call reads
+        getattr(attention.v_proj, name).mul_(2)
+    cache.reset()
+    assert not torch.equal(model.tree_forward(nodes, tree, cache), wanted)
+    attention.k_proj.bias.data = attention.k_proj.bias.data.clone()
+    with pytest.raises(UsageError, match=r"weights have moved .* call model\.pack\(\)"):
+        model.tree_forward(nodes, tree, cache)
+    model.pack()
+    model.tree_forward(nodes, tree, cache)
