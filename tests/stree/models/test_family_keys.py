@@ -37,6 +37,12 @@ OTHER_KEYS = {
     "attn_layer_indices": [[0], None],
     "mamba_use_mlp": [False],
     "an_unknown_key": [True, None, {}],
+    "id2label": [{"0": "a", "1": "b", "2": "c"}],
+    "label2id": [{"a": 0, "b": 1, "c": 2}],
+    "architectures": [["Other"]],
+    "problem_type": ["regression"],
+    "transformers_version": ["4.0.0"],
+    "dtype": ["bfloat16"],
 }  # fmt: skip
 
 
