@@ -84,7 +84,8 @@ class Training(pl.LightningModule):
         for name, parameter in self.named_parameters():
             if not parameter.requires_grad:
                 continue
-            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+            stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix an expert
+            is_matrix = (parameter.ndim == 2 or stacked) and "embed_tokens" not in name
             (decayed if is_matrix else kept).append(parameter)
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},

@@ -13,6 +13,7 @@ from stree.errors import UsageError
 from stree_kernels.shapes import MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
+MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
 MAX_CHUNK_SIZE = 4096  # the scan's memory grows with its square, for whoever wrote the config
 MLP_KINDS = ("swiglu", "geglu", "relu2")  # relu2 has no gate: down(relu(up)²)
 ROUTERS = ("softmax", "sigmoid")
@@ -213,6 +214,8 @@ class HybridConfig:
         self._require_positive(
             "expert", "num_experts", "experts_per_token", "expert_intermediate_size"
         )
+        if self.num_experts > MAX_EXPERTS:
+            raise UsageError(f"num_experts is {self.num_experts}, it must be at most {MAX_EXPERTS}")
         self._require_divides("router_groups", "num_experts")
         if not 1 <= self.router_top_groups <= self.router_groups:
             raise UsageError(
@@ -319,8 +322,19 @@ class HybridConfig:
         if not self.layer_types:
             attention = tuple(new for new, old in enumerate(chosen) if self.is_attention(old))
             return self.replace(num_layers=len(chosen), attn_layers=attention)
-        types = tuple(self.layer_types[layer] for layer in chosen)
-        return self.replace(num_layers=len(chosen), layer_types=types, attn_layers=())
+        types = [self.layer_types[layer] for layer in chosen]
+        shared = self.shared_blocks_of(chosen)
+        for new, old in enumerate(shared):  # in order, so that no name is changed twice
+            types = [each.replace(f"shared{old}>", f"shared{new}>") for each in types]
+        return self.replace(
+            num_layers=len(chosen), layer_types=tuple(types), attn_layers=(),
+            num_shared_blocks=len(shared),
+        )  # fmt: skip
+
+    def shared_blocks_of(self, layers: Sequence[int]) -> list[int]:
+        """The shared transformer blocks that some layers use, in order."""
+        blocks = [block for layer in layers for block in self.blocks(layer)]
+        return sorted({block.shared for block in blocks if block.shared is not None})
 
     def replace(self, **changes: Any) -> HybridConfig:
         return replace(self, **changes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from stree.errors import CheckpointRefused
 from stree.models.checked_json import CheckedJson
-from stree.models.config import ROPE_LENGTH, ROPE_NUMBERS
+from stree.models.config import MAX_LAYERS, ROPE_LENGTH, ROPE_NUMBERS
 
 
 def rope(
@@ -46,6 +46,10 @@ def _rope_table(
     share = usual_share
     if usual_share < 1:
         share = rope.number("partial_rotary_factor", usual_share)
+        if not 0 <= share <= 1:
+            raise CheckpointRefused(
+                f"{values.path} has partial_rotary_factor {share}, wanted a share of a head"
+            )
     else:
         rope.require("partial_rotary_factor", 1.0, default=1.0)
     scaling = None
@@ -69,6 +73,16 @@ def special_tokens(values: CheckedJson) -> dict[str, Any]:
         "bos_token_id": next(iter(values.token_ids("bos_token_id")), None),
         "pad_token_id": next(iter(values.token_ids("pad_token_id")), None),
     }
+
+
+def num_layers(values: CheckedJson) -> int:
+    """Checked before a description of that many layers is made."""
+    count = values.integer("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise CheckpointRefused(
+            f"{values.path} has num_hidden_layers {count}, wanted at most {MAX_LAYERS}"
+        )
+    return count
 
 
 def heads(values: CheckedJson, d_model: int, usual_kv_heads: int | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ its embedding space (the paper's drafter has two Mamba-2 layers of its target's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -72,15 +72,16 @@ def slice_drafter(target: HybridModel, layers: Sequence[int] | None = None) -> H
     chosen = default_drafter_layers(target.config) if layers is None else list(layers)
     drafter = HybridModel(config).to(target.device)
     source = target.state_dict()
+    places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     with torch.no_grad():
         for name, weight in drafter.state_dict().items():
-            weight.copy_(source[_target_name(name, chosen)])
+            weight.copy_(source[_target_name(name, places)])
     return drafter
 
 
-def _target_name(drafter_name: str, layers: Sequence[int]) -> str:
-    prefix = "model.layers."
-    if not drafter_name.startswith(prefix):
+def _target_name(drafter_name: str, places: Mapping[str, Sequence[int]]) -> str:
+    """places, of each list of modules, which of the target's the drafter's are."""
+    _, kind, *rest = drafter_name.split(".")
+    if kind not in places:
         return drafter_name
-    index, rest = drafter_name[len(prefix) :].split(".", 1)
-    return f"{prefix}{layers[int(index)]}.{rest}"
+    return ".".join(["model", kind, str(places[kind][int(rest[0])]), *rest[1:]])

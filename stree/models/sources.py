@@ -2,12 +2,13 @@
 
 Multipliers that a layout keeps beside its weights are folded into them, so that no call pays for
 them; fused projections are cut, lists of experts stacked, channels of a head put in our order.
+All that happens after names and shapes were checked: before, a size is what a stranger's file says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -66,14 +67,20 @@ def after_each_other(*steps: Make) -> Make:
     return lambda tensor: reduce(lambda value, step: step(value), steps, tensor)
 
 
-def scaled(factor: float | Tensor) -> Make:
-    """Times a number, or a number a row; in fp32 or wider, so that it is rounded once."""
+def scaled(factor: float) -> Make:
+    """Times a number, in fp32 or wider, so that it is rounded once."""
+    if factor == 1:
+        return lambda tensor: tensor
+    return lambda tensor: tensor.to(naive.accumulation_dtype(tensor.dtype)) * factor
+
+
+def scaled_rows(factors: Sequence[float], sizes: Sequence[int]) -> Make:
+    """`scaled`, with each factor for as many rows as its size."""
 
     def make(tensor: Tensor) -> Tensor:
         wide = tensor.to(naive.accumulation_dtype(tensor.dtype))
-        if isinstance(factor, Tensor):
-            return wide * factor.to(wide.dtype).view(-1, *[1] * (wide.dim() - 1))
-        return tensor if factor == 1 else wide * factor
+        rows = torch.tensor(factors, dtype=wide.dtype).repeat_interleave(torch.tensor(sizes))
+        return wide * rows.view(-1, *[1] * (wide.dim() - 1))
 
     return make
 
@@ -93,8 +100,12 @@ def rotary_order(config: HybridConfig) -> Make:
     dim, rotated = config.head_dim, config.rotary_dim
     if rotated is None or rotated in (0, dim):
         return scaled(1)
-    channels = torch.arange(dim)
-    low, high = channels[:rotated].chunk(2)
-    more_low, more_high = channels[rotated:].chunk(2)
-    order = torch.cat([low, more_low, high, more_high])
-    return lambda tensor: tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+    def make(tensor: Tensor) -> Tensor:
+        channels = torch.arange(dim)
+        low, high = channels[:rotated].chunk(2)
+        more_low, more_high = channels[rotated:].chunk(2)
+        order = torch.cat([low, more_low, high, more_high])
+        return tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+    return make

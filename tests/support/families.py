@@ -42,11 +42,11 @@ def _coin(draw: random.Random) -> bool:
     return draw.random() < 0.5
 
 
-def _common(draw: random.Random) -> dict[str, Any]:
+def _common(draw: random.Random, vocab: int) -> dict[str, Any]:
     kv_heads = draw.choice([1, 2, 3])
     num_heads = kv_heads * draw.choice([1, 2, 3])
     return {
-        "vocab_size": VOCAB, "num_attention_heads": num_heads, "num_key_value_heads": kv_heads,
+        "vocab_size": vocab, "num_attention_heads": num_heads, "num_key_value_heads": kv_heads,
         "hidden_size": num_heads * draw.choice([4, 8]), "intermediate_size": draw.choice([24, 40]),
         "max_position_embeddings": 256,
     }  # fmt: skip
@@ -69,8 +69,8 @@ def _mamba(draw: random.Random, d_model: int, d_inner: int | None = None) -> dic
     }  # fmt: skip
 
 
-def _bamba(draw: random.Random) -> PreTrainedModel:
-    common = _common(draw)
+def _bamba(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
     return BambaForCausalLM(BambaConfig(
         **common, **_rope(draw), **_mamba(draw, common["hidden_size"]), num_hidden_layers=3,
         attn_layer_indices=draw.choice([[1], [0, 2]]), attention_bias=_coin(draw),
@@ -78,8 +78,8 @@ def _bamba(draw: random.Random) -> PreTrainedModel:
     ))  # fmt: skip
 
 
-def _granite(draw: random.Random) -> PreTrainedModel:
-    common = _common(draw)
+def _granite(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
     mixers = ["linear_attention", "full_attention", "linear_attention"]
     draw.shuffle(mixers)
     return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(
@@ -93,8 +93,8 @@ def _granite(draw: random.Random) -> PreTrainedModel:
     ))  # fmt: skip
 
 
-def _nemotron(draw: random.Random) -> PreTrainedModel:
-    common = _common(draw)
+def _nemotron(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
     heads = draw.choice([2, 3, 4, 6])
     latent = draw.choice([None, 12])
     groups = draw.choice([1, 2])
@@ -111,8 +111,8 @@ def _nemotron(draw: random.Random) -> PreTrainedModel:
     ))  # fmt: skip
 
 
-def _falcon(draw: random.Random) -> PreTrainedModel:
-    common = _common(draw)
+def _falcon(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
     d_inner = draw.choice([24, 48])
     return FalconH1ForCausalLM(FalconH1Config(
         **common, **_rope(draw), **_mamba(draw, common["hidden_size"], d_inner),
@@ -127,18 +127,18 @@ def _falcon(draw: random.Random) -> PreTrainedModel:
     ))  # fmt: skip
 
 
-def _lfm2(draw: random.Random) -> PreTrainedModel:
+def _lfm2(draw: random.Random, vocab: int) -> PreTrainedModel:
     mixers = draw.choice([["conv", "full_attention", "conv"], ["full_attention", "conv"]])
     return Lfm2ForCausalLM(Lfm2Config(
-        **_common(draw), **_rope(draw), num_hidden_layers=len(mixers), layer_types=mixers,
+        **_common(draw, vocab), **_rope(draw), num_hidden_layers=len(mixers), layer_types=mixers,
         conv_bias=_coin(draw), conv_L_cache=draw.choice([2, 3, 4]), norm_eps=1e-4,
         block_multiple_of=draw.choice([8, 16]), block_auto_adjust_ff_dim=_coin(draw),
         block_ffn_dim_multiplier=draw.choice([1.0, 1.3]), tie_word_embeddings=_coin(draw),
     ))  # fmt: skip
 
 
-def _zamba(draw: random.Random) -> PreTrainedModel:
-    common = _common(draw)
+def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _common(draw, vocab)
     common["num_key_value_heads"] = common["num_attention_heads"]
     heads = draw.choice([n for n in (2, 3, 4, 6) if 2 * common["hidden_size"] % n == 0])
     layers = draw.choice([
@@ -154,7 +154,7 @@ def _zamba(draw: random.Random) -> PreTrainedModel:
     ))  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[random.Random], PreTrainedModel]] = {
+FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
     "lfm2": _lfm2, "zamba": _zamba,
 }  # fmt: skip
@@ -165,10 +165,10 @@ GAINS = {"zamba": 0.7}
 
 
 @torch.no_grad()
-def random_reference(family: str, seed: int) -> PreTrainedModel:
+def random_reference(family: str, seed: int, vocab: int = VOCAB) -> PreTrainedModel:
     """A tiny model of transformers' own class, in evaluation mode."""
     draw = random.Random(f"{family}-{seed}")
-    model = FAMILIES[family](draw)
+    model = FAMILIES[family](draw, vocab)
     torch.manual_seed(seed)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("e_score_correction_bias"):

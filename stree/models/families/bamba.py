@@ -20,7 +20,7 @@ WORDS = {
 
 def spec(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
-    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
     attention = values.get("attn_layer_indices", [])
     if not isinstance(attention, list) or not all(isinstance(i, int) for i in attention):
         raise CheckpointRefused(

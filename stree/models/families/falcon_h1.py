@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-
 from stree.models import config_keys, config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
-from stree.models.sources import Layout, Make, Rename, Source, scaled, translated
+from stree.models.sources import Layout, Make, Rename, Source, scaled, scaled_rows, translated
 
 WORDS = {
     "model.norm.": "model.final_layernorm.",
@@ -22,7 +20,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
     values.require("mamba_use_mlp", True, default=True)
     values.require("attn_layer_indices", None, default=None)
-    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
     theta, scaling, _ = config_parts.rope(values)
     d_inner = None if values.is_null("mamba_d_ssm") else values.integer("mamba_d_ssm", 1024)
     norm = "gate"
@@ -66,8 +64,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     gate, down = config_parts.factors(values, "mlp_multipliers", 2)
     shape = config.mixer_shape
     sizes = [config.d_inner, *shape.xbc_dims, config.num_ssm_heads]  # z, x, B, C, dt
-    rows = torch.tensor(config_parts.factors(values, "ssm_multipliers", 5), dtype=torch.float64)
-    rows = rows.repeat_interleave(torch.tensor(sizes))
+    rows = config_parts.factors(values, "ssm_multipliers", 5)
     # What the head is multiplied with goes into the last norm, so that a tied one stays tied
     makes: dict[str, Make] = {
         "model.embed_tokens.weight": scaled(embedding),
@@ -79,8 +76,8 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         ".v_proj.weight": scaled(attention_in),
         ".o_proj.weight": scaled(attention_out),
         ".o_proj.bias": scaled(attention_out),
-        ".in_proj.weight": scaled(ssm_in * rows),
-        ".in_proj.bias": scaled(rows),
+        ".in_proj.weight": scaled_rows([ssm_in * each for each in rows], sizes),
+        ".in_proj.bias": scaled_rows(rows, sizes),
         ".out_proj.weight": scaled(ssm_out),
         ".out_proj.bias": scaled(ssm_out),
         ".gate_proj.weight": scaled(gate),

@@ -40,7 +40,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
     values.require("output_router_logits", False, default=False)
     values.require("normalization_function", "rmsnorm", default="rmsnorm")
-    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
     mixers = ["mamba"] * num_layers
     for name in ("layers_block_type", "layer_types"):  # the older name, and what counts
         if values.get(name) is not None:

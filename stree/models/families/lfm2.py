@@ -27,7 +27,7 @@ WORDS = {
 
 def spec(values: CheckedJson) -> HybridConfig:
     values.require("block_use_swiglu", True, default=True)
-    d_model, num_layers = values.integer("hidden_size"), values.integer("num_hidden_layers")
+    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
     theta, scaling, _ = config_parts.rope(values, usual_theta=1e6)
     tied = values.boolean("tie_word_embeddings", True)
     return HybridConfig(

@@ -58,7 +58,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     ):  # fmt: skip
         values.require(name, follows, default=follows)
     activation = values.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise CheckpointRefused(
             f"{values.path} asks for hidden_act {activation!r:.99}; supported are "
             f"{', '.join(map(repr, ACTIVATIONS))}"

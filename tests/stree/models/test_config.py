@@ -26,6 +26,60 @@ def test_numbers_that_do_not_fit_are_named(changes, complaint):
         tiny_config(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"layer_types": ("mamba mlp",)}, "1 layer_types for num_layers = 3"),
+        ({"layer_types": ("mamba gru",) * 3}, r"layer_types has 'mamba gru'.*mamba, short_conv"),
+        ({"layer_types": ("mamba mlp mlp",) * 3}, "has 1 to 2 blocks"),
+        ({"layer_types": ("mamba+mamba",) * 3}, "each part once"),
+        ({"layer_types": ("shared0>mamba",) * 3}, "num_shared_blocks = 0"),
+        ({"layer_types": ("mamba",) * 3, "attn_layers": (1,)}, "attn_layers .* leave them out"),
+        ({"layer_types": ("experts",) * 3}, "set num_experts, experts_per_token"),
+        ({"layer_types": ("shared_mlp",) * 3}, "set shared_intermediate_size"),
+        ({"rotary_dim": 3}, "rotary_dim is 3, it must be even"),
+        ({"rotary_dim": 10}, "at most head_dim = 8"),
+        ({"mlp_kind": "relu"}, "mlp_kind is 'relu', it must be one of swiglu"),
+        ({"attention_scale": float("inf")}, "attention_scale is inf"),
+    ],
+)
+def test_layers_that_cannot_be_are_named(changes, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        tiny_config(**{"attn_layers": (), **changes} if "layer_types" in changes else changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"experts_per_token": 9}, "experts_per_token is 9, the chosen groups have 4"),
+        ({"router_groups": 3}, "num_experts = 8 is no multiple of router_groups = 3"),
+        ({"router_top_groups": 3}, "router_top_groups is 3"),
+        ({"router_groups": 8, "router_top_groups": 8}, "make groups larger"),
+    ],
+)
+def test_routers_that_cannot_choose_are_named(changes, complaint):
+    experts = dict(num_experts=8, experts_per_token=2, expert_intermediate_size=4, router_groups=2)
+    with pytest.raises(UsageError, match=complaint):
+        tiny_config(**{**experts, "attn_layers": (), "layer_types": ("experts",) * 3, **changes})
+
+
+def test_layers_are_kept_with_what_they_share():
+    config = tiny_config(
+        attn_layers=(), num_layers=4, num_shared_blocks=3, adapter_rank=2,
+        layer_types=("mamba", "shared0>mamba", "shared2>mamba", "shared1>mamba"),
+    )  # fmt: skip
+    assert config.attn_layers == (1, 2, 3)
+    assert config.mixers(1) == ("attention", "mamba")
+    kept = config.keep_layers([2, 0, 1])
+    assert kept.layer_types == ("shared1>mamba", "mamba", "shared0>mamba")
+    assert kept.num_shared_blocks == 2 and kept.attn_layers == (0, 2)
+    assert config.keep_layers([0]).num_shared_blocks == 0
+    plain = tiny_config(attn_layers=(1,))
+    assert [plain.layer_type(layer) for layer in range(3)] == [
+        "mamba mlp", "attention mlp", "mamba mlp"
+    ]  # fmt: skip
+
+
 def test_attention_alone_needs_no_convolution():
     assert tiny_config(attn_layers=(0, 1, 2), d_conv=0).d_conv == 0
 

@@ -5,13 +5,16 @@ transformers' own, or we refuse it. A short run changes every third of the famil
 long one all of them, those that all configs have included.
 """
 
+import contextlib
 import dataclasses
 import json
+import random
 import shutil
 
 import pytest
 import torch
 from families import FAMILIES, LLAMA3_ROPE, VOCAB, random_reference
+from mutations import ODD_VALUES
 from transformers import PreTrainedConfig
 
 from stree.errors import CheckpointRefused
@@ -132,3 +135,31 @@ def test_what_transformers_writes_of_its_own_is_not_refused(tmp_path, family):
     folder = shutil.copytree(tmp_path / "it", tmp_path / "other")
     (folder / "config.json").write_text(theirs.config.to_json_string(use_diff=False))
     assert load_model(folder).config == load_model(tmp_path / "it").config
+
+
+LARGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(1500, marks=pytest.mark.long)], ids=["some", "many"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_damaged_configs_are_refused_with_a_reason(tmp_path, family, count):
+    """Keys with values of any kind: read, or refused, at once; nothing else escapes."""
+    random_reference(family, SEEDS.get(family, 0)).save_pretrained(tmp_path)
+    path, draw = tmp_path / "config.json", random.Random(family)
+    usual = json.loads(path.read_text())
+    refused = 0
+    for _ in range(count):
+        changes = {
+            name: draw.choice([LARGE, 0, -1, 1.5, *ODD_VALUES])
+            for name in draw.sample(sorted(usual), draw.choice([1, 1, 2]))
+        }
+        with contextlib.suppress(TypeError, ValueError):  # what no JSON can say
+            path.write_text(json.dumps({**usual, **changes}))
+        try:
+            load_model(tmp_path)
+        except CheckpointRefused as refusal:
+            assert str(refusal).strip()
+            refused += 1
+    assert count / 3 < refused < count
