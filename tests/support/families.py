@@ -147,7 +147,7 @@ def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
     return Zamba2ForCausalLM(Zamba2Config(
         **common, **_rope(draw), num_hidden_layers=len(layers), layers_block_type=layers,
         n_mamba_heads=heads, mamba_ngroups=draw.choice([n for n in (1, 2, 3) if heads % n == 0]),
-        mamba_d_state=8, mamba_d_conv=draw.choice([2, 4]), chunk_size=4,
+        mamba_d_state=8, mamba_d_conv=draw.choice([2, 4]), chunk_size=8,
         num_mem_blocks=draw.choice([1, 2]), use_shared_attention_adapter=_coin(draw),
         adapter_rank=draw.choice([2, 5]), use_mem_rope=_coin(draw), add_bias_linear=_coin(draw),
         time_step_min=draw.choice([0.001, 0.4]),

@@ -60,7 +60,7 @@ def relative(got, wanted):
 def test_logits_are_those_of_transformers(root, family, seed):
     folder, theirs = saved(family, seed, root)
     ours = load_model(folder)
-    for length in (1, 5, 33):
+    for length in (1, 33):
         tokens = torch.randint(VOCAB, (2, length))
         wanted = theirs(tokens, use_cache=False).logits
         assert wanted.std() > 0.05
@@ -82,7 +82,7 @@ def test_prefill_trees_and_commits(root, family, seed):
     last = model.prefill(prompt, cache, chunk=4)
     assert relative(last, model(prompt)[:, -1]) <= 1e-9
     committed = prompt[0].tolist()
-    for tree in TREES:
+    for tree in TREES[seed == 0 :: 1 + (seed == 0)]:  # every other one in a short run
         nodes = torch.randint(VOCAB, (1, tree.num_nodes), generator=draw)
         logits = model.tree_forward(nodes, tree, cache)
         leaf = int(torch.randint(tree.num_nodes, (), generator=draw))
@@ -109,7 +109,7 @@ def test_prefill_trees_and_commits(root, family, seed):
 def test_greedy_trees_are_lossless(root, family, seed):
     """A drafter cut from the target, and a decoder with a tree: the target's own choices."""
     model = in_fp64(root, family, seed)
-    prompt, tokens = [1, 2, 3, 4, 5], 64 if seed else 24
+    prompt, tokens = [1, 2, 3, 4, 5], 64 if seed else 12
     wanted = list(prompt)
     for _ in range(tokens):
         wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
