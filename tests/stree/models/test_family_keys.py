@@ -141,7 +141,7 @@ LARGE = 2**31 - 1
 
 
 @pytest.mark.parametrize(
-    "count", [60, pytest.param(300, marks=pytest.mark.long)], ids=["some", "many"]
+    "count", [60, pytest.param(1500, marks=pytest.mark.long)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_damaged_configs_are_refused_with_a_reason(tmp_path, family, count):
