@@ -132,6 +132,7 @@ class HandMadeClock:
     def __init__(self, monkeypatch) -> None:
         self.now = 0.0
         monkeypatch.setattr("stree_pipelines.evaluation.batching.time", self)
+        monkeypatch.setattr("stree.batch.time", self)
 
     def perf_counter(self) -> float:
         return self.now

@@ -62,8 +62,8 @@ class SecondsLong(BatchDecoder):
 
 
 def served(lengths, arrivals, policy, **parts):
-    """Traffic of requests of so many tokens: a request of n takes n − 1 steps, for the first one
-    reads its prompt and decodes."""
+    """Traffic of requests of so many tokens: a request of n takes n steps, the first of which reads
+    its prompt."""
     decoder = SecondsLong(Clock(), **parts)
     requests = [Request([1, 2], GenerationConfig(n, ignore_eos=True)) for n in lengths]
     return serve(decoder, requests, arrivals, policy, decoder.clock), decoder
@@ -77,22 +77,22 @@ def test_continuous_admission_fills_a_row_as_soon_as_it_is_free():
     traffic, _ = served([3, 5, 3], [1.0, 1.0, 2.5], CONTINUOUS)
     # The third waits for the first one's row.
     assert moments(traffic) == [(1, 2, 4), (1, 2, 6), (4, 5, 7)]
-    assert traffic.duration_s == 4 and traffic.row_seconds == 8
+    assert traffic.duration_s == 6 and traffic.row_seconds == 11
     figures = figures_of(traffic)
-    assert figures["latency_s"].mean == pytest.approx((2 + 4 + 2.5) / 3)
-    assert figures["latency_s"].p50 == 2.5
-    assert figures["time_to_first_token_s"].mean == pytest.approx((1 + 1 + 1.5) / 3)
-    assert figures["waiting_s"].mean == pytest.approx(0.5 / 3)
-    assert figures["throughput"] == 11 / 4 and figures["requests_per_second"] == 3 / 4
-    assert figures["occupancy"] == 1 and figures["acceptance_length"] == 1
+    assert figures["latency_s"].mean == pytest.approx((3 + 5 + 4.5) / 3)
+    assert figures["latency_s"].p50 == 4.5
+    assert figures["time_to_first_token_s"].mean == pytest.approx((1 + 1 + 2.5) / 3)
+    assert figures["waiting_s"].mean == pytest.approx(1.5 / 3)
+    assert figures["throughput"] == 11 / 6 and figures["requests_per_second"] == 3 / 6
+    assert figures["occupancy"] == pytest.approx(11 / 12) and figures["acceptance_length"] == 1
 
 
 def test_a_queue_is_cleared_when_it_is_full_or_its_first_request_waited_long_enough():
     traffic, decoder = served([3] * 4, [1.0, 2.0, 9.0, 20.0], Policy("clearing", 2, 4.0))
     # Full at 2; the third is alone after 4 s, as is the fourth.
     assert moments(traffic) == [(2, 3, 5), (2, 3, 5), (13, 14, 16), (24, 25, 27)]
-    assert [rows for _, rows in decoder.steps] == [2, 2, 1, 1, 1, 1]
-    assert figures_of(traffic)["occupancy"] == pytest.approx(8 / (2 * 25))
+    assert [rows for _, rows in decoder.steps] == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert figures_of(traffic)["occupancy"] == pytest.approx(12 / (2 * 26))
 
 
 def test_a_cleared_queue_is_a_batch_of_its_own():
