@@ -24,6 +24,7 @@ def accept_choices(
     path_length: Tensor,
     block: Tensor,
     position: Tensor,
+    root: Tensor,
     report: Tensor,
 ) -> None:
     """`naive.accept_choices` in one launch; last strides are 1, and all but tokens, path, block and
@@ -33,7 +34,7 @@ def accept_choices(
     accept_kernel[(batch,)](
         best, highest, tokens, tokens.stride(0), parents,
         None if finite is None else finite.view(torch.uint8), num_flags, active.view(torch.uint8),
-        path, path.stride(0), path_length, block, block.stride(0), position,
+        path, path.stride(0), path_length, block, block.stride(0), position, root,
         report, report.stride(0), num_nodes, (report.shape[1] - 2) // 2,
         BLOCK=triton.next_power_of_2(num_nodes),
         BLOCK_FLAGS=triton.next_power_of_2(num_flags),
@@ -44,7 +45,7 @@ def accept_choices(
 @triton.jit
 def accept_kernel(
     best, highest, tokens, token_stride, parents, finite, num_flags, active,
-    path, path_stride, path_length, block, block_stride, position,
+    path, path_stride, path_length, block, block_stride, position, root,
     report, report_stride, num_nodes, longest,
     BLOCK: tl.constexpr, BLOCK_FLAGS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +78,7 @@ def accept_kernel(
         tl.store(report + 2 + longest + step, here, mask=going)
         choice = tl.sum(tl.where(node == here, wanted, 0), axis=0)
         tl.store(block + 1 + step, choice, mask=going)
+        tl.store(root + row, choice, mask=going)
         tl.store(report + 2 + step, choice, mask=going)
         count += walking
         child = tl.min(tl.where((parent == here) & (token == choice), node, BLOCK), axis=0)

@@ -611,6 +611,7 @@ def accept_choices(
     path_length: Tensor,
     block: Tensor,
     position: Tensor,
+    root: Tensor,
     report: Tensor,
 ) -> None:
     """Follow the target's own choices down each tree, and write down what was accepted.
@@ -619,8 +620,8 @@ def accept_choices(
     score; tokens (B, N) and parents (B, N) of the trees; finite (B, …) bool or None, which of the
     drafter's logits were; active (B,) bool, whose rows decode at all. Written: path (B, K) and
     path_length (B,), the accepted nodes; in active rows block (B, 1 + M), how many new tokens there
-    are and the tokens, the target's own last one included, and position (B,), which moves on by as
-    many; report (B, 2 + 2·M): 1 when all logits were finite, 0 when the target's were not, −1 when
+    are and the tokens, the target's own last one included, position (B,), which moves on by as many,
+    and root (B, 1), the last of them; report (B, 2 + 2·M): 1 when all logits were finite, 0 when the target's were not, −1 when
     the drafter's; the same as block; and the path. M is above the trees' depth.
     """
     longest = (report.shape[1] - 2) // 2
@@ -633,6 +634,7 @@ def accept_choices(
             (report[:, 2 + longest + step :][:, :1], node),
             (report[:, 2 + step :][:, :1], choice),
             (block[:, 1 + step :][:, :1], choice),
+            (root, choice),
         ):
             written.copy_(torch.where(walking, value, written))
         matching = (parents == node) & (tokens == choice)

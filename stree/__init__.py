@@ -8,6 +8,7 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.loading import load
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.modes import Modes
 from stree.tree import TokenTree
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "GenerationOutput",
     "HybridConfig",
     "HybridModel",
+    "Modes",
     "Request",
     "TokenTree",
     "generate",

@@ -36,6 +36,7 @@ from stree.generation import (
     warn_beyond_positions,
 )
 from stree.models.hybrid import HybridModel
+from stree.modes import Costs, Modes, measure_costs
 from stree.rows import Rows
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
@@ -72,10 +73,13 @@ class _Sequence:
 
     prompt: list[int]
     generation: GenerationConfig
-    tree: TokenTree
+    tree: TokenTree | None  # None: each step's is chosen
     stop: StopRule
     stats: DecodingStats
     num_read: int = 0  # tokens of the prompt that are in the caches
+    num_drafted_from: int = 0  # tokens that the drafter has read
+    behind: bool = False  # whether the drafter has missed a block
+    longest: int = 1  # the most tokens that the row's block has
     finish_reason: str = ""
     since: float = field(default_factory=time.perf_counter)
 
@@ -88,21 +92,25 @@ class _Sequence:
         return not self.reading and not self.finish_reason
 
     @property
-    def longest(self) -> int:
-        """The most tokens of a block."""
-        return self.tree.max_depth + 1
-
-    @property
     def position(self) -> int:
         """Where the root stands in the sequence: all before it is committed."""
         return len(self.prompt) + len(self.stop.tokens) - 1
+
+
+@dataclass
+class _Launch:
+    """A step that was started: of which sequences, with which trees, whether the drafter ran."""
+
+    rows: dict[int, tuple[_Sequence, TokenTree]]
+    drafted: bool
 
 
 class BatchDecoder:
     """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
 
     Args: drafter, a model or anything that fills trees (`stree.drafters.Drafter`). tree, what
-    requests decode with that name none (default with a drafter: the paper's). num_rows, how many
+    requests decode with that name none (default with a drafter: the paper's), or `Modes`, which
+    choose one for each step (call `measure_costs` first). num_rows, how many
     sequences at once. max_length, the longest sequence, prompt included. max_nodes, the largest
     tree of any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by
     name (`stree.verifiers.named`) or one of your own.
@@ -113,7 +121,7 @@ class BatchDecoder:
         self,
         target: Any,
         drafter: HybridModel | Drafter | None = None,
-        tree: TokenTree | None = None,
+        tree: TokenTree | Modes | None = None,
         *,
         num_rows: int = 8,
         max_length: int = 2048,
@@ -128,6 +136,8 @@ class BatchDecoder:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         if isinstance(drafter, HybridModel):
             require_partners(target, drafter)
+        self.modes = tree if isinstance(tree, Modes) else None
+        tree = tree.largest if isinstance(tree, Modes) else tree
         self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
         fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
@@ -148,7 +158,7 @@ class BatchDecoder:
         self.read_s = 0.0  # what steps have spent on prompts so far
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
         self._sequences: dict[int, _Sequence] = {}
-        self._launched: deque[dict[int, _Sequence]] = deque()  # whose steps are not collected
+        self._launched: deque[_Launch] = deque()  # steps that are not collected
 
     @property
     def num_free_rows(self) -> int:
@@ -170,19 +180,22 @@ class BatchDecoder:
             raise UsageError(
                 f"all {self.num_rows} rows are taken: release one, or make the decoder with more"
             )
-        generation, tree = request.generation, request.tree or self.tree
+        generation, tree = request.generation, request.tree
+        if tree is None and self.modes is None:
+            tree = self.tree
+        deepest = tree or (self.modes.deepest if self.modes else self.tree)
         prompt = one_prompt(request.prompt_ids).tolist()
-        if tree.num_nodes > self.max_nodes:
+        if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
                 f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
                 "give it max_nodes"
             )
-        if tree.num_nodes > 1 and self.drafter is None:
-            raise UsageError(f"{tree} needs a drafter to fill it")
+        if deepest.num_nodes > 1 and self.drafter is None:
+            raise UsageError(f"{deepest} needs a drafter to fill it")
         vocabulary = self.target.config.vocab_size
-        require_room(prompt, generation, tree, vocabulary, self.max_length)
+        require_room(prompt, generation, deepest, vocabulary, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
-        stats = DecodingStats(tree_max_depth=tree.max_depth)
+        stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
         self._sequences[row] = _Sequence(prompt, generation, tree, stop, stats)
@@ -201,17 +214,22 @@ class BatchDecoder:
         with ops.current(self.target.device), threads.for_decoding(self.target):
             decoding = {row: each for row, each in self._sequences.items() if each.decoding}
             reading = {row: each for row, each in self._sequences.items() if each.reading}
-            while self._launched and not any(map(self._lives, self._launched[0].items())):
+            while self._launched and not self._living(self._launched[0]):
                 self._launched.popleft()
                 self.executor.drop()
             while decoding and len(self._launched) <= self.executor.ahead:
-                self._launch(decoding)
+                trees = self._trees(decoding)
+                if any(each.behind and trees[row].num_nodes > 1 for row, each in decoding.items()):
+                    if self._launched:  # what they yield has to be known first
+                        return self._collect()
+                    self._catch_up(decoding)
+                self._launch(decoding, trees)
             reports = []
             if reading:
-                started = self._now()
+                started = self.now()
                 for row, each in reading.items():
                     reports += self._read(row, each, alone=not decoding)
-                self.read_s += self._now() - started
+                self.read_s += self.now() - started
             return reports + (self._collect() if decoding else [])
 
     def release(self, row: int) -> GenerationOutput:
@@ -220,6 +238,12 @@ class BatchDecoder:
         self.rows.active[row] = False
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats)
+
+    def now(self) -> float:
+        """The time in seconds at which the device is done with all that was started."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
 
     def generate(self, requests: Sequence[Request]) -> list[GenerationOutput]:
         """Serve all of them, as many at once as there are rows; in the order given.
@@ -249,15 +273,12 @@ class BatchDecoder:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
 
-    def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
-
-    def _lives(self, item: tuple[int, _Sequence]) -> bool:
-        """Whether a row still has the sequence that a step was launched for, unfinished."""
-        row, sequence = item
-        return self._sequences.get(row) is sequence and sequence.decoding
+    def _living(self, launch: _Launch) -> list[int]:
+        """The rows that still have the sequences which a step was launched for, unfinished."""
+        return [
+            row for row, (each, _) in launch.rows.items()
+            if self._sequences.get(row) is each and each.decoding
+        ]  # fmt: skip
 
     def _read(self, row: int, sequence: _Sequence, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
@@ -267,6 +288,7 @@ class BatchDecoder:
         if self.drafter is not None:
             self.drafter.read(row, tokens)
         sequence.num_read += len(tokens)
+        sequence.num_drafted_from = sequence.num_read
         if sequence.reading:
             return []
         token, finite = self._first_token(row, sequence, logits)
@@ -289,46 +311,96 @@ class BatchDecoder:
         would otherwise do."""
         if self._sequences:
             with ops.current(self.target.device):
-                self.executor.prepare(*self._step_of(self._sequences))
+                trees = {row: each.tree or self.tree for row, each in self._sequences.items()}
+                self.executor.prepare(*self._step_of(self._sequences, trees))
 
-    def _launch(self, decoding: dict[int, _Sequence]) -> None:
-        clock = self.phase_clock
-        self.executor.launch(*self._step_of(decoding), clock.mark if clock else _no_mark)
+    def measure_costs(self, context: int = 32, num_steps: int = 8) -> Costs:
+        """Time steps of 1, 2, 4, … rows with each tree that may be chosen, after `context` tokens;
+        what is chosen from now on rests on it. Raises `UsageError` while rows are taken."""
+        if self.modes is None or self._sequences:
+            raise UsageError(
+                "costs are measured of a decoder that was made with Modes, while no row is taken"
+            )
+        with ops.current(self.target.device), threads.for_decoding(self.target):
+            self.modes.costs = measure_costs(self, self.modes.trees, context, num_steps)
+        return self.modes.costs
+
+    def _trees(self, decoding: dict[int, _Sequence]) -> dict[int, TokenTree]:
+        """The rows' trees in the next step."""
+        chosen = self.tree
+        if self.modes is not None and any(each.tree is None for each in decoding.values()):
+            chosen = self.modes.choose(len(decoding))
+        return {row: each.tree or chosen for row, each in decoding.items()}
+
+    def _catch_up(self, decoding: dict[int, _Sequence]) -> None:
+        """Let the drafter read what it has missed; the host knows all of it by now."""
+        assert self.drafter is not None
+        for row, each in decoding.items():
+            if each.behind:
+                tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
+                *missed, root = tokens
+                if missed:
+                    self.drafter.read(row, torch.tensor(missed, device=self.target.device))
+                self.rows.begin(row, each.position, root)
+                each.behind, each.longest = False, 1
+
+    def _launch(self, decoding: dict[int, _Sequence], trees: dict[int, TokenTree]) -> None:
+        rows, forest, longest, position = self._step_of(decoding, trees)
+        clock, drafted = self.phase_clock, forest.num_nodes > 1
+        self.executor.launch(
+            rows, forest, longest, position, clock.mark if clock else _no_mark
+        )  # fmt: skip
         if clock is not None:
             clock.end_call()
-        self._launched.append(decoding)
+        for row, each in decoding.items():
+            each.longest = trees[row].max_depth + 1
+            each.behind = each.behind or (self.drafter is not None and not drafted)
+        launched = {row: (each, trees[row]) for row, each in decoding.items()}
+        self._launched.append(_Launch(launched, drafted))
 
-    def _step_of(self, decoding: dict[int, _Sequence]) -> tuple[Rows, Forest, int, int]:
+    def _step_of(
+        self, decoding: dict[int, _Sequence], trees: dict[int, TokenTree]
+    ) -> tuple[Rows, Forest, int, int]:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
         batch = self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
         root = TokenTree.chain(0, "root")
-        trees = [decoding[row].tree if row in decoding else root for row in range(batch)]
-        forest = Forest.of(trees, self.target.device)
+        forest = Forest.of([trees.get(row, root) for row in range(batch)], self.target.device)
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
         longest = max(each.longest for each in decoding.values())
         # Steps that are still on their way commit at most a block each
+        on_their_way = [
+            sum(step.rows[row][1].max_depth + 1 for step in self._launched if row in step.rows)
+            for row in decoding
+        ]
         position = max(
-            each.position + each.longest * sum(row in step for step in self._launched)
-            for row, each in decoding.items()
+            each.position + more for each, more in zip(decoding.values(), on_their_way, strict=True)
         )
         return rows, forest, longest, position
 
     def _collect(self) -> list[Report]:
-        launched, report = self._launched.popleft(), self.executor.collect()
-        living = [item for item in launched.items() if self._lives(item)]
-        return [self._account(row, each, report[row]) for row, each in living]
+        launch, report = self._launched.popleft(), self.executor.collect()
+        living = self._living(launch)
+        return [
+            self._account(row, *launch.rows[row], launch.drafted, report[row]) for row in living
+        ]
 
-    def _account(self, row: int, sequence: _Sequence, report: list[int]) -> Report:
+    def _account(
+        self, row: int, sequence: _Sequence, tree: TokenTree, drafted: bool, report: list[int]
+    ) -> Report:
         finite, count, *rest = report
         if finite != 1:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
         block, path = rest[:count], rest[len(rest) // 2 :][:count]
+        if drafted:  # up to the root, with which the draft began
+            sequence.num_drafted_from = sequence.position + 1
+        if self.modes is not None:
+            self.modes.learn(tree, path[-1])
         stats = sequence.stats
         result = self._keep(row, sequence, block)
         num_kept = len(result.tokens)
         stats.num_calls += 1
-        stats.num_nodes += sequence.tree.num_nodes
+        stats.num_nodes += tree.num_nodes
         stats.num_new_tokens += num_kept
         num_accepted = min(num_kept, len(block) - 1)
         stats.accepted_per_call.append(num_accepted)

@@ -22,10 +22,10 @@ class Rows:
 
     active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy, and
     top_p (B,) fp64; top_k (B,) and seed (B,) int64. position (B,) int64: where in its sequence the
-    root of the next tree stands, so how many tokens are committed before it. block (B, 1 + M)
-    int64: how many tokens the drafter has not read yet, and the tokens, the root last. `sampled`
-    and `filtered` are the host's knowledge: whether any row samples, and whether any of these has
-    a top_k or top_p.
+    root of the next tree stands, so how many tokens are committed before it. root (B, 1) int64, its
+    token. block (B, 1 + M) int64: how many tokens the last step yielded, and the tokens, the root
+    last. `sampled` and `filtered` are the host's knowledge: whether any row samples, and whether
+    any of these has a top_k or top_p.
     """
 
     active: Tensor
@@ -34,6 +34,7 @@ class Rows:
     top_p: Tensor
     seed: Tensor
     position: Tensor
+    root: Tensor
     block: Tensor
     sampled: bool = False
     filtered: bool = False
@@ -48,7 +49,7 @@ class Rows:
         return cls(
             zeros(dtype=torch.bool), zeros(dtype=torch.float64), zeros(dtype=torch.long),
             zeros(dtype=torch.float64) + 1.0, zeros(dtype=torch.long), zeros(dtype=torch.long),
-            zeros(1 + longest, dtype=torch.long),
+            zeros(1, dtype=torch.long), zeros(1 + longest, dtype=torch.long),
         )  # fmt: skip
 
     def set(self, row: int, generation: GenerationConfig) -> None:
@@ -59,7 +60,7 @@ class Rows:
 
     def begin(self, row: int, position: int, root: int) -> None:
         """Decode from a root that stands at `position` and is in no cache; all before it is."""
-        self.position[row] = position
+        self.position[row], self.root[row] = position, root
         self.block[row, :2] = torch.tensor([1, root])
         self.active[row] = True
 
@@ -73,7 +74,8 @@ class Rows:
 
         return Rows(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
-            view(self.seed), view(self.position), view(self.block), bool(sampling), filtered,
+            view(self.seed), view(self.position), view(self.root), view(self.block),
+            bool(sampling), filtered,
         )  # fmt: skip
 
     @property

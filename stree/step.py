@@ -42,7 +42,7 @@ class Step:
         `HybridModel.tree_forward`."""
         if self.drafter is not None and forest.num_nodes > 1:
             return self.drafter.draft(rows, forest, longest, bound, self.verifier.reads_logits)
-        return Proposal(rows.block[:, 1:2])  # a root alone yields blocks of one token
+        return Proposal(rows.root)
 
     @torch.no_grad()
     def verify(

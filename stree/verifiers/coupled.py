@@ -41,7 +41,7 @@ class Coupled:
         best, highest = self.choose(rows.kept(logits), proposal, forest, rows)
         ops.accept_choices(
             best, highest, proposal.tokens, forest.parents, proposal.finite, rows.active,
-            cache.path, cache.path_length, rows.block, rows.position, report,
+            cache.path, cache.path_length, rows.block, rows.position, rows.root, report,
         )  # fmt: skip
 
     def choose(

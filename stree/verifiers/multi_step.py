@@ -69,6 +69,8 @@ class MultiStep:
         cache.path_length.copy_(accepted.count)
         block = rows.block[:, : 1 + accepted.tokens.shape[1]]
         block.copy_(torch.where(count > 0, torch.cat([count, accepted.tokens], 1), block))
+        last = accepted.tokens.gather(1, (count - 1).clamp(min=0))
+        rows.root.copy_(torch.where(count > 0, last, rows.root))
         rows.position.add_(accepted.count)
         report.copy_(torch.cat([finite[:, None], count, accepted.tokens, accepted.path], 1))
 

@@ -46,9 +46,10 @@ def test_walks(tree):
             report = torch.full((batch, 2 * longest + 2), -7, device=DEVICE)
             path_length = torch.full((batch,), -7, device=DEVICE)
             position = torch.arange(batch, device=DEVICE)
+            root = torch.full((batch, 1), -7, device=DEVICE)
             function(
                 best, highest, wide[:, :N], parents, given, active,
-                path, path_length, block, position, report,
+                path, path_length, block, position, root, report,
             )  # fmt: skip
             for row in range(batch - 1):
                 nodes, bonus = walk(best[row].tolist(), tokens[row].tolist(), trees[row])
@@ -61,6 +62,6 @@ def test_walks(tree):
                     code, len(nodes), *wanted, *unwritten, *nodes, *unwritten,
                 ]  # fmt: skip
                 assert int(path_length[row]) == len(nodes)
-                assert int(position[row]) == row + len(nodes)
-            assert path_length[4] == 0 and report[4, 1] == 0 and position[4] == 4
+                assert int(position[row]) == row + len(nodes) and int(root[row]) == bonus
+            assert path_length[4] == 0 and report[4, 1] == 0 and position[4] == 4 and root[4] == -7
             assert (block[4] == -7).all() and (path[4] == -7).all()

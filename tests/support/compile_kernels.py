@@ -131,7 +131,7 @@ def main() -> None:
             for finite in (active[None], None):
                 ops.accept_choices(
                     best, highest, tokens, torch.tensor([tree.parents]), finite, active,
-                    cache.path, cache.path_length, block, one, report,
+                    cache.path, cache.path_length, block, one, tokens[:, :1], report,
                 )  # fmt: skip
             ops.uniforms(one, one, one[None])
             if num_nodes == 1:

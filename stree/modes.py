@@ -1,0 +1,190 @@
+"""Which tree a step has, by measured cost: of several trees, the chain and plain decoding among
+them, the one with the most expected tokens by time for as many rows as are active.
+
+A small tree is best for many rows and a large one for few, and how well drafts are accepted changes
+with the text: so the choice is made again and again, from what each depth and rank of a draft was
+accepted lately, and changed seldom.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from stree.errors import UsageError
+from stree.forest import Forest
+from stree.generation import GenerationConfig
+from stree.tree import TokenTree
+
+if TYPE_CHECKING:
+    from stree.batch import BatchDecoder
+
+HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
+PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
+PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
+MEMORY = 0.99  # what an observation counts one observation later
+PLAIN = TokenTree.chain(0, "plain")
+
+
+@dataclass
+class Costs:
+    """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
+    what the larger number costs.
+
+    catch_up, seconds a row that a drafter takes to read what plain decoding left it.
+    """
+
+    seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
+    catch_up: float = 0.0
+
+    def of(self, num_rows: int, tree: TokenTree) -> float:
+        measured = sorted(rows for rows, each in self.seconds if each == tree)
+        if not measured:
+            raise UsageError(f"no cost of {tree} was measured: call measure_costs first")
+        rows = next((rows for rows in measured if rows >= num_rows), measured[-1])
+        return self.seconds[rows, tree]
+
+
+class AcceptRates:
+    """How often the child of each rank is what the target says, by depth; the latest count most.
+
+    Whether a child of some rank is accepted, given its parent, does not depend on what other
+    children there are, so what one tree shows is true of all.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[tuple[int, int], float] = defaultdict(float)
+        self._accepted: dict[tuple[int, int], float] = defaultdict(float)
+
+    def learn(self, tree: TokenTree, end: int) -> None:
+        """A step of `tree` has accepted the path to the node `end`."""
+        path = [*tree.path_to(end), -1]
+        for depth, (node, child) in enumerate(itertools.pairwise(path)):
+            for rank, each in enumerate(tree.children[node]):
+                key = depth, rank
+                self._tried[key] = MEMORY * self._tried[key] + 1
+                self._accepted[key] = MEMORY * self._accepted[key] + (each == child)
+
+    def rate(self, depth: int, rank: int) -> float:
+        """Of a depth without observations, that of the deepest that has some; at first ½ for the
+        first rank, and half as much for each further one."""
+        while depth and not self._tried[depth, rank]:
+            depth -= 1
+        prior = 0.5 ** (rank + 1)
+        return (self._accepted[depth, rank] + 2 * prior) / (self._tried[depth, rank] + 2)
+
+    def expected_tokens(self, tree: TokenTree) -> float:
+        """Of a step: its drafts that are accepted, and the target's own token."""
+        reached = [1.0] * tree.num_nodes
+        for node, children in enumerate(tree.children):
+            for rank, child in enumerate(children):
+                reached[child] = reached[node] * self.rate(tree.depths[node], rank)
+        return sum(reached)
+
+
+class Modes:
+    """Chooses among trees; plain decoding is always one of them.
+
+    Args: trees, at most one a step for all rows that leave it to the decoder; costs, as measured
+    by `BatchDecoder.measure_costs`.
+    """
+
+    def __init__(self, trees: Sequence[TokenTree], costs: Costs | None = None) -> None:
+        if not trees:
+            raise UsageError(
+                "modes without a tree: give one at least, to choose it or plain decoding"
+            )
+        self.trees = (PLAIN, *(tree for tree in trees if tree.num_nodes > 1))
+        self.costs = costs or Costs()
+        self.rates = AcceptRates()
+        self.current = self.trees[-1]
+        self._plain_s = 0.0  # since the last probe
+        self._probing = 0  # steps of a probe that are left
+
+    @property
+    def deepest(self) -> TokenTree:
+        return max(self.trees, key=lambda tree: tree.max_depth)
+
+    @property
+    def largest(self) -> TokenTree:
+        return max(self.trees, key=lambda tree: tree.num_nodes)
+
+    def choose(self, num_rows: int) -> TokenTree:
+        """The tree of the next step of so many rows."""
+        speed = {tree: self._speed(num_rows, tree) for tree in self.trees}
+        best = max(self.trees, key=speed.__getitem__)
+        if self._probing:
+            self._probing -= 1
+            if not self._probing:
+                self.current = best
+        elif speed[best] > speed[self.current] * (1 if best == PLAIN else 1 + HYSTERESIS):
+            self.current = best
+        if self.current == PLAIN:
+            self._consider_a_probe(num_rows, speed)
+        return self.current
+
+    def learn(self, tree: TokenTree, end: int) -> None:
+        """A row's step of `tree` has accepted the path to the node `end`."""
+        self.rates.learn(tree, end)
+
+    def _speed(self, num_rows: int, tree: TokenTree) -> float:
+        """Expected tokens a second and row."""
+        return self.rates.expected_tokens(tree) / self.costs.of(num_rows, tree)
+
+    def _consider_a_probe(self, num_rows: int, speed: Mapping[TokenTree, float]) -> None:
+        self._plain_s += self.costs.of(num_rows, PLAIN)
+        tree = max(self.trees[1:], key=speed.__getitem__)
+        lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self.costs.catch_up
+        if self._plain_s > lost / PROBE_SHARE:
+            self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
+
+
+@torch.no_grad()
+def measure_costs(
+    decoder: BatchDecoder, trees: Sequence[TokenTree], context: int, num_steps: int
+) -> Costs:
+    """Time a decoder's steps, whose rows are all free, of 1, 2, 4, … rows with each tree.
+
+    context, how many tokens come before; num_steps, of how many a median is taken, after two more.
+    """
+    costs = Costs()
+    counts = {decoder.num_rows}
+    counts |= {1 << power for power in range((decoder.num_rows - 1).bit_length())}
+    for count, tree in itertools.product(sorted(counts), trees):
+        costs.catch_up = _pretend(decoder, count, context)
+        forest = Forest.of([tree] * count, decoder.target.device)
+        rows = decoder.rows.narrow(0, count, [GenerationConfig()])
+        times = []
+        for step in range(num_steps + 2):
+            longest = (tree.max_depth + 1) if step else 1
+            started = decoder.now()
+            position = min(context + step * longest, decoder.max_length)
+            decoder.executor.launch(rows, forest, longest, position, lambda phase: None)
+            decoder.executor.collect()
+            times.append(decoder.now() - started)
+        costs.seconds[count, tree] = statistics.median(times[2:])
+    decoder.rows.active.zero_()
+    return costs
+
+
+def _pretend(decoder: BatchDecoder, count: int, context: int) -> float:
+    """Let rows have read `context` tokens; the seconds that the drafter took for the last one's."""
+    device = decoder.target.device
+    tokens, seconds = torch.zeros(context, dtype=torch.long, device=device), 0.0
+    for row in range(count):
+        decoder.cache.narrow(row, 1).reset()
+        decoder.rows.set(row, GenerationConfig())
+        decoder.target.prefill(tokens[None], decoder.cache.at(row))
+        if decoder.drafter is not None:
+            decoder.drafter.clear(row)
+            started = decoder.now()
+            decoder.drafter.read(row, tokens)
+            seconds = decoder.now() - started
+        decoder.rows.begin(row, context, 0)
+    return seconds

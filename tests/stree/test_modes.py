@@ -1,0 +1,167 @@
+"""Which tree a step has: the best by expected tokens and cost, plain decoding when none pays."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.errors import UsageError
+from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, Modes
+from stree.tree import balanced
+
+CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
+
+
+def simulated(modes: Modes, num_rows: int, steps: int, rates: list[float], seed: int = 0):
+    """Steps whose children of rank r are accepted with rates[r]; what each was, and all tokens."""
+    rng, used, tokens = random.Random(seed), [], 0
+    for _ in range(steps):
+        tree = modes.choose(num_rows)
+        used.append(tree)
+        for _ in range(num_rows):
+            node, wanted = 0, None
+            while tree.children[node]:
+                draw = rng.random()
+                wanted = None
+                for rank, child in enumerate(tree.children[node]):
+                    draw -= rates[rank]
+                    if draw < 0:
+                        wanted = child
+                        break
+                if wanted is None:
+                    break
+                node = wanted
+            modes.learn(tree, node)
+            tokens += tree.depths[node] + 1
+    return used, tokens
+
+
+def costs(plain: float, chain: float, wide: float, rows: int = 1) -> Costs:
+    seconds = {(rows, PLAIN): plain, (rows, CHAIN): chain, (rows, WIDE): wide}
+    return Costs(seconds, catch_up=plain / 2)
+
+
+def test_expected_tokens_of_known_rates():
+    """Exactly Σ over nodes of the product of the rates above, once the rates are known."""
+    rates, rng = AcceptRates(), random.Random(1)
+    for _ in range(4000):
+        first = rng.random()
+        node = 0 if first < 0.3 else 1 if first < 0.8 else 2
+        rates.learn(TokenTree((-1, 0, 0)), node)
+    assert rates.rate(0, 0) == pytest.approx(0.5, abs=0.15)
+    assert rates.rate(0, 1) == pytest.approx(0.2, abs=0.12)
+    one, two = rates.rate(0, 0), rates.rate(0, 1)
+    assert rates.expected_tokens(TokenTree((-1, 0, 0, 1))) == pytest.approx(
+        1 + one + two + one * rates.rate(1, 0)
+    )
+    assert rates.rate(1, 0) == rates.rate(0, 0)  # nothing was seen there yet
+    assert rates.expected_tokens(PLAIN) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "rates", "best"),
+    [
+        (costs(1.0, 1.1, 1.2), [0.6, 0.2, 0.1], WIDE),
+        (costs(1.0, 1.1, 2.5), [0.6, 0.2, 0.1], CHAIN),
+        (costs(1.0, 1.6, 2.5), [0.3, 0.05, 0.0], PLAIN),
+    ],
+)
+def test_the_best_is_found_and_kept(table, rates, best):
+    used, _ = simulated(Modes([CHAIN, WIDE], table), 1, 3000, rates)
+    late = used[1000:]
+    assert late.count(best) > 0.93 * len(late)
+    changes = sum(a != b for a, b in itertools.pairwise(late))
+    assert changes < 0.06 * len(late)
+
+
+def test_plain_decoding_is_probed_for_a_hundredth_of_its_time():
+    table = costs(1.0, 1.6, 2.5)
+    modes = Modes([CHAIN, WIDE], table)
+    used, tokens = simulated(modes, 1, 20_000, [0.05, 0.0, 0.0])
+    late = used[2000:]
+    probing = sum(table.seconds[1, tree] for tree in late if tree != PLAIN)
+    assert 0 < probing < 1.2 * PROBE_SHARE * len(late)
+    spent = sum(table.seconds[1, tree] for tree in used)
+    assert tokens / spent > 0.97  # of plain decoding's, its beginning included
+
+
+def test_drafts_that_become_better_are_found():
+    modes = Modes([CHAIN, WIDE], costs(1.0, 1.5, 2.5))
+    simulated(modes, 1, 2000, [0.05, 0.0, 0.0])
+    assert modes.current == PLAIN
+    used, _ = simulated(modes, 1, 3000, [0.9, 0.05, 0.0], seed=1)
+    assert used[-1] == CHAIN
+
+
+def test_costs_of_other_numbers_of_rows():
+    table = Costs({(1, CHAIN): 1.0, (4, CHAIN): 3.0})
+    assert [table.of(rows, CHAIN) for rows in (1, 2, 4, 9)] == [1.0, 3.0, 3.0, 3.0]
+    with pytest.raises(UsageError, match="no cost of"):
+        table.of(1, WIDE)
+
+
+class Alternating(Modes):
+    """A tree, then plain decoding, then another tree, each for some steps."""
+
+    def choose(self, num_rows):
+        self.turn = getattr(self, "turn", -1) + 1
+        return self.trees[self.turn // 3 % len(self.trees)]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_switching_changes_nothing_of_what_comes_out(graphs, request):
+    """Nor of the drafts: after plain steps the drafter catches up."""
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1)
+    drafter = right_now_and_then(target)
+    served = [
+        Request([7 * i % 61, 2, i], GenerationConfig(20 + i, temperature=i % 2, seed=i))
+        for i in range(9)
+    ]
+    modes = Alternating([CHAIN, WIDE, TokenTree.paper()])
+    decoder = BatchDecoder(target, drafter, modes, num_rows=3, max_length=96)
+    plain = Decoder(target, max_length=96)
+    accepted = []
+    for each, out in zip(served, decoder.generate(served), strict=True):
+        assert out.tokens == plain.generate(each.prompt_ids, each.generation).tokens
+        accepted += out.stats.accepted_per_call
+    assert sum(accepted) > 0.5 * len(accepted)  # the drafter follows
+
+
+def test_the_drafter_reads_each_token_once():
+    torch.manual_seed(0)
+    target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
+    drafter = TableDrafter(target.table)
+    modes = Alternating([CHAIN])
+    decoder = BatchDecoder(target, drafter, modes, num_rows=1, max_length=64)
+    row = decoder.admit(Request([1, 2, 3], GenerationConfig(30)))
+    wanted = Decoder(target, max_length=64).generate([1, 2, 3], GenerationConfig(30)).tokens
+    while not any(report.finish_reason for report in decoder.step()):
+        read = drafter.sequences[row]
+        assert read == [1, 2, 3, *wanted][: len(read)]
+    assert len(drafter.sequences[row]) > 20
+    decoder.release(row)
+
+
+def test_costs_are_measured_while_no_row_is_taken():
+    target = tiny_model(1)
+    modes = Modes([CHAIN, WIDE])
+    decoder = BatchDecoder(target, right_now_and_then(target), modes, num_rows=3, max_length=128)
+    with pytest.raises(UsageError, match="call measure_costs first"):
+        decoder.generate([Request([1], GenerationConfig(4))])
+    costs = decoder.measure_costs(num_steps=3)
+    assert {rows for rows, _ in costs.seconds} == {1, 2, 3}
+    assert {tree for _, tree in costs.seconds} == {PLAIN, CHAIN, WIDE}
+    assert all(seconds > 0 for seconds in costs.seconds.values()) and costs.catch_up > 0
+    request = Request([1, 2], GenerationConfig(20))
+    out = decoder.generate([request])[0]
+    assert out.tokens == Decoder(target).generate([1, 2], GenerationConfig(20)).tokens
+    decoder.admit(request)
+    with pytest.raises(UsageError, match="while no row is taken"):
+        decoder.measure_costs()
+    with pytest.raises(UsageError, match="at least one beside plain"):
+        Modes([])
