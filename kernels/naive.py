@@ -620,9 +620,10 @@ def accept_choices(
     score; tokens (B, N) and parents (B, N) of the trees; finite (B, …) bool or None, which of the
     drafter's logits were; active (B,) bool, whose rows decode at all. Written: path (B, K) and
     path_length (B,), the accepted nodes; in active rows block (B, 1 + M), how many new tokens there
-    are and the tokens, the target's own last one included, position (B,), which moves on by as many,
-    and root (B, 1), the last of them; report (B, 2 + 2·M): 1 when all logits were finite, 0 when the target's were not, −1 when
-    the drafter's; the same as block; and the path. M is above the trees' depth.
+    are and the tokens, the target's own last one included, position (B,), which moves on by as
+    many, and root (B, 1), the last of them; report (B, 2 + 2·M): 1 when all logits were finite, 0
+    when the target's were not, −1 when the drafter's; the same as block; and the path. M is above
+    the trees' depth.
     """
     longest = (report.shape[1] - 2) // 2
     node = torch.zeros(len(tokens), 1, dtype=torch.long, device=tokens.device)

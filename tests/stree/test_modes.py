@@ -163,5 +163,5 @@ def test_costs_are_measured_while_no_row_is_taken():
     decoder.admit(request)
     with pytest.raises(UsageError, match="while no row is taken"):
         decoder.measure_costs()
-    with pytest.raises(UsageError, match="at least one beside plain"):
+    with pytest.raises(UsageError, match="give one at least"):
         Modes([])
