@@ -124,17 +124,19 @@ def tree_scan(
     """Outputs of all nodes of a token tree from one state (STree, Eq. 5-6).
 
     Args: x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S), C (B, N, Gc, S), D (H,),
-    ancestors (N, N) bool with [i, j] true when j is i or an ancestor of i, state (B, H, P, S).
+    ancestors (N, N) or (B, N, N) bool with [i, j] true when j is i or an ancestor of i, state
+    (B, H, P, S).
     Returns y (B, N, H, P) in x's dtype. The state is not written: see `replay`.
     """
     num_heads = dt.shape[-1]
     out_dtype = x.dtype
     x, B, C = (_per_head(part, num_heads) for part in (x, B, C))
     dt = dt.to(x.dtype)
-    log_decay = torch.einsum("ij,bjh->bhi", ancestors.to(x.dtype), dt * A.to(x.dtype))
+    ancestors = ancestors.expand(len(x), -1, -1)
+    log_decay = torch.einsum("bij,bjh->bhi", ancestors.to(x.dtype), dt * A.to(x.dtype))
     difference = log_decay[..., :, None] - log_decay[..., None, :]
     # Off the ancestor mask the difference can be positive and overflow: mask before the exponent
-    weights = difference.masked_fill(~ancestors, -torch.inf).exp()
+    weights = difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
     scores = torch.einsum("bihs,bjhs->bhij", C, B) * weights * dt.transpose(1, 2)[:, :, None, :]
     y = torch.einsum("bhij,bjhp->bihp", scores, x)
     from_state = torch.einsum("bihs,bhps->bihp", C, state.to(x.dtype))
@@ -177,11 +179,12 @@ def tree_conv(
     """Causal depthwise convolution along each node's ancestors, before the activation.
 
     Args: inputs (B, N, C), tail (B, W − 1, C) the last committed inputs, weight (C, W),
-    bias (C,), windows (N, W) indices into [tail, inputs], oldest first (`TokenTree.windows`).
-    Returns (B, N, C) in inputs' dtype.
+    bias (C,), windows (N, W) or (B, N, W) indices into [tail, inputs], oldest first
+    (`TokenTree.windows`). Returns (B, N, C) in inputs' dtype.
     """
     dtype = accumulation_dtype(inputs.dtype)
-    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[:, windows].to(dtype)
+    sequences = torch.arange(len(inputs), device=inputs.device)[:, None, None]
+    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[sequences, windows].to(dtype)
     y = torch.einsum("bnwc,cw->bnc", seen, weight.to(dtype))
     return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
 
@@ -206,7 +209,7 @@ def mamba_tree(
     tree is, and the caller flips it after all layers; state (B, H, P, S).
     Returns y (B, Q, H·P) in projected's dtype, before the gate. Writes `rows` and `state`.
     """
-    batch, num_new, _ = projected.shape
+    num_new = projected.shape[1]
     half = steering.parity
     if first == 0:
         tail = mamba_replay(rows, state, weights, shape, steering)
@@ -216,21 +219,17 @@ def mamba_tree(
     nodes = slice(shape.tail + first, shape.tail + first + num_new)
     rows[half, :, nodes] = kept[None]
     seen = rows.index_select(0, half)[0, :, : nodes.stop]
-    outputs = []
-    for row in range(batch):  # each sequence may have its own tree
-        variant = steering.variant[row : row + 1]
-        windows = topology.windows.index_select(0, variant)[0, : first + num_new].long()
-        ancestors = topology.ancestors.index_select(0, variant)[0]
-        ancestors = ancestors[: first + num_new, : first + num_new]
-        inputs = conv_channels(seen[row : row + 1, :, : shape.num_channels], shape)
-        tail, nodes_in = inputs[:, : shape.tail], inputs[:, shape.tail :]
-        convolved = tree_conv(nodes_in, tail, weights.conv, weights.conv_bias, windows)
-        x, B, C = split_channels(F.silu(convolved), shape)
-        dt = positive_dt(seen[row : row + 1, shape.tail :, shape.num_channels :], weights, shape)
-        A = -weights.A_log.to(dt.dtype).exp()
-        y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state[row : row + 1])
-        outputs.append(y[:, first:].flatten(-2))
-    return torch.cat(outputs)
+    num_nodes = first + num_new
+    windows = topology.windows.index_select(0, steering.variant)[:, :num_nodes].long()
+    ancestors = topology.ancestors.index_select(0, steering.variant)[:, :num_nodes, :num_nodes]
+    inputs = conv_channels(seen[..., : shape.num_channels], shape)
+    tail, nodes_in = inputs[:, : shape.tail], inputs[:, shape.tail :]
+    convolved = tree_conv(nodes_in, tail, weights.conv, weights.conv_bias, windows)
+    x, B, C = split_channels(F.silu(convolved), shape)
+    dt = positive_dt(seen[:, shape.tail :, shape.num_channels :], weights, shape)
+    A = -weights.A_log.to(dt.dtype).exp()
+    y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state)
+    return y[:, first:].flatten(-2)
 
 
 def mamba_replay(

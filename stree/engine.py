@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree import threads
 from stree.batch import BatchDecoder, Report, Request
 from stree.clock import PAUSED, PhaseClock
 from stree.drafters import Drafter
@@ -82,6 +83,7 @@ class Decoder:
                 )
             )
             stack.enter_context(ops.current(self.target.device))
+            stack.enter_context(threads.for_decoding(self.target))
             row = batch.admit(Request(prompt, generation))
             try:
                 batch.prepare()

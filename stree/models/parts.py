@@ -100,14 +100,15 @@ class TreeCall:
     caches: Sequence[Any]
     embedding: Tensor  # (V, D)
     tokens: Tensor  # (B, Q), or (B, N) of which `nodes` are new
-    nodes: Tensor | None
+    nodes: Tensor | None  # (B, Q), −1 for none
     shared: Sequence[nn.Module] = ()
     embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.shared:
-            nodes = self.nodes
-            tokens = self.tokens if nodes is None else self.tokens.index_select(1, nodes)
+            tokens = self.tokens
+            if self.nodes is not None:
+                tokens = tokens.gather(1, self.nodes.clamp(min=0))
             self.embedded = F.embedding(tokens, self.embedding)
 
     def total(self, y: Tensor) -> Tensor:

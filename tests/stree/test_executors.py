@@ -55,7 +55,8 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
     """Two rows of their own trees, the whole step in Triton's interpreter."""
     if torch.cuda.is_available():

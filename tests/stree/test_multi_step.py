@@ -156,7 +156,10 @@ def test_acceptance_of_drafts_that_were_not_drawn():
 
 
 @pytest.mark.parametrize("drafter_layers", [(), (1,)], ids=["recurrent", "hybrid"])
-@pytest.mark.parametrize("tree", [TokenTree.chain(2), TokenTree((-1, 0, 0, 1))], ids=str)
+@pytest.mark.parametrize(
+    "tree",
+    [TokenTree.chain(2), pytest.param(TokenTree((-1, 0, 0, 1)), marks=pytest.mark.long)], ids=str,
+)  # fmt: skip
 def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch):
     """The same proof through `HybridModel` and `ModelDrafter`: caches, replay and drafts included.
 
