@@ -37,6 +37,7 @@ from stree.generation import (
 )
 from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes, measure_costs
+from stree.prefixes import Prefixes
 from stree.rows import Rows
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
@@ -113,7 +114,8 @@ class BatchDecoder:
     choose one for each step (call `measure_costs` first). num_rows, how many
     sequences at once. max_length, the longest sequence, prompt included. max_nodes, the largest
     tree of any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by
-    name (`stree.verifiers.named`) or one of your own.
+    name (`stree.verifiers.named`) or one of your own. num_prefixes, how many of the prefixes that
+    `release` keeps are held, each with the memory of a state and its keys.
     Raises `UsageError` when target, drafter and verifier do not fit each other, `OutOfMemory`.
     """
 
@@ -128,6 +130,7 @@ class BatchDecoder:
         max_nodes: int = 1,
         tokenizer: Any = None,
         verifier: str | Verifier = "coupled",
+        num_prefixes: int = 0,
     ) -> None:
         require_whole("max_length", max_length)
         warn_beyond_positions(target.config, max_length)
@@ -154,6 +157,7 @@ class BatchDecoder:
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = Rows.new(num_rows, self.max_nodes, target.device)
+        self.prefixes = Prefixes(num_prefixes, self.cache, drafter) if num_prefixes else None
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
@@ -203,6 +207,9 @@ class BatchDecoder:
         if self.drafter is not None:
             self.drafter.clear(row)
         self.rows.set(row, generation)
+        if self.prefixes is not None:
+            stats.num_reused_tokens = self.prefixes.load(row, prompt)
+            self._sequences[row].num_read = stats.num_reused_tokens
         return row
 
     @torch.no_grad()
@@ -232,10 +239,16 @@ class BatchDecoder:
                 self.read_s += self.now() - started
             return reports + (self._collect() if decoding else [])
 
-    def release(self, row: int) -> GenerationOutput:
-        """Take a row back; returns what it generated. "released" ends an unfinished request."""
+    def release(self, row: int, keep: bool = False) -> GenerationOutput:
+        """Take a row back; returns what it generated. "released" ends an unfinished request.
+
+        With keep, requests whose prompts begin with what the row has read and generated (or nearly
+        all of it) do not read that again.
+        """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
+        if keep and self.prefixes is not None:
+            self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats)
 

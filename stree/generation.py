@@ -98,7 +98,8 @@ class DecodingStats:
 
     num_new_tokens leaves out the prefill's token and whatever a stop dropped;
     accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
-    end (0, the root: none was kept); time_ms are totals over the calls.
+    end (0, the root: none was kept); num_reused_tokens of the prompt were read before; time_ms are
+    totals over the calls.
     """
 
     num_new_tokens: int = 0
@@ -107,6 +108,7 @@ class DecodingStats:
     accepted_per_call: list[int] = field(default_factory=list)
     end_node_per_call: list[int] = field(default_factory=list)
     tree_max_depth: int = 0
+    num_reused_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     time_ms: dict[str, float] = field(default_factory=dict)

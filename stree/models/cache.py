@@ -37,6 +37,15 @@ class AttentionCache:
     def reset(self) -> None:
         """Nothing to forget: what is behind the length is never read."""
 
+    def save(self, length: int) -> tuple[Tensor, ...]:
+        """Copies of what the committed tokens have left."""
+        return self.keys[:, :, :length].clone(), self.values[:, :, :length].clone()
+
+    def load(self, saved: tuple[Tensor, ...]) -> None:
+        """Take over what `save` gave."""
+        for cache, each in zip((self.keys, self.values), saved, strict=True):
+            cache[:, :, : each.shape[2]] = each
+
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
@@ -78,6 +87,14 @@ class MambaCache:
         self.state.zero_()
         self.rows[:, :, : self.shape.tail].zero_()
 
+    def save(self, length: int) -> tuple[Tensor, ...]:
+        return self.state.clone(), self.tail.clone()
+
+    def load(self, saved: tuple[Tensor, ...]) -> None:
+        state, tail = saved
+        self.state.copy_(state)
+        self.tail = tail
+
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
         tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, steering)
@@ -108,9 +125,23 @@ class ShortConvCache:
     def reset(self) -> None:
         self.rows[:, :, : self.width - 1].zero_()
 
+    def save(self, length: int) -> tuple[Tensor, ...]:
+        return (self.tail.clone(),)
+
+    def load(self, saved: tuple[Tensor, ...]) -> None:
+        (self.tail,) = saved
+
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance the tail along the accepted path."""
         self.tail = naive.short_conv_replay(self.rows, self.width - 1, steering)
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """What a cache holds of the first `length` tokens of a sequence, by layer."""
+
+    length: int
+    layers: list[tuple[Tensor, ...]]
 
 
 LayerCache = AttentionCache | MambaCache | ShortConvCache
@@ -216,6 +247,20 @@ class HybridCache:
         self.length.zero_()
         self.path_length.zero_()
         self.num_committed = 0
+
+    def save(self) -> SavedPrefix:
+        """Copies of what the committed tokens of one sequence have left; a path that is accepted
+        and not replayed yet is left out. Waits for the device."""
+        length = int(self.length)
+        return SavedPrefix(length, [layer.save(length) for layer in self.layers])
+
+    def load(self, saved: SavedPrefix) -> None:
+        """Begin one sequence as if it had just read what was saved."""
+        for layer, each in zip(self.layers, saved.layers, strict=True):
+            layer.load(each)
+        self.length.fill_(saved.length)
+        self.path_length.zero_()
+        self.num_committed = saved.length
 
     def commit(self, path: Sequence[int]) -> None:
         """Accept a path of the last tree, root first; it is replayed by the next call.

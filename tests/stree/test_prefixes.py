@@ -1,0 +1,111 @@
+"""Prefixes that were read before are not read again, and change nothing of what comes out."""
+
+import itertools
+
+import pytest
+import torch
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+
+SYSTEM = [7, 3, 9, 1, 5, 5, 2]
+
+
+def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
+    """A conversation: each turn's prompt is all that came before, and two tokens more."""
+    prompt, outputs = [*SYSTEM, 8], []
+    for turn in range(count):
+        row = decoder.admit(Request(prompt, generation))
+        while not any(report.finish_reason for report in decoder.step()):
+            pass
+        outputs.append(decoder.release(row, keep=keep))
+        prompt = [*prompt, *outputs[-1].tokens, 11 + turn, 4]
+    return outputs
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_conversation_reads_each_turn_once(temperature, attn_layers, graphs, request):
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1, attn_layers=attn_layers)
+    drafter = right_now_and_then(target)
+    generation = GenerationConfig(13, temperature=temperature, seed=2)
+
+    def answers(num_prefixes):
+        decoder = BatchDecoder(
+            target, drafter, TokenTree.paper(),
+            num_rows=2, max_length=128, num_prefixes=num_prefixes,
+        )  # fmt: skip
+        return turns(decoder, 4, generation, keep=True)
+
+    wanted, got = answers(0), answers(3)
+    prompt_length = len(SYSTEM) + 1
+    reused = []
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.stats.accepted_per_call == theirs.stats.accepted_per_call  # the drafter's, too
+        assert mine.stats.num_reused_tokens <= prompt_length and not theirs.stats.num_reused_tokens
+        reused.append(mine.stats.num_reused_tokens)
+        prompt_length += 15
+    assert reused[0] == 0 and max(reused) > 15
+    if not graphs:  # no step ran ahead of the one that ended a turn
+        assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
+
+
+def test_a_system_prompt_is_read_once_for_many_rows():
+    target = tiny_model(1)
+    drafter = right_now_and_then(target)
+    decoder = BatchDecoder(target, drafter, num_rows=3, max_length=64, num_prefixes=1)
+    row = decoder.admit(Request(SYSTEM, GenerationConfig(1)))
+    decoder.step()
+    decoder.release(row, keep=True)
+    served = [Request([*SYSTEM, each], GenerationConfig(9)) for each in range(6)]
+    outputs = decoder.generate(served)
+    for layer in decoder.cache.layers:  # what is kept is its own
+        for tensor in (vars(layer).get(name) for name in ("keys", "values", "state", "rows")):
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+    outputs += decoder.generate(served)
+    plain = Decoder(target, max_length=64)
+    for each, out in zip(served * 2, outputs, strict=True):
+        assert out.stats.num_reused_tokens == len(SYSTEM)
+        assert out.tokens == plain.generate(each.prompt_ids, GenerationConfig(9)).tokens
+    same = decoder.generate([Request(SYSTEM, GenerationConfig(9))])[0]  # nothing would be left
+    assert same.stats.num_reused_tokens == 0
+    assert same.tokens == plain.generate(SYSTEM, GenerationConfig(9)).tokens
+
+
+def test_the_longest_fits_and_the_least_used_goes():
+    decoder = BatchDecoder(tiny_model(1), num_rows=1, max_length=64, num_prefixes=2)
+
+    def reused(prompt, keep):
+        row = decoder.admit(Request(prompt, GenerationConfig(1)))
+        decoder.step()
+        return decoder.release(row, keep=keep).stats.num_reused_tokens
+
+    assert reused([1, 2], keep=True) == 0
+    assert reused([1, 2, 3, 4], keep=True) == 2
+    assert reused([1, 2, 3, 4, 5], keep=False) == 4
+    assert reused([1, 2, 9], keep=False) == 2
+    assert reused([6, 6, 6], keep=True) == 0  # [1, 2, 3, 4] goes: [1, 2] was used after it
+    assert len(decoder.prefixes) == 2
+    assert reused([1, 2, 3, 4, 5], keep=False) == 2
+    assert reused([6, 6, 6, 1], keep=False) == 3
+
+
+def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
+    """The row has gone on past the last token that counts: what it holds is not of this prefix."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, target, TokenTree.chain(4), num_rows=1, max_length=64,
+                           num_prefixes=2)  # fmt: skip
+    for length in range(2, 12):
+        row = decoder.admit(Request(SYSTEM, GenerationConfig(length)))
+        while not any(report.finish_reason for report in decoder.step()):
+            pass
+        first = decoder.release(row, keep=True)
+        prompt = [*SYSTEM, *first.tokens, 3]
+        (second,) = decoder.generate([Request(prompt, GenerationConfig(6))])
+        wanted = Decoder(target, max_length=64).generate(prompt, GenerationConfig(6))
+        assert second.tokens == wanted.tokens
