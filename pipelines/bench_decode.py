@@ -3,6 +3,7 @@
 python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
+python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_kernels import ops
 from stree_pipelines.benches import calls
+from stree_pipelines.benches.batches import serve_at, steps_of_rows
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.steps import decode_at, graphs
@@ -28,12 +30,13 @@ from stree_pipelines.estimates import cache_bytes, decoding_memory, num_paramete
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
-    "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_sampled.py",
+    "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
     "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
-WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs")
+WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs", "rows", "serve")
+CAPTURED = ("profiles", "steps", "graphs", "rows", "serve")
 
 
 @torch.no_grad()
@@ -45,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--what", type=list[str], default=list(WHAT), help=f"of {', '.join(WHAT)}")
     add("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128], help="for calls")
     add("--taus", type=list[float], default=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], help="for steps")
+    add("--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows and serve")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
@@ -59,10 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
         nodes=options.nodes, context=options.context, repeats=options.repeats,
-        num_steps=options.num_steps,
+        num_steps=options.num_steps, rows=options.rows,
     )  # fmt: skip
     require_results_file(options.out)
-    captured = [each for each in ("profiles", "steps", "graphs") if each in options.what]
+    captured = [each for each in CAPTURED if each in options.what]
     if device.type != "cuda" and captured:
         names = " and ".join(captured)
         raise UsageError(f"{names} need CUDA graphs: leave {names} out of --what")
@@ -106,6 +110,13 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
     if "graphs" in options.what:
         drafter = random_drafter(options.shape, device)
         rows += graphs(target, drafter, context, repeats)
+    if "rows" in options.what:
+        drafter = random_drafter(options.shape, device)
+        rows += steps_of_rows(target, drafter, options.rows, context, repeats)
+    if "serve" in options.what:
+        drafter = random_drafter(options.shape, device)
+        taus, counts = options.taus, options.rows
+        rows += serve_at(target, drafter, counts, taus, context, options.num_steps)
     return rows
 
 

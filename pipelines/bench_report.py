@@ -226,6 +226,57 @@ def speedup_figure(rows: list[Row]) -> Figure:
     return figure
 
 
+def batches_table(rows: list[Row]) -> Table:
+    """Steps of many rows beside the bound of the same run: products, states and keys."""
+    heads = ("", "draft", "target and acceptance", "products", "states and keys", "over the bound")
+    lines = [
+        (
+            f"{row['shape']}, {row['num_rows']} rows, {row['tree']}, {row['context']:,} committed",
+            f"{_value(row['us_draft']):,.0f}" if "us_draft" in row else MISSING,
+            *(f"{_value(row[key]):,.0f}" for key in ("us_target", "us_floor", "us_memory")),
+            f"{row['over_bound']:.3f}",
+        )
+        for row in rows
+    ]
+    return Table("Steps of many rows, µs", (heads, *lines))
+
+
+def serving_table(rows: list[Row]) -> Table:
+    """Total tokens/s of all rows, plain, with the tree, and as measured costs choose."""
+    heads = ("", "plain", "tree", "chosen", "tree ÷ plain", "chosen ÷ plain")
+    ways = ("plain", "tree", "modes")
+    lines = [
+        (
+            f"{row['shape']}, {row['num_rows']} rows, τ = {row['tau']:g}, "
+            f"{row['context']:,} committed",
+            *(f"{row[f'tokens_per_second_{way}']:,.0f}" for way in ways),
+            f"{row['speedup_tree']:.2f}", f"{row['speedup_modes']:.2f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Table("Serving, tokens/s of all rows", (heads, *lines))
+
+
+def serving_figure(rows: list[Row]) -> Figure:
+    """Speed-up over plain decoding at the same number of rows."""
+    figure, axes = new_figure()
+    kinds = dict.fromkeys((row["shape"], row["tau"]) for row in rows)
+    for colour, (shape, tau) in zip(PALETTE, kinds, strict=False):
+        points = sorted(
+            (row["num_rows"], row["speedup_tree"], row["speedup_modes"])
+            for row in rows
+            if (row["shape"], row["tau"]) == (shape, tau)
+        )
+        counts, trees, chosen = zip(*points, strict=True)
+        axes.plot(counts, chosen, "o-", color=colour, label=f"{shape}, τ = {tau:g}, chosen")
+        axes.plot(counts, trees, "--", color=colour, label=f"{shape}, τ = {tau:g}, tree")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="sequences at once", ylabel="speed-up over plain decoding")
+    axes.legend()
+    return figure
+
+
 def fits_text(rows_by_shape: dict[str, list[Row]]) -> str:
     lines = ["Fits of a target call's time in µs over N:", ""]
     for shape, rows in rows_by_shape.items():
@@ -298,6 +349,8 @@ def main(arguments: list[str] | None = None) -> None:
         ("profile", profiles_table),
         ("step", steps_table),
         ("graphs", graphs_table),
+        ("rows", batches_table),
+        ("serve", serving_table),
         ("distill", training_table),
     ):
         about = [row for row in rows if wanted in row or row.get("what") == wanted]
@@ -313,6 +366,7 @@ def main(arguments: list[str] | None = None) -> None:
     for what, name, draw in (
         ("unrolled", "tree_vs_unrolled", unrolled_figure),
         ("step", "speedup_vs_tau", speedup_figure),
+        ("serve", "speedup_vs_rows", serving_figure),
         ("distill", "losses", losses_figure),
     ):
         chosen = [row for row in rows if row.get("what") == what]

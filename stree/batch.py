@@ -252,6 +252,10 @@ class BatchDecoder:
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats)
 
+    def tokens_of(self, row: int) -> list[int]:
+        """What a row has generated so far."""
+        return list(self._sequences[row].stop.tokens)
+
     def now(self) -> float:
         """The time in seconds at which the device is done with all that was started."""
         if self.target.device.type == "cuda":

@@ -28,11 +28,11 @@ UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
     """µs of a target call over N nodes, beside one step and the floor."""
     rows = []
-    weights = _weights_like(target)
+    weights = weights_like(target)
     for num_nodes in nodes:
         functions = {
-            "floor": _products(weights, num_nodes),
-            "step_floor": _products(weights, 1),
+            "floor": products(weights, num_nodes),
+            "step_floor": products(weights, 1),
             "step": _tree_call(target, TokenTree.chain(0), context),
             "tree": _tree_call(target, _star(num_nodes), context),
         }
@@ -108,7 +108,7 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
     )]  # fmt: skip
 
 
-def _weights_like(model: HybridModel) -> list[Tensor]:
+def weights_like(model: HybridModel) -> list[Tensor]:
     """Weights of the shapes of one call's matrix products, in order, those of one input as one: of
     their own, so that reading them leaves no weight of the model's in a cache."""
     parts = [module for module in model.modules() if isinstance(module, Part)]
@@ -125,7 +125,7 @@ def _weights_like(model: HybridModel) -> list[Tensor]:
     ]
 
 
-def _products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
+def products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
     """The product of each weight with as many rows as there are nodes, and nothing else."""
     rows = {
         weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1)) for weight in weights

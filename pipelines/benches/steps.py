@@ -22,7 +22,7 @@ from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
-from stree.tree import TokenTree
+from stree.tree import TokenTree, index_tensor
 from stree.verifiers.coupled import Coupled
 from stree_pipelines.benches.timing import in_turns, spread
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -32,12 +32,10 @@ PERIOD = 20  # steps after which the numbers of accepted drafts come round again
 
 
 class GivenAcceptance(Coupled):
-    """Accepts accepted[i % len(accepted)] drafts at step i, along the deepest path of the tree that
-    all rows have."""
+    """Accepts accepted[i % len(accepted)] drafts at step i, or as many as the tree is deep: along
+    the deepest path of the tree, which all rows have alike."""
 
-    def __init__(self, tree: TokenTree, accepted: list[int], device: torch.device) -> None:
-        deepest = max(range(tree.num_nodes), key=lambda node: tree.depths[node])
-        self.line = torch.tensor(tree.path_to(deepest), device=device)
+    def __init__(self, accepted: list[int], device: torch.device) -> None:
         self.accepted = torch.tensor(accepted, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
@@ -47,10 +45,13 @@ class GivenAcceptance(Coupled):
         best, highest = super().choose(logits, proposal, forest, rows)
         count = self.accepted.index_select(0, self.turn % len(self.accepted))
         self.turn += 1
-        inner, drafted = self.line[:-1], proposal.tokens.index_select(1, self.line[1:])
+        tree = forest.trees[0]
+        line = tree.path_to(max(range(tree.num_nodes), key=tree.depths.__getitem__))
+        inner, after = (index_tensor(tuple(each), best.device) for each in (line[:-1], line[1:]))
         place = torch.arange(len(inner), device=best.device)
         # Where it ends, the target wants what no tree has
         other = (proposal.tokens.max() + 1) % logits.shape[-1]
+        drafted = proposal.tokens.index_select(1, after)
         return best.index_copy(1, inner, torch.where(place < count, drafted, other)), highest
 
 
@@ -80,7 +81,7 @@ def decode_at(
     prompt = [1] * context
     rows = []
     for tau in taus:
-        verifier = GivenAcceptance(tree, accepted_for(tau, tree.max_depth), target.device)
+        verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
         decoder = Decoder(target, drafter, tree, max_length=longest, verifier=verifier)
         seconds: dict[str, list[float]] = {"plain": [], "tree": []}
         reached = 0.0
@@ -114,7 +115,7 @@ def graphs(
         for method, tree in TREES.items():
             longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
             decoder = Decoder(target, drafter if tree else None, tree, max_length=longest)
-            _launcher(decoder.batch, context, temperature)()
+            launcher(decoder.batch, context, temperature)()
             assert isinstance(decoder.batch.executor, Graphs)
             (envelope,) = decoder.batch.executor.envelopes.values()
             functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
@@ -127,7 +128,7 @@ def graphs(
     return rows
 
 
-def _launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:
+def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:
     """What launches a step of all rows, from now on as if so many tokens were committed."""
     drafter = decoder.drafter
     for cache in (decoder.cache, drafter.cache if isinstance(drafter, ModelDrafter) else None):
@@ -154,7 +155,7 @@ def _graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> flo
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(3):
-        launch = _launcher(decoder, context)
+        launch = launcher(decoder, context)
         before.record()
         for _ in range(num_steps // 2):
             launch()

@@ -11,7 +11,7 @@ from process_group import run_together
 
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
-from stree_pipelines.benches import intervals, models, profiles, steps, timing
+from stree_pipelines.benches import batches, intervals, models, profiles, steps, timing
 
 CPU = torch.device("cpu")
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
@@ -287,3 +287,23 @@ def test_no_number_when_red(tmp_path, monkeypatch):
     timing.require_green(["test_green.py"])
     with pytest.raises(InvariantBroken, match="red"):
         timing.require_green(["test_green.py", "test_red.py"])
+
+
+def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
+    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    rows = batches.steps_of_rows(target, drafter, [1, 3], 8, 2)
+    assert [(row["num_rows"], row["num_nodes"]) for row in rows] == [
+        (count, nodes) for count in (1, 3) for nodes in (1, 3, 13)
+    ]
+    one, three = (row["us_memory"] for row in (rows[0], rows[3]))
+    assert one > 0 and three > one  # the bandwidth is measured anew
+    assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
+               for row in rows)  # fmt: skip
+    served = batches.serve_at(target, drafter, [2], [1.5], 8, 10)
+    assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
+    timing.save_rows(
+        tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *served)], CPU
+    )
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "tiny, 3 rows, paper" in said and "tiny, 2 rows, τ = 1.5" in said

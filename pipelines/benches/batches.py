@@ -1,0 +1,142 @@
+"""Steps of many sequences of random weights: beside the floor of their products and the bytes of
+states and keys, and whole decoding at a given acceptance length. Rows are what `bench_decode.py`
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.batch import BatchDecoder, Request
+from stree.executors import Graphs
+from stree.generation import GenerationConfig
+from stree.models.cache import AttentionCache
+from stree.models.hybrid import HybridModel
+from stree.modes import PLAIN, Modes
+from stree.tree import TokenTree
+from stree_pipelines.benches.calls import products, weights_like
+from stree_pipelines.benches.steps import GivenAcceptance, accepted_for, launcher
+from stree_pipelines.benches.timing import in_turns, side_by_side
+
+Row = dict[str, Any]
+TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
+
+
+def steps_of_rows(
+    target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
+) -> list[Row]:
+    """A row a number of rows and tree: µs of the graphs of a step, of the products of as many rows
+    in turns with them, and the bound: these, and the time that states and keys take to be read and
+    written at the bandwidth of this run."""
+    rows = []
+    bandwidth = _bytes_per_us(target.device)
+    weights = weights_like(target)
+    for count in counts:
+        for tree in TREES:
+            decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
+            launcher(decoder, context)()
+            assert isinstance(decoder.executor, Graphs)
+            (envelope,) = decoder.executor.envelopes.values()
+            functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
+            if envelope.draft is not None:
+                functions = {"draft": envelope.draft.replay, **functions}
+            times = in_turns(functions, target.device, repeats)
+            floor = {"floor": products(weights, count * tree.num_nodes)}
+            times |= side_by_side(floor, target.device, repeats)
+            memory_us = _memory_bytes(decoder, context) / bandwidth
+            bound = times["floor"]["median"] + memory_us
+            rows.append(dict(
+                what="rows", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
+                context=context, us_memory=memory_us,
+                over_bound=times["target"]["median"] / bound,
+                **{f"us_{name}": each for name, each in times.items()},
+            ))  # fmt: skip
+            del decoder, envelope, functions
+    return rows
+
+
+def serve_at(
+    target: HybridModel,
+    drafter: HybridModel,
+    counts: Sequence[int],
+    taus: Sequence[float],
+    context: int,
+    num_steps: int,
+) -> list[Row]:
+    """A row a number of rows and τ: total tokens/s of plain decoding, of the paper's tree, and of
+    the mode that is chosen by measured cost, host and acceptance included; prompts are not."""
+    rows, tree = [], TREES[-1]
+    longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
+    for count in counts:
+        for tau in taus:
+            speeds = {}
+            ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree}
+            ways["modes"] = Modes(TREES[1:])
+            for name, chosen in ways.items():
+                verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
+                decoder = _decoder(target, drafter, chosen, count, longest, verifier)
+                if isinstance(chosen, Modes):
+                    decoder.measure_costs()
+                length = int(num_steps * (1 if name == "plain" else tau))
+                _tokens_per_second(decoder, context, length)  # warms up
+                speeds[name] = _tokens_per_second(decoder, context, length)
+            rows.append(dict(
+                what="serve", num_rows=count, tau=tau, context=context,
+                speedup_tree=speeds["tree"] / speeds["plain"],
+                speedup_modes=speeds["modes"] / speeds["plain"],
+                **{f"tokens_per_second_{name}": each for name, each in speeds.items()},
+            ))  # fmt: skip
+    return rows
+
+
+def _decoder(
+    target: HybridModel,
+    drafter: HybridModel,
+    tree: TokenTree | Modes,
+    num_rows: int,
+    max_length: int,
+    verifier: Any = "coupled",
+) -> BatchDecoder:
+    return BatchDecoder(
+        target, None if tree == PLAIN else drafter, tree,
+        num_rows=num_rows, max_length=max_length, verifier=verifier,
+    )  # fmt: skip
+
+
+def _tokens_per_second(decoder: BatchDecoder, context: int, length: int) -> float:
+    """Of all rows together, from when the last prompt has been read."""
+    request = Request([1] * context, GenerationConfig(length, ignore_eos=True))
+    rows = [decoder.admit(request) for _ in range(decoder.num_rows)]
+    decoder.step()
+    while any(len(decoder.tokens_of(row)) == 0 for row in rows):
+        decoder.step()
+    before = sum(len(decoder.tokens_of(row)) for row in rows)
+    started = decoder.now()
+    unfinished = set(rows)
+    while unfinished:
+        unfinished -= {report.row for report in decoder.step() if report.finish_reason}
+    seconds = decoder.now() - started
+    return (sum(len(decoder.release(row).tokens) for row in rows) - before) / seconds
+
+
+def _memory_bytes(decoder: BatchDecoder, context: int) -> int:
+    """Of a step: states read and written, and keys and values of the committed tokens read."""
+    total = 0
+    for layer in decoder.cache.layers:
+        if isinstance(layer, AttentionCache):
+            total += 2 * layer.keys[:, :, :context].nbytes
+        elif isinstance(state := getattr(layer, "state", None), Tensor):
+            total += 2 * state.nbytes
+    return total
+
+
+def _bytes_per_us(device: torch.device, size: int = 2**30) -> float:
+    """Read and written by a copy of a GiB, or of what fits a test on the CPU."""
+    size = size if device.type == "cuda" else 2**22
+    one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    times = side_by_side({"copy": lambda: other.copy_(one)}, device, 10)
+    return 2 * size / times["copy"]["median"]
