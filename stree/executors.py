@@ -19,7 +19,7 @@ from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
-MAX_KEPT = 8  # envelopes, two graphs each
+MAX_KEPT = 16  # envelopes, two graphs each
 BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
 Mark = Callable[[str], None]
 

@@ -11,6 +11,7 @@ from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
+from stree_kernels.shapes import Topology
 
 
 class ModelDrafter:
@@ -29,6 +30,7 @@ class ModelDrafter:
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
+        self._chains: dict[tuple[int, int], Topology] = {}  # graphs hold their addresses
         # What nodes hold that no row's tree has must be tokens, too
         self._tokens = torch.zeros(num_rows * max_nodes, dtype=torch.long, device=model.device)
 
@@ -44,13 +46,12 @@ class ModelDrafter:
         batch, model = len(rows.active), self.model
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
         bound = min(bound + longest, cache.num_slots)
-        chain = TokenTree.chain(longest - 1)
-        chains = Forest.of([chain] * batch, forest.device).topology(width)
+        chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
         hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound)
         tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
         hidden = ops.take_roots(hidden, block, rows.active, tokens, cache.path_length)
-        finite = torch.ones(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
+        finite = torch.empty(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
         read = drawn = 0
         drawn_from = []
         for level in forest.levels:
@@ -67,3 +68,10 @@ class ModelDrafter:
             drawn += count
             drawn_from.append(logits)
         return Proposal(tokens, finite, torch.cat(drawn_from, dim=1) if keep_logits else None)
+
+    def _chains_of(self, batch: int, length: int) -> Topology:
+        """As many chains, which certain tokens are read as."""
+        if (batch, length) not in self._chains:
+            forest = Forest.of([TokenTree.chain(length - 1)] * batch, self.model.device)
+            self._chains[batch, length] = forest.topology(self.model.config.d_conv)
+        return self._chains[batch, length]

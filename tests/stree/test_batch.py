@@ -1,6 +1,7 @@
 """Many sequences at once: each gets what it would get alone, whatever shares the batch."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from toys import right_now_and_then, tiny_model
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.batch import BatchDecoder, Request
 from stree.errors import InvariantBroken, UsageError
+from stree.modes import Modes
 from stree.tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
@@ -86,6 +88,36 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
             assert mine.tokens == wanted.tokens
             assert mine.finish_reason == wanted.finish_reason
             assert mine.stats.accepted_per_call == wanted.stats.accepted_per_call
+
+
+class AnyTree(Modes):
+    """Another tree each step."""
+
+    def choose(self, num_rows):
+        self.random = getattr(self, "random", random.Random(3))
+        return self.random.choice(self.trees)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_rows"), [(40, 9), pytest.param(200, 32, marks=pytest.mark.long)]
+)
+def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
+    """Of all temperatures, lengths and arrival times: token for token as one after the other."""
+    target = tiny_model(1)
+    requests = random_requests(count, 4, sampled=True)
+    for at in range(0, count, 2):  # every other one leaves its trees to the decoder
+        requests[at] = replace(requests[at], tree=None)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), AnyTree(TREES[1:]),
+        num_rows=num_rows, max_length=128, max_nodes=16, tokenizer=Letters(),
+    )  # fmt: skip
+    plain = Decoder(target, max_length=128, tokenizer=Letters())
+    accepted = 0
+    for request, output in zip(requests, serve(decoder, requests, seed=7), strict=True):
+        wanted = plain.generate(request.prompt_ids, request.generation)
+        assert (output.tokens, output.finish_reason) == (wanted.tokens, wanted.finish_reason)
+        accepted += sum(output.stats.accepted_per_call)
+    assert accepted > count
 
 
 def test_rows_are_clean_when_they_change_hands():
