@@ -17,6 +17,11 @@ if not torch.cuda.is_available():
 from stree.executors import Graphs
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """The longest first, so that no worker waits at the end for another that is at it."""
+    items.sort(key=lambda item: item.path.name not in ("test_slurm.py", "test_compile.py"))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What the tests of faults counted (`figures` in tests/faults), over all of them."""
     totals: Counter[str] = Counter()

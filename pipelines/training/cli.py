@@ -95,6 +95,7 @@ NOISE = (
     # Lightning instantiates by it, too.
     r"\s*``ArgumentParser.add_instantiator`` was deprecated",
     "Since DeepSpeed handles gradient clipping internally",
+    "The `srun` command is available on your system but is not used",
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 
