@@ -18,8 +18,8 @@ from torch import Tensor
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.rotary import rotary_angles
-from stree_kernels import naive, ops
-from stree_kernels.shapes import Derived, MixerShape, Steering
+from stree_kernels import naive, naive_gated_delta, ops
+from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
 
 @dataclass
@@ -144,7 +144,86 @@ class SavedPrefix:
     layers: list[tuple[Tensor, ...]]
 
 
-LayerCache = AttentionCache | MambaCache | ShortConvCache
+@dataclass
+class GatedDeltaCache:
+    """A state (B, H, K, V), and of the last tree raw conv inputs and a, behind those of the
+    committed tail, twice, and the updates.
+
+    The halves are as `MambaCache` has them.
+    """
+
+    state: Tensor
+    rows: Tensor  # (2, B, W − 1 + N, C + H)
+    updates: Tensor  # (B, N, H, V)
+    derived: Derived | None  # for the fused kernels
+    shape: GatedDeltaShape
+    parity: Tensor  # (1,), shared by all layers
+
+    @classmethod
+    def empty(
+        cls,
+        shape: GatedDeltaShape,
+        batch: int,
+        max_nodes: int,
+        parity: Tensor,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        fused: bool,
+    ) -> GatedDeltaCache:
+        """For sequences that have not begun. State and updates are fp32, or fp64 with fp64."""
+        wide = naive.accumulation_dtype(dtype)
+
+        def zeros(*dims: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(dims, device=device, dtype=dtype)
+
+        heads = shape.num_heads
+        derived = None
+        if fused:
+            queries_and_keys = shape.conv_dims[0] + shape.conv_dims[1]
+            derived = Derived(
+                zeros(2, batch, max_nodes, queries_and_keys),
+                zeros(2, batch, 2, max_nodes, heads, dtype=torch.float32),
+            )
+        return cls(
+            zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide),
+            zeros(2, batch, shape.tail + max_nodes, shape.num_kept),
+            zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide),
+            derived, shape, parity,
+        )  # fmt: skip
+
+    def narrow(self, first: int, count: int) -> GatedDeltaCache:
+        derived = self.derived
+        if derived is not None:
+            xb, steps = (each.narrow(1, first, count) for each in (derived.xb, derived.steps))
+            derived = Derived(xb, steps)
+        state, updates = (each.narrow(0, first, count) for each in (self.state, self.updates))
+        rows = self.rows.narrow(1, first, count)
+        return GatedDeltaCache(state, rows, updates, derived, self.shape, self.parity)
+
+    @property
+    def tail(self) -> Tensor:
+        """The last committed conv inputs, (B, W − 1, C)."""
+        current = self.rows.index_select(0, self.parity)[0]
+        return current[:, : self.shape.tail, : self.shape.num_channels]
+
+    @tail.setter
+    def tail(self, tail: Tensor) -> None:
+        self.rows[self.parity, :, : self.shape.tail, : self.shape.num_channels] = tail[None]
+
+    def reset(self) -> None:
+        self.state.zero_()
+        self.rows[:, :, : self.shape.tail].zero_()
+
+    def settle(self, mixer: Any, steering: Steering) -> None:
+        """Advance state and tail along the accepted path."""
+        tail = naive_gated_delta.gated_delta_replay(
+            self.rows, self.updates, self.state, mixer.weights, self.shape, steering
+        )
+        self.tail = tail[..., : self.shape.num_channels]
+
+
+LayerCache = AttentionCache | MambaCache | ShortConvCache | GatedDeltaCache
 
 
 class HybridCache:
@@ -212,8 +291,16 @@ class HybridCache:
             rows = kept_rows(config.d_conv, config.d_model)
             return ShortConvCache(rows, config.d_conv, self.parity)
 
+        def gated_delta() -> GatedDeltaCache:
+            shape = config.gated_delta_shape
+            fused = ops.fused(self.device, dtype, max(shape.key_dim, shape.value_dim))
+            return GatedDeltaCache.empty(
+                shape, batch, max_nodes, self.parity, device=device, dtype=dtype, fused=fused
+            )
+
         make: dict[str, Callable[[], LayerCache]] = {
-            "attention": attention, "mamba": mamba, "short_conv": short_conv
+            "attention": attention, "mamba": mamba, "short_conv": short_conv,
+            "gated_delta": gated_delta,
         }  # fmt: skip
         for layer in range(config.num_layers):
             self.layers += [make[kind]() for kind in config.mixers(layer)]

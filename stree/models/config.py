@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stree.errors import UsageError
-from stree_kernels.shapes import MixerShape
+from stree_kernels.shapes import GatedDeltaShape, MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at
@@ -22,7 +22,7 @@ ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_LENGTH = "original_max_position_embeddings"
 
 
-MIXERS = ("attention", "mamba", "short_conv")  # with a memory of earlier tokens
+MIXERS = ("attention", "mamba", "short_conv", "gated_delta")  # with a memory of earlier tokens
 PARTS = (*MIXERS, "mlp", "experts", "shared_mlp")
 MOST_BLOCKS = 2  # of a layer
 _BLOCK = re.compile(r"(?:shared(\d{1,3})>)?([a-z_]+(?:\+[a-z_]+)*)")
@@ -95,6 +95,11 @@ class HybridConfig:
     num_shared_blocks: int = 0  # transformer blocks that layers share ("shared0>…")
     adapter_rank: int = 0  # of each use's own low-rank terms
     attention_adapters: bool = False  # on q, k and v, beside those of the MLP
+
+    num_delta_heads: int = 0  # of a gated delta rule: each has a state (key_dim, value_dim)
+    num_delta_key_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
 
     num_ssm_heads: int = 0
     ssm_head_dim: int = 0
@@ -171,7 +176,11 @@ class HybridConfig:
             for name in groups:
                 self._require_divides(name, "num_ssm_heads")
             self._require_divides("gated_norm_groups", "d_inner")
-        if (self.has("mamba") or self.has("short_conv")) and self.d_conv < 2:
+        if self.has("gated_delta"):
+            heads = ("num_delta_heads", "num_delta_key_heads")
+            self._require_positive("gated delta", *heads, "delta_key_dim", "delta_value_dim")
+            self._require_divides("num_delta_key_heads", "num_delta_heads")
+        if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
             raise UsageError(f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens")
         for name, known in (
             ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
@@ -269,6 +278,14 @@ class HybridConfig:
             self.num_ssm_heads, self.ssm_head_dim, self.d_state,
             self.num_x_groups, self.num_b_groups, self.num_c_groups,
             self.d_conv, self.repeat_before_conv, self.dt_limit,
+        )  # fmt: skip
+
+    @property
+    def gated_delta_shape(self) -> GatedDeltaShape:
+        """Dimensions of a gated delta rule's mixer, as the kernels take them."""
+        return GatedDeltaShape(
+            self.num_delta_heads, self.num_delta_key_heads, self.delta_key_dim,
+            self.delta_value_dim, self.d_conv,
         )  # fmt: skip
 
     @property

@@ -19,6 +19,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
+from stree.models.gated_delta import GatedDeltaNet
 from stree.models.layer import Layer, SharedTransformer
 from stree.models.mamba import Mamba2
 from stree.models.mlp import Experts
@@ -103,7 +104,7 @@ class HybridModel(nn.Module):
             elif isinstance(module, Experts):
                 nn.init.normal_(module.up, std=0.02)
                 nn.init.normal_(module.down, std=into_residual)
-            elif isinstance(module, Mamba2):
+            elif isinstance(module, Mamba2 | GatedDeltaNet):
                 dt = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
                 module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
                 module.A_log.copy_(torch.empty_like(module.A_log).uniform_(1, 16).log())

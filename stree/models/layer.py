@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stree.models.attention import Attention
 from stree.models.config import MIXERS, HybridConfig
+from stree.models.gated_delta import GatedDeltaNet
 from stree.models.mamba import Mamba2
 from stree.models.mlp import MLP, Experts
 from stree.models.parts import Pass, RMSNorm, Sequences
@@ -26,7 +27,10 @@ def make_part(kind: str, config: HybridConfig) -> nn.Module:
         return MLP(config, config.intermediate_size)
     if kind == "shared_mlp":
         return MLP(config, config.shared_intermediate_size)
-    classes = {"attention": Attention, "mamba": Mamba2, "short_conv": ShortConv, "experts": Experts}
+    classes = {
+        "attention": Attention, "mamba": Mamba2, "short_conv": ShortConv,
+        "gated_delta": GatedDeltaNet, "experts": Experts,
+    }  # fmt: skip
     return classes[kind](config)
 
 
@@ -109,7 +113,7 @@ class Layer(nn.Module):
 
     @property
     def mixer(self) -> Any:
-        """The layer's first `Attention`, `Mamba2` or `ShortConv`."""
+        """The layer's first part with a memory."""
         return self.part(next(kind for kind in self.slots if kind != "shared"))
 
     def mixers(self) -> list[tuple[int, Any]]:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from stree.models.cache import MambaCache
 from stree.models.config import HybridConfig
-from stree.models.parts import Extension, Part, RMSNorm, Sequences, TreeCall, project, project_parts
+from stree.models.parts import (
+    Extension,
+    Part,
+    RMSNorm,
+    Sequences,
+    TreeCall,
+    lay_channels_together,
+    project,
+    project_parts,
+)
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
 from stree_kernels.shapes import MixerWeights
@@ -43,12 +52,8 @@ class Mamba2(Part):
         return [(self.in_proj,), (self.out_proj,)]
 
     def pack(self) -> None:
-        """The conv's weight (C, 1, W) is stored tap by tap: the tree conv reads many channels of
-        one tap at a time."""
         super().pack()
-        weight = self.conv1d.weight
-        if weight.stride(0) != 1:
-            weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        lay_channels_together(self.conv1d)
 
     @property
     def A(self) -> Tensor:

@@ -157,6 +157,14 @@ class Part(nn.Module):
                 _join(together)
 
 
+def lay_channels_together(conv: nn.Conv1d) -> None:
+    """Store a conv's weight (C, 1, W) tap by tap: a tree conv reads many channels of one tap at a
+    time."""
+    weight = conv.weight
+    if weight.stride(0) != 1:
+        weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
 @dataclass(frozen=True)
 class Joined:
     """Several projections' weights one above the other, contiguous, and their biases."""

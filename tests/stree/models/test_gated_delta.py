@@ -9,8 +9,11 @@ import pytest
 import torch
 from kernel_cases import DEVICE, steering_of, topology_of
 
-from stree.models.gated_delta import GatedDeltaCache, GatedDeltaNet, split_by_key_head
-from stree.models.hybrid import Context, TreeCall
+from stree.models.cache import GatedDeltaCache
+from stree.models.config import HybridConfig
+from stree.models.families.qwen3_next import split_by_key_head
+from stree.models.gated_delta import GatedDeltaNet
+from stree.models.parts import Extension, Sequences, TreeCall
 from stree.tree import TokenTree
 from stree_kernels import ops
 from stree_kernels.shapes import GatedDeltaShape
@@ -21,6 +24,15 @@ SHAPES = {
     "one-key-head": GatedDeltaShape(3, 1, 12, 4, 3),
 }
 D_MODEL = 20
+
+
+def mixer_of(shape, conv_bias=False):
+    return GatedDeltaNet(HybridConfig(
+        vocab_size=1, d_model=D_MODEL, num_layers=1, layer_types=("gated_delta",),
+        num_delta_heads=shape.num_heads, num_delta_key_heads=shape.num_key_heads,
+        delta_key_dim=shape.key_dim, delta_value_dim=shape.value_dim, d_conv=shape.width,
+        conv_bias=conv_bias, gated_norm_eps=1e-6, chunk_size=8,
+    ))  # fmt: skip
 
 
 def theirs(shape, family):
@@ -51,7 +63,7 @@ def randomise(layer):
 
 
 def ours(shape, dtype=torch.float64):
-    layer = GatedDeltaNet(D_MODEL, shape, 1e-6, conv_bias=True, chunk_size=8).to(dtype)
+    layer = mixer_of(shape, conv_bias=True).to(dtype)
     randomise(layer)
     return layer.to(DEVICE)
 
@@ -70,10 +82,15 @@ def test_equals_transformers(shape, family):
     if family == "qwen3_next":
         interleaved = (weights.pop(f"in_proj_{name}.weight") for name in ("qkvz", "ba"))
         weights |= split_by_key_head(*interleaved, shape)
-    mixer = GatedDeltaNet(D_MODEL, shape, 1e-6)
+    mixer = mixer_of(shape)
     mixer.load_state_dict(weights)
     x = tokens(2, 70, dtype=torch.float32).cpu()
-    torch.testing.assert_close(mixer(x, Context()), layer(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(mixer(x, Sequences()), layer(x), rtol=0, atol=1e-5)
+
+
+def call_over(x, topology, steering):
+    """A call of the mixer alone: nothing else of it is read."""
+    return TreeCall(topology, steering, 0, 0, [], torch.empty(0), x, None)
 
 
 def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64, fused=False):
@@ -91,26 +108,26 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
     mixer, cache, tree = ours(shape), new_cache(shape), TokenTree.paper()
     topology, num_nodes = topology_of([tree], shape.width), tree.num_nodes
     history = tokens(1, 11, seed=1)
-    wanted = mixer(history, Context())
+    wanted = mixer(history, Sequences())
     for piece in (slice(0, 1), slice(1, 11)):
-        got = mixer.extend(history[:, piece], cache, Context())
+        got = mixer.extend(history[:, piece], cache, Extension())
         torch.testing.assert_close(got, wanted[:, piece], rtol=0, atol=1e-11)
     accepted: list[int] = []
     for number, path in enumerate([[0, 1, 4], tree.path_to(num_nodes - 1)]):
         x = tokens(1, num_nodes, seed=2 + number)
         steering = steering_of([0], [accepted], 1, num_nodes, parity=number)
-        call = TreeCall(topology, steering, first=0, bound=0)
+        call = call_over(x, topology, steering)
         got = mixer.tree(x, cache, call)[0]
         cache.parity.bitwise_xor_(1)
         for node in range(num_nodes):
             line = torch.cat([history, x[:, tree.path_to(node)]], dim=1)
-            wanted = mixer(line, Context())[:, -1]
+            wanted = mixer(line, Sequences())[:, -1]
             torch.testing.assert_close(got[:, node], wanted, rtol=0, atol=1e-11)
         history, accepted = torch.cat([history, x[:, path]], dim=1), path
-    cache.settle(mixer.weights, steering_of([0], [accepted], 1, num_nodes, parity=0))
+    cache.settle(mixer, steering_of([0], [accepted], 1, num_nodes, parity=0))
     more = tokens(1, 5, seed=9)
-    got = mixer.extend(more, cache, Context())
-    wanted = mixer(torch.cat([history, more], dim=1), Context())[:, -5:]
+    got = mixer.extend(more, cache, Extension())
+    wanted = mixer(torch.cat([history, more], dim=1), Sequences())[:, -5:]
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
@@ -123,12 +140,13 @@ def test_through_the_kernels(monkeypatch, tree):
     outputs = {}
     for fused in (False, True):
         monkeypatch.setattr(ops, "fused", lambda *_, fused=fused: fused)
+        mixer.pack()
         cache = new_cache(shape, num_nodes=num_nodes, dtype=torch.float32, fused=fused)
         calls = []
         for number, path in enumerate([[], tree.path_to(num_nodes - 1)]):
             steering = steering_of([0], [path], 1, num_nodes, parity=number)
             x = tokens(1, num_nodes, seed=number, dtype=torch.float32)
-            call = TreeCall(topology, steering, first=0, bound=0)
+            call = call_over(x, topology, steering)
             calls.append(mixer.tree(x, cache, call).sum(0))
         outputs[fused] = (*calls, cache.state)
     for plain, fast in zip(outputs[False], outputs[True], strict=True):
@@ -140,20 +158,20 @@ def test_packed_samples_and_rows_of_a_cache():
     shape = SHAPES["grouped"]
     mixer, x = ours(shape), tokens(1, 20)
     segment_ids = torch.tensor([[0] * 3 + [1] * 17], device=DEVICE)
-    apart = torch.cat([mixer(x[:, :3], Context()), mixer(x[:, 3:], Context())], dim=1)
-    packed = mixer(x, Context(segment_ids=segment_ids))
+    apart = torch.cat([mixer(x[:, :3], Sequences()), mixer(x[:, 3:], Sequences())], dim=1)
+    packed = mixer(x, Sequences(segment_ids=segment_ids))
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)
     cache = new_cache(shape, batch=2)
-    got = mixer.extend(x, cache.narrow(1, 1), Context())
-    torch.testing.assert_close(got, mixer(x, Context()), rtol=0, atol=1e-12)
+    got = mixer.extend(x, cache.narrow(1, 1), Extension())
+    torch.testing.assert_close(got, mixer(x, Sequences()), rtol=0, atol=1e-12)
     assert cache.state[1].any() and not cache.state[0].any()
-    cache.clear()
+    cache.reset()
     assert not cache.state.any() and not cache.tail.any()
 
 
 def test_gradients_reach_every_weight():
     mixer = ours(SHAPES["grouped"])
-    mixer(tokens(2, 20), Context()).square().sum().backward()
+    mixer(tokens(2, 20), Sequences()).square().sum().backward()
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
