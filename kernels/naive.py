@@ -467,7 +467,9 @@ def rms_norm(
         wide = wide * F.silu(gate.to(wide.dtype))
     grouped = wide.unflatten(-1, (groups, -1))
     grouped = grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return weight.to(x.dtype) * grouped.flatten(-2).to(x.dtype)
+    # Rounded before it is scaled, and a scale in more bits than x is not rounded before
+    dtype = torch.promote_types(weight.dtype, x.dtype)
+    return (weight.to(dtype) * grouped.flatten(-2).to(x.dtype)).to(x.dtype)
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -484,6 +486,12 @@ def gated(y: Tensor, gate: Tensor) -> Tensor:
     """y·silu(gate) in y's dtype."""
     dtype = accumulation_dtype(y.dtype)
     return (y.to(dtype) * F.silu(gate.to(dtype))).to(y.dtype)
+
+
+def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """y·sigmoid(gate) in y's dtype."""
+    dtype = accumulation_dtype(y.dtype)
+    return (y.to(dtype) * gate.to(dtype).sigmoid()).to(y.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

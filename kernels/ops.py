@@ -162,6 +162,11 @@ def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _module("pointwise", y).gate_normed(y, gate, weight, eps)
 
 
+def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """See `naive.sigmoid_gated`, which serves every device so far."""
+    return naive.sigmoid_gated(y, gate)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear`."""
     return _module("products", x).linear(x, weight)

@@ -127,9 +127,9 @@ def norm_kernel(
 
 @triton.jit
 def normed(wide, scale, width, eps, dtype: tl.constexpr):
-    """Rows divided by their root mean squares, and scaled; rounded to the dtype after each."""
+    """Rows divided by their root mean squares, rounded to the dtype, scaled and rounded again."""
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)[:, None]
-    return (scale.to(dtype).to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
+    return (scale.to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit

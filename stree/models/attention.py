@@ -40,13 +40,17 @@ class Attention(Part):
         self.k_proj = nn.Linear(d_input, kv_width, bias=bias)
         self.v_proj = nn.Linear(d_input, kv_width, bias=bias)
         self.o_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.gated = config.attention_gate
+        if self.gated:
+            self.gate_proj = nn.Linear(d_input, width, bias=bias)
         self.normed = config.qk_norm
         if self.normed:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
-        return [(self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)]
+        read = (self.q_proj, self.k_proj, self.v_proj)
+        return [(*read, self.gate_proj) if self.gated else read, (self.o_proj,)]
 
     def _project(
         self, x: Tensor, context: Sequences, adapters: Adapters
@@ -64,7 +68,7 @@ class Attention(Part):
 
     def forward(self, x: Tensor, context: Sequences, adapters: Adapters = None) -> Tensor:
         q, k, v = self._project(x, context, adapters)
-        return self._attend(q, k, v, context)
+        return self._finish(self._attend(q, k, v, context), x)
 
     def extend(
         self, x: Tensor, cache: AttentionCache, context: Extension, adapters: Adapters = None
@@ -73,12 +77,14 @@ class Attention(Part):
         bound = context.start + x.shape[1]
         cache.keys[:, :, context.start : bound] = k
         cache.values[:, :, context.start : bound] = v
-        return self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
+        y = self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
+        return self._finish(y, x)
 
     def tree(
         self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
     ) -> Tensor:
-        qkv = project_together(x, self.products()[0])
+        projected = project_together(x, self.products()[0])
+        qkv = projected[..., : sum(self._widths)]
         if adapters is not None:
             qkv = qkv + torch.cat([own(x) for own in adapters], dim=-1)
         if self.normed:
@@ -87,11 +93,18 @@ class Attention(Part):
             qkv, cache.keys, cache.values, cache.rotary,
             call.topology, call.steering, call.first, call.bound, self.scale,
         )  # fmt: skip
+        if self.gated:
+            y = ops.sigmoid_gated(y, projected[..., sum(self._widths) :])
         return project_parts(y, self.o_proj)
 
+    @property
+    def _widths(self) -> list[int]:
+        """Of q, k and v."""
+        return [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
+
     def _norm_heads(self, qkv: Tensor) -> Tensor:
-        widths = [proj.out_features for proj in self.products()[0]]
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in qkv.split(widths, dim=-1))
+        heads = (each.unflatten(-1, (-1, self.head_dim)) for each in qkv.split(self._widths, -1))
+        q, k, v = heads
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-2).flatten(-2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
@@ -99,4 +112,7 @@ class Attention(Part):
             q.transpose(1, 2), k, v, attn_mask=context.mask, is_causal=context.mask is None,
             scale=self.scale, enable_gqa=True,
         )  # fmt: skip
-        return self.o_proj(y.transpose(1, 2).flatten(-2))
+        return y.transpose(1, 2).flatten(-2)
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.o_proj(naive.sigmoid_gated(y, self.gate_proj(x)) if self.gated else y)

@@ -388,21 +388,21 @@ def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection
     return lambda values, config, stored: lambda name: Source((translated(name, words),))
 
 
-_MAMBA_IN_LLAMA = Layout(MAMBA_IN_LLAMA, "llama", _mamba_in_llama, _as_it_is, config_keys.LLAMA)
-_LLAMA = Layout(LLAMA, "llama", _llama, _as_it_is, config_keys.LLAMA)
-_MAMBA2 = Layout(MAMBA2, "mamba2", _mamba2, _backbone("embeddings"), config_keys.MAMBA2)
+_MAMBA_IN_LLAMA = Layout(MAMBA_IN_LLAMA, ("llama",), _mamba_in_llama, _as_it_is, config_keys.LLAMA)
+_LLAMA = Layout(LLAMA, ("llama",), _llama, _as_it_is, config_keys.LLAMA)
+_MAMBA2 = Layout(MAMBA2, ("mamba2",), _mamba2, _backbone("embeddings"), config_keys.MAMBA2)
 _STATE_SPACES = Layout(
-    STATE_SPACES, "", _state_spaces, _backbone("embedding"), config_keys.STATE_SPACES
+    STATE_SPACES, (), _state_spaces, _backbone("embedding"), config_keys.STATE_SPACES
 )
-_OWN = Layout(OWN, MODEL_TYPE, _own, _as_it_is, config_keys.TRANSFORMERS)
+_OWN = Layout(OWN, (MODEL_TYPE,), _own, _as_it_is, config_keys.TRANSFORMERS)
 LAYOUTS = tuple(
     layout.name for layout in (_MAMBA_IN_LLAMA, _LLAMA, _MAMBA2, _STATE_SPACES, *FAMILIES)
 )
 
 # What neither of MambaInLlama's two files has a word for
 _BEYOND_MAMBA_IN_LLAMA = (
-    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "mlp_kind",
-    "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias",
+    "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "attention_gate",
+    "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias",
 )  # fmt: skip
 _USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), num_heads=1,
                       num_kv_heads=1, head_dim=2)  # fmt: skip

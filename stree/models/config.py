@@ -78,10 +78,12 @@ class HybridConfig:
     attention_scale: float | None = None  # of the scores; None: head_dim^−½
     attention_bias: bool = False  # of all four projections
     qk_norm: bool = False  # RMS norms of each head's q and k, before the rotation
+    attention_gate: bool = False  # what heads give is multiplied by a sigmoid of the layer's input
 
     mlp_kind: str = "swiglu"  # one of MLP_KINDS
     mlp_bias: bool = False  # of the shared MLP and the experts' latent projections, too
     shared_intermediate_size: int = 0  # width of "shared_mlp"
+    shared_gate: bool = False  # what it gives is multiplied by a sigmoid of its input, one a token
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0

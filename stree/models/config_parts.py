@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from stree.errors import CheckpointRefused
@@ -12,10 +12,15 @@ from stree.models.config import MAX_LAYERS, ROPE_LENGTH, ROPE_NUMBERS
 
 
 def rope(
-    values: CheckedJson, usual_share: float = 1.0, usual_theta: float = 10000.0
+    values: CheckedJson,
+    usual_share: float = 1.0,
+    usual_theta: float = 10000.0,
+    ignored: Collection[str] = (),
 ) -> tuple[float, dict[str, Any] | None, float]:
     """Base, scaling and rotated share of a head, from transformers 4's two keys or transformers 5's
     `rope_parameters`. Where a layout rotates all of a head, no other share is read.
+
+    ignored, keys of the table on which nothing depends.
 
     Which of the two tables counts where both are given depends on the version of transformers, so
     they have to say the same.
@@ -23,7 +28,7 @@ def rope(
     theta = values.number("rope_theta", usual_theta)
     values.require("partial_rotary_factor", usual_share, default=usual_share)
     tables = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
-    said = [_rope_table(values, name, theta, usual_share) for name in tables]
+    said = [_rope_table(values, name, theta, usual_share, ignored) for name in tables]
     if any(each != said[0] for each in said):
         raise CheckpointRefused(
             f"{values.path} has rope_parameters and rope_scaling that differ: delete the one that "
@@ -33,7 +38,7 @@ def rope(
 
 
 def _rope_table(
-    values: CheckedJson, name: str, theta: float, usual_share: float
+    values: CheckedJson, name: str, theta: float, usual_share: float, ignored: Collection[str]
 ) -> tuple[float, dict[str, Any] | None, float]:
     table = values[name]
     if not isinstance(table, Mapping):
@@ -63,7 +68,7 @@ def _rope_table(
         raise CheckpointRefused(
             f"{values.path} asks for rope type {kind!r:.99}; supported are 'default' and 'llama3'"
         )
-    rope.refuse_unread()
+    rope.refuse_unread(ignored)
     return theta, scaling, share
 
 

@@ -90,7 +90,8 @@ def load_model(
         weights = {}
         for name, source in sources.items():
             tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
-            weights[name] = tensor.to(device, _dtype_of(name, dtype), copy=True)
+            kept_in = _widened(dtype) if source.wide else _dtype_of(name, dtype)
+            weights[name] = tensor.to(device, kept_in, copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
     return model.eval()
 
@@ -200,9 +201,11 @@ def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path)
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    if name.endswith(_ALWAYS_FP32):
-        return torch.promote_types(dtype, torch.float32)
-    return dtype
+    return _widened(dtype) if name.endswith(_ALWAYS_FP32) else dtype
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ def make_part(kind: str, config: HybridConfig) -> nn.Module:
     if kind == "mlp":
         return MLP(config, config.intermediate_size)
     if kind == "shared_mlp":
-        return MLP(config, config.shared_intermediate_size)
+        return MLP(config, config.shared_intermediate_size, gated=config.shared_gate)
     classes = {
         "attention": Attention, "mamba": Mamba2, "short_conv": ShortConv,
         "gated_delta": GatedDeltaNet, "experts": Experts,

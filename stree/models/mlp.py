@@ -17,9 +17,12 @@ ALL_ROWS = 64  # whose outputs of all experts exist at once
 
 
 class MLP(Part):
-    """down(silu(gate)·up), or what else `HybridConfig.mlp_kind` says."""
+    """down(silu(gate)·up), or what else `HybridConfig.mlp_kind` says.
 
-    def __init__(self, config: HybridConfig, width: int) -> None:
+    gated, multiplied by a sigmoid of the input, one a token.
+    """
+
+    def __init__(self, config: HybridConfig, width: int, *, gated: bool = False) -> None:
         super().__init__()
         self.kind = config.mlp_kind
         bias = config.mlp_bias
@@ -27,6 +30,9 @@ class MLP(Part):
             self.gate_proj = nn.Linear(config.d_model, width, bias=bias)
         self.up_proj = nn.Linear(config.d_model, width, bias=bias)
         self.down_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.gated = gated
+        if gated:
+            self.gate = nn.Linear(config.d_model, 1, bias=False)
 
     def _read(self) -> tuple[nn.Linear, ...]:
         return (self.up_proj,) if self.kind == "relu2" else (self.gate_proj, self.up_proj)
@@ -36,22 +42,27 @@ class MLP(Part):
 
     def forward(self, x: Tensor, context: Pass, adapter: nn.Module | None = None) -> Tensor:
         if self.kind == "swiglu" and adapter is None:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self._finish(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), x)
         y = torch.cat([projection(x) for projection in self._read()], dim=-1)
-        return self.down_proj(activated(y if adapter is None else y + adapter(x), self.kind))
+        y = self.down_proj(activated(y if adapter is None else y + adapter(x), self.kind))
+        return self._finish(y, x)
 
     def tree(self, x: Tensor, cache: None, call: Pass, adapter: nn.Module | None = None) -> Tensor:
         if not ops.fused(x.device, x.dtype):
             return self(x, call, adapter)[None]
         if self.kind == "swiglu" and adapter is None and self.up_proj.bias is None:
             y = ops.linear_swiglu(x, joined_of(self._read()).weight)
-            return project_parts(y, self.down_proj)
+            return self._finish(project_parts(y, self.down_proj), x)
         read = self._read()
         y = project(x, read[0]) if len(read) == 1 else project_together(x, read)
         if adapter is not None:
             y = y + adapter(x)
         y = ops.swiglu(y) if self.kind == "swiglu" else activated(y, self.kind)
-        return project_parts(y, self.down_proj)
+        return self._finish(project_parts(y, self.down_proj), x)
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""
+        return y * self.gate(x).sigmoid().to(y.dtype) if self.gated else y
 
 
 def activated(y: Tensor, kind: str) -> Tensor:
@@ -67,8 +78,9 @@ def activated(y: Tensor, kind: str) -> Tensor:
 class Experts(Part):
     """MLPs of which a router chooses a few a token, and weighs what they give.
 
-    Router softmax: the best logits, softmax over those. Sigmoid (DeepSeek-V3): the best scores,
-    corrected for the choice alone, within the best groups of experts; normalised if asked, scaled.
+    Router softmax: the best logits, softmax over those, or over all if not normalised. Sigmoid
+    (DeepSeek-V3): the best scores, corrected for the choice alone, within the best groups of
+    experts; normalised if asked, scaled.
     No step waits for the device, so that calls can be captured.
     """
 
@@ -119,7 +131,9 @@ class Experts(Part):
         logits = F.linear(rows.to(dtype), self.router.weight.to(dtype))
         if config.router == "softmax":
             best, chosen = logits.topk(config.experts_per_token, dim=-1)
-            return best.softmax(-1) * config.router_scale, chosen
+            others = best if config.router_normalised else logits
+            shares = (best - others.logsumexp(-1, keepdim=True)).exp()
+            return shares * config.router_scale, chosen
         scores = logits.sigmoid()
         corrected = scores + self.correction_bias
         if config.router_top_groups < config.router_groups:

@@ -26,12 +26,14 @@ Make = Callable[[Tensor], Tensor]
 class Source:
     """The stored tensors of a parameter, and what makes it of them.
 
-    shape, each stored tensor's; None: that of the parameter.
+    shape, each stored tensor's; None: that of the parameter. wide: it stays in fp32 whatever the
+    rest is loaded in.
     """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
     shape: tuple[int, ...] | None = None
+    wide: bool = False
 
 
 Rename = Callable[[str], Source]  # our parameter's name to where it comes from
@@ -47,7 +49,7 @@ class Layout:
     """
 
     name: str
-    model_type: str
+    model_types: tuple[str, ...]
     spec: Callable[[CheckedJson], HybridConfig]
     rename: Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]
     without_effect: frozenset[str]
@@ -55,7 +57,7 @@ class Layout:
 
     def matches(self, values: CheckedJson) -> bool:
         """Whether config.json is one of this layout."""
-        return values.get("model_type") == self.model_type
+        return values.get("model_type") in self.model_types
 
 
 def translated(name: str, words: Mapping[str, str]) -> str:
@@ -85,6 +87,12 @@ def scaled_rows(factors: Sequence[float], sizes: Sequence[int]) -> Make:
     return make
 
 
+def plus_one(tensor: Tensor) -> Tensor:
+    """The scale 1 + w of a norm that is stored as w, in fp32 or wider: in bf16 most of w's digits
+    would be lost beside the 1 (load it `wide`)."""
+    return tensor.to(naive.accumulation_dtype(tensor.dtype)) + 1
+
+
 def half(second: bool) -> Make:
     """One of two projections that are stored one above the other."""
     return lambda tensor: tensor.chunk(2)[second]
@@ -92,6 +100,11 @@ def half(second: bool) -> Make:
 
 def stacked(*tensors: Tensor) -> Tensor:
     return torch.stack(tensors)
+
+
+def stacked_pairs(*tensors: Tensor) -> Tensor:
+    """Each first of two above its second."""
+    return torch.stack([torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)])
 
 
 def rotary_order(config: HybridConfig) -> Make:

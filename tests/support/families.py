@@ -23,6 +23,12 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
 )
@@ -154,9 +160,54 @@ def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
     ))  # fmt: skip
 
 
+def _gated_delta(draw: random.Random, vocab: int) -> dict[str, Any]:
+    """What Qwen3-Next's and Qwen3.5's configs have in common."""
+    common, rope = _common(draw, vocab), _rope(draw)["rope_parameters"]
+    head_dim, rotary_share = draw.choice([(8, 0.25), (8, 0.5), (16, 0.25), (12, 0.5), (8, 1.0)])
+    key_heads = draw.choice([1, 2, 3])
+    mixers = draw.choice([
+        ["linear_attention", "full_attention", "linear_attention"],
+        ["linear_attention", "linear_attention", "full_attention"],
+    ])  # fmt: skip
+    return {
+        **common, "head_dim": head_dim, "num_hidden_layers": len(mixers), "layer_types": mixers,
+        "rope_parameters": {**rope, "partial_rotary_factor": rotary_share},
+        "attention_bias": _coin(draw), "tie_word_embeddings": _coin(draw), "rms_norm_eps": 1e-4,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice([1, 2, 3]),
+        "linear_key_head_dim": draw.choice([4, 6, 8]),
+        "linear_value_head_dim": draw.choice([4, 6, 8]),
+        "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
+    }  # fmt: skip
+
+
+def _qwen_experts(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_experts": draw.choice([4, 5]), "num_experts_per_tok": draw.choice([1, 2, 3]),
+        "moe_intermediate_size": draw.choice([12, 20]),
+        "shared_expert_intermediate_size": draw.choice([12, 28]),
+    }  # fmt: skip
+
+
+def _qwen3_next(draw: random.Random, vocab: int) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(
+        **_gated_delta(draw, vocab), **_qwen_experts(draw), norm_topk_prob=_coin(draw),
+        decoder_sparse_step=draw.choice([1, 1, 2]), mlp_only_layers=draw.choice([[], [0]]),
+    ))  # fmt: skip
+
+
+def _qwen3_5(draw: random.Random, vocab: int) -> PreTrainedModel:
+    common = _gated_delta(draw, vocab)
+    common["rope_parameters"] |= {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
+    if _coin(draw):
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common))
+    del common["intermediate_size"]
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**common, **_qwen_experts(draw)))
+
+
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
-    "lfm2": _lfm2, "zamba": _zamba,
+    "lfm2": _lfm2, "zamba": _zamba, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5,
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from stree.models.families import (
     granite_moe_hybrid,
     lfm2,
     nemotron_h,
+    qwen3_5,
+    qwen3_next,
     zamba2,
 )
 
@@ -16,4 +18,6 @@ FAMILIES = (
     falcon_h1.LAYOUT,
     lfm2.LAYOUT,
     zamba2.LAYOUT,
+    qwen3_next.LAYOUT,
+    qwen3_5.LAYOUT,
 )

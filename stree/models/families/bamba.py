@@ -63,4 +63,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("Bamba", "bamba", spec, rename, config_keys.BAMBA)
+LAYOUT = Layout("Bamba", ("bamba",), spec, rename, config_keys.BAMBA)

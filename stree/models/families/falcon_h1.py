@@ -93,4 +93,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("FalconH1", "falcon_h1", spec, rename, config_keys.FALCON_H1)
+LAYOUT = Layout("FalconH1", ("falcon_h1",), spec, rename, config_keys.FALCON_H1)

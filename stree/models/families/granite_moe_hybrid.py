@@ -114,5 +114,5 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
 
 LAYOUT = Layout(
-    "GraniteMoeHybrid", "granitemoehybrid", spec, rename, config_keys.GRANITE_MOE_HYBRID
+    "GraniteMoeHybrid", ("granitemoehybrid",), spec, rename, config_keys.GRANITE_MOE_HYBRID
 )

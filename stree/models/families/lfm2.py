@@ -82,4 +82,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return lambda name: Source((translated(name, WORDS),))
 
 
-LAYOUT = Layout("LFM2", "lfm2", spec, rename, config_keys.LFM2)
+LAYOUT = Layout("LFM2", ("lfm2",), spec, rename, config_keys.LFM2)

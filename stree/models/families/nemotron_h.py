@@ -144,5 +144,5 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
 
 LAYOUT = Layout(
-    "NemotronH", "nemotron_h", spec, rename, config_keys.NEMOTRON_H, MULTI_TOKEN_PREDICTION
+    "NemotronH", ("nemotron_h",), spec, rename, config_keys.NEMOTRON_H, MULTI_TOKEN_PREDICTION
 )

@@ -142,4 +142,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("Zamba2", "zamba2", spec, rename, config_keys.ZAMBA2)
+LAYOUT = Layout("Zamba2", ("zamba2",), spec, rename, config_keys.ZAMBA2)

@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, steering_of, topology_of
 
 from stree.models.cache import GatedDeltaCache
 from stree.models.config import HybridConfig
-from stree.models.families.qwen3_next import split_by_key_head
+from stree.models.families.qwen3_next import of_key_heads
 from stree.models.gated_delta import GatedDeltaNet
 from stree.models.parts import Extension, Sequences, TreeCall
 from stree.tree import TokenTree
@@ -80,8 +80,9 @@ def test_equals_transformers(shape, family):
     layer = theirs(shape, family)
     weights = dict(layer.state_dict())
     if family == "qwen3_next":
-        interleaved = (weights.pop(f"in_proj_{name}.weight") for name in ("qkvz", "ba"))
-        weights |= split_by_key_head(*interleaved, shape)
+        for ours, (place, make) in of_key_heads(shape).items():
+            weights[f"{ours}.weight"] = make(weights[f"{place}.weight"])
+        del weights["in_proj_qkvz.weight"], weights["in_proj_ba.weight"]
     mixer = mixer_of(shape)
     mixer.load_state_dict(weights)
     x = tokens(2, 70, dtype=torch.float32).cpu()
