@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
-from stree.models.cache import HybridCache, MambaCache
+from stree.models.cache import GatedDeltaCache, HybridCache, MambaCache
 from stree.models.hybrid import HybridModel
 from stree.models.parts import Part
 from stree.rows import Rows
@@ -90,13 +90,17 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
 
 
 def memory(target: HybridModel, num_nodes: int) -> list[Row]:
-    """Bytes that a tree needs in Mamba-2 layers beside the state, over a state a node."""
+    """Bytes that a tree needs in recurrent layers beside the state, over a state a node."""
     kept = {}
     for size in (1, num_nodes):
         cache = target.new_cache(16, size)
-        layers = [layer for layer in cache.layers if isinstance(layer, MambaCache)]
+        layers = [
+            layer for layer in cache.layers if isinstance(layer, MambaCache | GatedDeltaCache)
+        ]
         buffers = [layer.rows for layer in layers]
         for layer in layers:
+            if isinstance(layer, GatedDeltaCache):
+                buffers.append(layer.updates)
             if layer.derived is not None:
                 buffers += [layer.derived.xb, layer.derived.steps]
         kept[size] = sum(each.nbytes for each in buffers)

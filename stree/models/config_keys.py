@@ -96,13 +96,10 @@ QWEN3_NEXT = _FAMILY | _keys("""
     num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
 """)
 
-# The data type of states, which ours have whatever it says; weights that decoding does without.
+# The data type of states, which ours have whatever it says; weights that decoding does without;
+# what a checkpoint that also sees has beside its `text_config`.
 QWEN3_5 = _FAMILY | _keys("""
     router_aux_loss_coef output_router_logits mlp_only_layers mamba_ssm_dtype
     mtp_num_hidden_layers mtp_use_dedicated_embeddings
-""")
-
-# Of what a checkpoint that also sees has beside its `text_config`.
-QWEN3_5_VISION = TRANSFORMERS | _keys("""
     vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
 """)

@@ -45,6 +45,12 @@ MAMBA_KEYS = (
 )  # fmt: skip
 ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_dim")
 ATTENTION_ONLY = CONFIG.replace(attn_layers=(0, 1, 2, 3), **dict.fromkeys(MAMBA_KEYS, 0))
+GATED_DELTA = CONFIG.replace(
+    layer_types=("gated_delta mlp", "attention experts+shared_mlp"), num_layers=2, attn_layers=(),
+    num_delta_heads=4, num_delta_key_heads=2, delta_key_dim=8, delta_value_dim=12,
+    attention_gate=True, num_experts=4, experts_per_token=2, expert_intermediate_size=8,
+    shared_intermediate_size=8, shared_gate=True,
+)  # fmt: skip
 PROMPTS = [{"id": str(i), "category": "sums", "turns": [f"What is {i} plus 2?"]} for i in range(3)]
 
 
@@ -336,9 +342,10 @@ def test_an_evaluation_takes_at_most_the_disk_that_was_estimated(workspace, fini
     assert "7 are there" in capsys.readouterr().out
 
 
-def test_activations_are_those_of_the_real_model():
+@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+def test_activations_are_those_of_the_real_model(config):
     """On the model itself, with real tensors, precision by precision."""
-    model = HybridModel(CONFIG)
+    model = HybridModel(config)
     tokens = torch.zeros(2, 48, dtype=torch.long)
     for precision, dtype in (("32-true", None), ("bf16-mixed", torch.bfloat16)):
         sizes, kept = {}, []
@@ -353,16 +360,17 @@ def test_activations_are_those_of_the_real_model():
             model.hidden_states(tokens, torch.zeros_like(tokens))
         for parameter in model.parameters():
             sizes.pop(parameter.data_ptr(), None)
-        estimated = estimates.activation_bytes(CONFIG, (2, 48), precision)
+        estimated = estimates.activation_bytes(config, (2, 48), precision)
         assert estimated == pytest.approx(sum(sizes.values()), rel=0.02)
 
 
-def test_caches_and_weights_are_counted_as_they_are():
-    cache = HybridCache(CONFIG, 100, 13)
+@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+def test_caches_and_weights_are_counted_as_they_are(config):
+    cache = HybridCache(config, 100, 13)
     values = [getattr(layer, f.name) for layer in cache.layers for f in fields(layer)]
     tensors = {v.data_ptr(): v.nbytes for v in values if isinstance(v, torch.Tensor)}
-    assert estimates.cache_bytes(CONFIG, 100, 13, torch.float32) == sum(tensors.values())
-    assert estimates.num_parameters(CONFIG) == HybridModel(CONFIG).num_parameters()
+    assert estimates.cache_bytes(config, 100, 13, torch.float32) == sum(tensors.values())
+    assert estimates.num_parameters(config) == HybridModel(config).num_parameters()
 
 
 def test_a_cached_target_takes_no_memory():

@@ -37,6 +37,7 @@ def test_numbers_that_do_not_fit_are_named(changes, complaint):
         ({"layer_types": ("mamba",) * 3, "attn_layers": (1,)}, "attn_layers .* leave them out"),
         ({"layer_types": ("experts",) * 3}, "set num_experts, experts_per_token"),
         ({"layer_types": ("shared_mlp",) * 3}, "set shared_intermediate_size"),
+        ({"layer_types": ("gated_delta",) * 3}, "set num_delta_heads, num_delta_key_heads"),
         ({"rotary_dim": 3}, "rotary_dim is 3, it must be even"),
         ({"rotary_dim": 10}, "at most head_dim = 8"),
         ({"mlp_kind": "relu"}, "mlp_kind is 'relu', it must be one of swiglu"),
