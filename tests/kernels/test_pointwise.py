@@ -29,6 +29,18 @@ def test_add_rms_norm(shape, dtype):
         assert relative_error(got[1], wanted[1]) < TOLERANCE[dtype]
 
 
+def test_a_scale_in_more_bits_is_not_rounded():
+    """Of 1 + 3·2⁻⁹ bf16 makes another number, which shows in most products."""
+    x = normal(1, 5, 1000, dtype=torch.bfloat16)
+    scale = torch.full((1000,), 1.0 + 3 * 2**-9, device=DEVICE)
+    for add_rms_norm in (naive.add_rms_norm, pointwise.add_rms_norm):
+        fine, coarse = (add_rms_norm(x, None, each, 1e-5)[1] for each in (scale, scale.bfloat16()))
+        assert fine.dtype == coarse.dtype == torch.bfloat16
+        assert 0.1 < float(fine.ne(coarse).float().mean()) < 1
+    got, wanted = pointwise.add_rms_norm(x, None, scale, 1e-5), naive.rms_norm(x, scale, 1e-5)
+    assert relative_error(got[1], wanted) < TOLERANCE[torch.bfloat16]
+
+
 @each_dtype
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_rms_norm(groups, dtype):

@@ -106,6 +106,28 @@ def test_prefill_trees_and_commits(root, family, seed):
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
 @torch.no_grad()
+def test_sequences_of_a_batch_see_nothing_of_each_other(root, family, seed):
+    """Prompts and accepted paths of different lengths, then a second tree."""
+    model, tree = in_fp64(root, family, seed), TokenTree.paper()
+    draw = torch.Generator().manual_seed(seed)
+    lines = [torch.randint(VOCAB, (1, length), generator=draw) for length in (7, 2)]
+    paths = [tree.path_to(tree.num_nodes - 1), tree.path_to(1)]
+    cache = model.new_cache(max_length=32, max_nodes=tree.num_nodes, batch=2)
+    for row, line in enumerate(lines):
+        model.prefill(line, cache.at(row))
+    for _ in range(2):
+        nodes = torch.randint(VOCAB, (2, tree.num_nodes), generator=draw)
+        logits = model.tree_forward(nodes, tree, cache, bound=32)
+        for row, path in enumerate(paths):
+            line = lines[row] = torch.cat([lines[row], nodes[row : row + 1, path]], dim=1)
+            assert relative(logits[row, path[-1]], model(line)[0, -1]) <= 1e-9, row
+        longest = max(map(len, paths))
+        padded = [[*path, *[0] * (longest - len(path))] for path in paths]
+        cache.accept(torch.tensor(padded), torch.tensor([len(path) for path in paths]))
+
+
+@pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
+@torch.no_grad()
 def test_greedy_trees_are_lossless(root, family, seed):
     """A drafter cut from the target, and a decoder with a tree: the target's own choices."""
     model = in_fp64(root, family, seed)
