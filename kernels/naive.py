@@ -488,6 +488,15 @@ def gated(y: Tensor, gate: Tensor) -> Tensor:
     return (y.to(dtype) * F.silu(gate.to(dtype))).to(y.dtype)
 
 
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
+    """The norm of each head of q and k in qkv (…, (H + 2·num_k)·P), q, k and v side by side, with
+    one weight (P,) each; v stays."""
+    heads = qkv.unflatten(-1, (-1, len(q_weight)))
+    q, k, v = heads.split([heads.shape[-2] - 2 * num_k, num_k, num_k], dim=-2)
+    q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return torch.cat([q, k, v], dim=-2).flatten(-2)
+
+
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
     """y·sigmoid(gate) in y's dtype."""
     dtype = accumulation_dtype(y.dtype)

@@ -162,9 +162,14 @@ def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _module("pointwise", y).gate_normed(y, gate, weight, eps)
 
 
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
+    """See `naive.norm_heads`."""
+    return _module("pointwise", qkv).norm_heads(qkv, q_weight, k_weight, eps, num_k)
+
+
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
-    """See `naive.sigmoid_gated`, which serves every device so far."""
-    return naive.sigmoid_gated(y, gate)
+    """See `naive.sigmoid_gated`."""
+    return _module("pointwise", y).sigmoid_gated(y, gate)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

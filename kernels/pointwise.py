@@ -1,7 +1,7 @@
 """The small ops between matrix products, each in one launch (Triton).
 
-Norm with residual, gated norm, SwiGLU, and the end of a tree call. Roundings follow the naive
-twins: what they store in a narrow type in between is rounded here too.
+Norm with residual, gated norm, norms of heads, gates, and the end of a tree call. Roundings follow
+the naive twins: what they store in a narrow type in between is rounded here too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Steering
 
 # What was fastest on an H200, or as fast as the rest
-SWIGLU_BLOCK = 1024
-SWIGLU_WARPS = 4
+GATE_BLOCK = 1024  # channels of a gate that a program takes
+GATE_WARPS = 4
 GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm takes, at least one
 
 
@@ -65,13 +65,40 @@ def _gated(
     return out
 
 
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
+    """`naive.norm_heads` in one launch; qkv (B, Q, E) with unit last stride."""
+    assert qkv.stride(-1) == 1
+    width, rows = len(q_weight), qkv.flatten(0, -2)
+    num_heads = qkv.shape[-1] // width
+    out = qkv.new_empty(qkv.shape)
+    block = triton.next_power_of_2(width)
+    together = max(1, min(triton.next_power_of_2(num_heads), GATED_BLOCK // block))
+    heads_kernel[(len(rows), triton.cdiv(num_heads, together))](
+        rows, rows.stride(0), q_weight, k_weight, out, num_heads, num_k, width, eps,
+        HEADS=together, BLOCK=block, num_warps=warps(block * together), **overlapping(qkv),
+    )  # fmt: skip
+    return out
+
+
+def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """`naive.sigmoid_gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    assert y.is_contiguous() and gate.stride(-1) == 1
+    gate, width = gate.flatten(0, -2), y.shape[-1]
+    out = torch.empty_like(y)
+    sigmoid_kernel[(len(gate), triton.cdiv(width, GATE_BLOCK))](
+        y, gate, gate.stride(0), out, width,
+        BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y),
+    )  # fmt: skip
+    return out
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """`naive.swiglu` in one launch; gate_up (…, 2·I) contiguous."""
     assert gate_up.is_contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    swiglu_kernel[(out.numel() // width, triton.cdiv(width, SWIGLU_BLOCK))](
-        gate_up, out, width, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS, **overlapping(gate_up)
+    swiglu_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
+        gate_up, out, width, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(gate_up)
     )
     return out
 
@@ -130,6 +157,37 @@ def normed(wide, scale, width, eps, dtype: tl.constexpr):
     """Rows divided by their root mean squares, rounded to the dtype, scaled and rounded again."""
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)[:, None]
     return (scale.to(tl.float32) * wide.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def heads_kernel(
+    qkv, stride, q_weight, k_weight, out, num_heads, num_k, width, eps,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    mask = (head < num_heads) & (channel < width)
+    q_scale = load_kept(q_weight + channel, channel < width)
+    k_scale = load_kept(k_weight + channel, channel < width)
+    follow(OVERLAPS)
+    at = head * width + channel
+    value = tl.load(qkv + row * stride + at, mask=mask, other=0.0)
+    scale = tl.where(head < num_heads - 2 * num_k, q_scale, k_scale)
+    y = normed(value.to(tl.float32), scale, width, eps, value.dtype)
+    y = tl.where(head < num_heads - num_k, y, value)
+    tl.store(out + row * num_heads * width + at, y, mask=mask)
+
+
+@triton.jit
+def sigmoid_kernel(y, gate, gate_stride, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    follow(OVERLAPS)
+    value = tl.load(y + row * width + at, mask=mask, other=0.0)
+    opened = tl.sigmoid(tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(out + row * width + at, (value.to(tl.float32) * opened).to(value.dtype), mask=mask)
 
 
 @triton.jit

@@ -84,28 +84,20 @@ class Attention(Part):
         self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
     ) -> Tensor:
         projected = project_together(x, self.products()[0])
-        qkv = projected[..., : sum(self._widths)]
+        width = sum(each.out_features for each in (self.q_proj, self.k_proj, self.v_proj))
+        qkv, gate = projected[..., :width], projected[..., width:]
         if adapters is not None:
             qkv = qkv + torch.cat([own(x) for own in adapters], dim=-1)
         if self.normed:
-            qkv = self._norm_heads(qkv)
+            scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
+            qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
         y = ops.attend_tree(
             qkv, cache.keys, cache.values, cache.rotary,
             call.topology, call.steering, call.first, call.bound, self.scale,
         )  # fmt: skip
         if self.gated:
-            y = ops.sigmoid_gated(y, projected[..., sum(self._widths) :])
+            y = ops.sigmoid_gated(y, gate)
         return project_parts(y, self.o_proj)
-
-    @property
-    def _widths(self) -> list[int]:
-        """Of q, k and v."""
-        return [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
-
-    def _norm_heads(self, qkv: Tensor) -> Tensor:
-        heads = (each.unflatten(-1, (-1, self.head_dim)) for each in qkv.split(self._widths, -1))
-        q, k, v = heads
-        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-2).flatten(-2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
         y = F.scaled_dot_product_attention(

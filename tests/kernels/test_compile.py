@@ -13,7 +13,7 @@ KERNELS = {
     "norm_kernel", "swiglu_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
     "embed_kernel", "root_kernel", "share_kernel", "uniforms_kernel",
-    "gated_delta_kernel", "gated_delta_chain_kernel",
+    "heads_kernel", "sigmoid_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
 }  # fmt: skip
 
 

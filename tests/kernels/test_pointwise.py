@@ -62,6 +62,28 @@ def test_gate_normed(heads, width, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("num_q, num_k, width", [(1, 1, 18), (6, 2, 64), (5, 5, 20)])
+def test_norm_heads(num_q, num_k, width, dtype):
+    wide = normal(2, 5, (num_q + 2 * num_k) * width + 9, dtype=dtype)
+    q_weight, k_weight = normal(width, seed=1), normal(width, seed=2)
+    arguments = (wide[..., :-9], q_weight, k_weight, 1e-5, num_k)
+    got, wanted = pointwise.norm_heads(*arguments), naive.norm_heads(*arguments)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    values = num_k * width
+    assert torch.equal(got[..., -values:], wide[..., -values - 9 : -9])
+    assert not torch.equal(got[..., :width], wide[..., :width])
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [7, 1100])
+def test_sigmoid_gated(width, dtype):
+    y, wide = normal(2, 3, width, dtype=dtype), normal(2, 3, width + 9, seed=1, dtype=dtype)
+    arguments = y, wide[..., 9:]
+    got, wanted = pointwise.sigmoid_gated(*arguments), naive.sigmoid_gated(*arguments)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@each_dtype
 @pytest.mark.parametrize("width", [7, 1024, 1100])
 def test_swiglu(width, dtype):
     gate_up = normal(2, 3, 2 * width, dtype=dtype)

@@ -1,10 +1,10 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer in the shapes of
-Qwen3.5-27B takes a tree and a single token. Each launch is compiled with the very arguments it has
-there, and not run. Prints a line a launch: kernel, warps, instructions of its
-machine code, stores of spilled registers among them, bytes of shared memory.
+of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
+attention in the shapes of Qwen3.5-27B take a tree and a single token. Each launch is compiled with
+the very arguments it has there, and not run. Prints a line a launch: kernel, warps, instructions of
+its machine code, stores of spilled registers among them, bytes of shared memory.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -69,7 +69,7 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
 
 
 def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
-    """A call of a gated-delta layer over a star."""
+    """A call of a gated-delta layer over a star, and an attention layer's norms and gate."""
     shape = GatedDeltaShape(48, 16, 128, 128, 4)
     tree = balanced([num_nodes - 1], "star") if num_nodes > 1 else TokenTree.chain(0)
 
@@ -99,6 +99,8 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
         0,
     )  # fmt: skip
     ops.gate_normed(y, projected[..., : shape.d_inner], zeros(shape.value_dim), 1e-6)
+    qkv, scale = zeros(1, num_nodes, (24 + 2 * 4) * 256), zeros(256, dtype=wide)
+    ops.sigmoid_gated(ops.norm_heads(qkv, scale, scale, 1e-6, 4), qkv)
 
 
 def main() -> None:
