@@ -16,8 +16,8 @@ from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
 from stree_kernels import ops
 
-SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1}
-SHORT = "bamba"  # in a short run
+SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1}
+SHORT = ("bamba", "qwen3_5")  # in a short run
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def two_calls(model, tree):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=[] if family == SHORT else [pytest.mark.long])
+        pytest.param(family, marks=[] if family in SHORT else [pytest.mark.long])
         for family in FAMILIES
     ],
 )

@@ -9,7 +9,7 @@ from stree.generation import GenerationConfig
 from stree.models.convert import load_config
 from stree_pipelines import distill
 
-SEEDS = {"granite": 3, "nemotron": 3}  # with experts
+SEEDS = {"granite": 3, "nemotron": 3, "qwen3_5": 1}  # with experts
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 from stree.errors import CheckpointRefused
 from stree.models.convert import load_model
 
-SEEDS = {"granite": 3, "nemotron": 3, "zamba": 1}  # with experts, attention and few layers
+# With experts, attention and few layers
+SEEDS = {"granite": 3, "nemotron": 3, "zamba": 1, "qwen3_5": 1}
 TOKENS = torch.arange(9)[None] % VOCAB
 OTHER_KEYS = {
     "rope_parameters": [LLAMA3_ROPE, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}],
