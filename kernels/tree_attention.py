@@ -84,9 +84,11 @@ def attend_tree(
         BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
     )  # fmt: skip
+    # A wider head's tiles would spill most of what four warps' registers hold
+    attend_warps = ATTEND_WARPS if head_dim <= 128 else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
-        num_warps=ATTEND_WARPS, num_stages=1, maxnreg=ATTEND_REGISTERS,
+        num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)

@@ -31,7 +31,7 @@ def default_drafter_layers(target_config: HybridConfig) -> list[int]:
     chosen = alone if len(alone) >= 2 else recurrent
     if len(chosen) < 2:
         raise UsageError(
-            f"the target has {len(chosen)} Mamba-2 layers, a sliced drafter takes 2 by "
+            f"the target has {len(chosen)} recurrent layers, a sliced drafter takes 2 by "
             "default: name the layers to copy, or describe a drafter with random weights"
         )
     return [chosen[0], chosen[-1]]
@@ -43,7 +43,7 @@ def drafter_config_from(
     """The config of a drafter made of `layers` of the target, in the order given.
 
     Args:
-        layers: indices into the target's layers, attention or Mamba-2; None for
+        layers: indices into the target's layers, of any kind; None for
             `default_drafter_layers`.
 
     Raises:

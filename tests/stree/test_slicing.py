@@ -68,5 +68,5 @@ def test_wrong_layers_are_refused(layers, message):
 
 
 def test_a_target_without_two_mamba_layers_needs_a_choice():
-    with pytest.raises(UsageError, match="1 Mamba-2 layers"):
+    with pytest.raises(UsageError, match="1 recurrent layers"):
         slice_drafter(make_target(attn_layers=(0, 1, 2, 3)))

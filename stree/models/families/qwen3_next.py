@@ -126,9 +126,9 @@ def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
 
 
 def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
-    interleaved = of_key_heads(config.gated_delta_shape) if config.has("gated_delta") else {}
-    others = rename_common(config, stored, "model.")
     shape = config.gated_delta_shape
+    interleaved = of_key_heads(shape) if config.has("gated_delta") else {}
+    others = rename_common(config, stored, "model.")
     rows = {
         "in_proj_qkvz": 2 * shape.d_inner + 2 * shape.conv_dims[0],
         "in_proj_ba": 2 * shape.num_heads,
