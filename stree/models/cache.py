@@ -215,6 +215,14 @@ class GatedDeltaCache:
         self.state.zero_()
         self.rows[:, :, : self.shape.tail].zero_()
 
+    def save(self, length: int) -> tuple[Tensor, ...]:
+        return self.state.clone(), self.tail.clone()
+
+    def load(self, saved: tuple[Tensor, ...]) -> None:
+        state, tail = saved
+        self.state.copy_(state)
+        self.tail = tail
+
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
         tail = naive_gated_delta.gated_delta_replay(
