@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stree import threads, verifiers
 from stree.clock import PhaseClock
+from stree.description import counted, described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafter
 from stree.errors import StreeError, UsageError, naming_what_does_not_fit
@@ -29,16 +30,18 @@ from stree.generation import (
     GenerationOutput,
     StopRule,
     not_finite,
-    one_prompt,
     require_partners,
     require_room,
+    require_target,
     require_whole,
     warn_beyond_positions,
 )
 from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes, measure_costs
 from stree.prefixes import Prefixes
+from stree.prompts import one_prompt
 from stree.rows import Rows
+from stree.settings import asked_for, settings_of
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
 from stree.tree import TokenTree
@@ -50,7 +53,8 @@ PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of other
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, how to go on after it, and the tree to do it with (None: the decoder's)."""
+    """A prompt of one sequence, how to go on after it (`transformers`' GenerationConfig will do,
+    too), and the tree to do it with (None: the decoder's)."""
 
     prompt_ids: Sequence[int] | Tensor
     generation: GenerationConfig = GenerationConfig()
@@ -132,6 +136,7 @@ class BatchDecoder:
         verifier: str | Verifier = "coupled",
         num_prefixes: int = 0,
     ) -> None:
+        require_target(target)
         require_whole("max_length", max_length)
         warn_beyond_positions(target.config, max_length)
         require_whole("num_rows", num_rows)
@@ -164,6 +169,11 @@ class BatchDecoder:
         self._sequences: dict[int, _Sequence] = {}
         self._launched: deque[_Launch] = deque()  # steps that are not collected
 
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.tree)
+        size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
+        return f"BatchDecoder({models}, {size}, {placed(self.target)})"
+
     @property
     def num_free_rows(self) -> int:
         """How many more requests can be admitted now."""
@@ -182,13 +192,13 @@ class BatchDecoder:
         row = next(free, None)
         if row is None:
             raise UsageError(
-                f"all {self.num_rows} rows are taken: release one, or make the decoder with more"
+                f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
             )
-        generation, tree = request.generation, request.tree
+        tree, ids = request.tree, one_prompt(request.prompt_ids)
+        prompt, generation = ids.tolist(), settings_of(request.generation).after(ids)
         if tree is None and self.modes is None:
             tree = self.tree
         deepest = tree or (self.modes.deepest if self.modes else self.tree)
-        prompt = one_prompt(request.prompt_ids).tolist()
         if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
                 f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
@@ -250,7 +260,7 @@ class BatchDecoder:
         if keep and self.prefixes is not None:
             self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
-        return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats)
+        return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer)
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""
@@ -262,16 +272,27 @@ class BatchDecoder:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def generate(self, requests: Sequence[Request]) -> list[GenerationOutput]:
+    def generate(
+        self,
+        requests: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
         """Serve all of them, as many at once as there are rows; in the order given.
 
+        Args: requests, each a `Request` with settings of its own; or prompts and how to go on after
+        all of them, as `Decoder.generate` takes them.
         Raises the error of a request that ends with one, or cannot be served; the others end too,
         and their rows are free again.
         """
         if self._sequences:
             raise UsageError(
-                f"{len(self._sequences)} rows are taken: release them, or go on with admit and step"
+                f"rows are taken ({len(self._sequences)}): release them, or go on with admit and "
+                "step"
             )
+        requests = self._requests_of(requests, generation_config, attention_mask, options)
         outputs: dict[int, GenerationOutput] = {}
         served: dict[int, int] = {}
         waiting = list(enumerate(requests))[::-1]
@@ -289,6 +310,17 @@ class BatchDecoder:
             for row in served:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
+
+    def _requests_of(
+        self, given: Any, generation_config: Any, attention_mask: Any, options: dict[str, Any]
+    ) -> list[Request]:
+        several = isinstance(given, list | tuple)
+        if several and (not given or any(isinstance(each, Request) for each in given)):
+            if options or generation_config is not None or attention_mask is not None:
+                raise UsageError("requests have settings of their own: give them no others")
+            return list(given)
+        asked, _ = asked_for(given, generation_config, attention_mask, options, self.tokenizer)
+        return [Request(prompt.tolist(), generation) for prompt, generation in asked]
 
     def _living(self, launch: _Launch) -> list[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 from stree import threads
 from stree.batch import BatchDecoder, Report, Request
 from stree.clock import PAUSED, PhaseClock
+from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.errors import UsageError, naming_what_does_not_fit
-from stree.generation import GenerationConfig, GenerationOutput, one_prompt
+from stree.generation import GenerationConfig, GenerationOutput
 from stree.models.hybrid import HybridModel
+from stree.prompts import chat_ids, text_ids
+from stree.settings import Asked, asked_for
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
@@ -54,28 +58,101 @@ class Decoder:
         self.max_length, self.tokenizer = max_length, tokenizer
         self.eos_token_ids = self.batch.eos_token_ids
 
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.tree)
+        return f"Decoder({models}, max_length {self.max_length}, {placed(self.target)})"
+
     def generate(
         self,
-        prompt_ids: Sequence[int] | Tensor,
-        generation: GenerationConfig = GenerationConfig(),
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Generate after a prompt, or after several, one after the other.
+
+        Args: inputs, the ids of at least one token as a list, an array or tensor (T,) or (1, T), or
+        what a tokenizer returns (`input_ids`, `attention_mask`); several prompts are a list of
+        those, or a tensor (B, T) that is padded, left or right, with its attention_mask.
+        generation_config, ours or `transformers`'; its fields by keyword, as well as do_sample and
+        max_length, win over it. streamer, for one prompt: an object with `put(tokens)` and `end()`
+        such as `transformers.TextStreamer`, ended after an error, too.
+        Returns a `GenerationOutput`, and for several prompts a list of them.
+        Raises `UsageError` when it cannot fit or start, and for what it cannot honour (num_beams,
+        repetition_penalty, …), `InvariantBroken` on NaN logits, `OutOfMemory`.
+        """
+
+        def read() -> Asked:
+            return asked_for(inputs, generation_config, attention_mask, options, self.tokenizer)
+
+        return self._serve(read, streamer)
+
+    def complete(
+        self,
+        text: str | Sequence[str],
+        generation_config: Any = None,
         *,
         streamer: Any = None,
-    ) -> GenerationOutput:
-        """Generate after a prompt.
+        **options: Any,
+    ) -> Any:
+        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        several = isinstance(text, list | tuple)
+        return self._serve(
+            partial(self._read, text_ids, text, several, generation_config, options), streamer
+        )
 
-        Args: prompt_ids, at least one token, as a sequence or a tensor (T,) or (1, T);
-        streamer, an object with `put(tokens)` and `end()` such as `transformers.TextStreamer`,
-        ended after an error, too.
-        Raises `UsageError` when it cannot fit or start, `InvariantBroken` on NaN logits,
-        `OutOfMemory`.
-        """
-        batch = self.batch
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Answer a conversation, `[{"role": "user", "content": "…"}]`, in the form of the
+        tokenizer's chat template, or each of a list of them; a text is one question. As `generate`
+        otherwise."""
+        several = isinstance(messages, list | tuple) and any(
+            isinstance(each, list | tuple | str) for each in messages
+        )
+        return self._serve(
+            partial(self._read, chat_ids, messages, several, generation_config, options), streamer
+        )
+
+    def _read(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        given: Any,
+        several: bool,
+        generation_config: Any,
+        options: dict[str, Any],
+    ) -> Asked:
+        """As `asked_for`, for what the tokenizer encodes first."""
+        if self.tokenizer is None:
+            raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
+        ids = [encode(self.tokenizer, each) for each in (given if several else [given])]
+        asked, _ = asked_for(ids, generation_config, None, options, self.tokenizer)
+        return asked, several
+
+    def _serve(self, read: Callable[[], Asked], streamer: Any) -> Any:
         with ExitStack() as stack:
             if streamer is not None:
                 stack.callback(streamer.end)  # whatever happens: somebody may wait for it
-            prompt = one_prompt(prompt_ids)
-            if streamer is not None:
-                streamer.put(prompt.cpu())
+            asked, several = read()
+            if streamer is not None and len(asked) > 1:
+                raise UsageError(f"got {len(asked)} prompts: a streamer shows one answer at a time")
+            outputs = [self._generate(prompt, config, streamer) for prompt, config in asked]
+        return outputs if several else outputs[0]
+
+    def _generate(
+        self, prompt: Tensor, generation: GenerationConfig, streamer: Any
+    ) -> GenerationOutput:
+        batch = self.batch
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        with ExitStack() as stack:
             stack.enter_context(
                 naming_what_does_not_fit(
                     "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
@@ -119,21 +196,27 @@ class Decoder:
 
 def generate(
     target: Any,
-    prompt_ids: Sequence[int] | Tensor,
-    generation: GenerationConfig = GenerationConfig(),
+    inputs: Any,
+    generation_config: Any = None,
     *,
     drafter: HybridModel | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
-) -> GenerationOutput:
-    """Generate once; a `Decoder` does the same for many prompts without new buffers."""
+    **options: Any,
+) -> Any:
+    """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
     with ExitStack() as stack:
         if streamer is not None:
             stack.callback(streamer.end)
-        prompt = one_prompt(prompt_ids)
+        mask = options.pop("attention_mask", None)
+        asked, _ = asked_for(inputs, generation_config, mask, options, tokenizer)
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
-        max_length = len(prompt) + generation.max_new_tokens + depth + 1
-        decoder = Decoder(target, drafter, tree, max_length=max_length, tokenizer=tokenizer)
+        longest = max(len(prompt) + config.max_new_tokens for prompt, config in asked)
+        decoder = Decoder(
+            target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
+        )
         stack.pop_all()  # from here on the decoder ends it
-    return decoder.generate(prompt, generation, streamer=streamer)
+    return decoder.generate(
+        inputs, generation_config, attention_mask=mask, streamer=streamer, **options
+    )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from stree.description import counted
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -87,14 +89,16 @@ def _token_ids(given: Any) -> tuple[int, ...]:
     several = given.tolist() if hasattr(given, "tolist") else given
     several = several if isinstance(several, list | tuple | set | frozenset) else [several]
     try:
+        if any(isinstance(each, bool) for each in several):
+            raise TypeError
         return tuple(operator.index(each) for each in several)
     except TypeError:
         raise UsageError(f"eos_token_id is {given!r}, wanted a token's id, or several") from None
 
 
-@dataclass
+@dataclass(repr=False)
 class DecodingStats:
-    """Counts and times of one generation; counts follow the kept tokens.
+    """Counts and times of one generation; counts follow the kept tokens. `print` shows a table.
 
     num_new_tokens leaves out the prefill's token and whatever a stop dropped;
     accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
@@ -118,14 +122,68 @@ class DecodingStats:
         """New tokens a target call (τ)."""
         return self.num_new_tokens / self.num_calls if self.num_calls else float("nan")
 
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens a second of decoding, the prefill left out."""
+        return self.num_new_tokens / self.decode_s if self.decode_s else float("nan")
 
-@dataclass
+    def __repr__(self) -> str:
+        return f"DecodingStats({self._summary()})"
+
+    def __str__(self) -> str:
+        calls = Counter(self.accepted_per_call)
+        rows = [
+            ("new tokens", f"{self.num_new_tokens}"),
+            ("target calls", f"{self.num_calls}"),
+            ("acceptance length τ", _figure(self.acceptance_length)),
+            ("tokens/s", _figure(self.tokens_per_s)),
+            ("prefill", f"{self.prefill_s:.3f} s"),
+            ("decoding", f"{self.decode_s:.3f} s"),
+        ]
+        rows += [(f"  {phase}", f"{ms / 1e3:.3f} s") for phase, ms in self.time_ms.items()]
+        if self.tree_max_depth:
+            rows += [
+                (f"calls that kept {counted(count, 'draft')}", f"{calls[count]}")
+                for count in range(self.tree_max_depth + 1)
+            ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(f"{name:<{widths[0]}}  {text:>{widths[1]}}" for name, text in rows)
+
+    def _summary(self) -> str:
+        return (
+            f"{self.num_new_tokens} new tokens in {self.num_calls} calls, "
+            f"τ {_figure(self.acceptance_length)}, {_figure(self.tokens_per_s)} tokens/s"
+        )
+
+
+def _figure(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.2f}"
+
+
+@dataclass(repr=False)
 class GenerationOutput:
     """New tokens (the EOS included when it came), why they end, and how they were made."""
 
     tokens: list[int]
-    finish_reason: str  # "eos", "stop_string" or "length"
+    finish_reason: str  # "eos", "stop_string" or "length"; "released", "error"
     stats: DecodingStats
+    tokenizer: Any = field(default=None, compare=False)  # the decoder's
+
+    @property
+    def text(self) -> str:
+        """The tokens as text, without special ones. Raises `UsageError` without a tokenizer."""
+        if self.tokenizer is None:
+            raise UsageError(
+                "the decoder has no tokenizer, so there is no text: make it with tokenizer=…"
+            )
+        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+
+    def __repr__(self) -> str:
+        text = f", text={self.text!r:.99}" if self.tokenizer is not None else ""
+        return (
+            f"GenerationOutput({len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, "
+            f"{self.stats._summary()}{text})"
+        )
 
 
 class StopRule:
@@ -160,27 +218,6 @@ class StopRule:
         longest = max(len(each.encode()) for each in self.stop_strings)
         text = self.tokenizer.decode(self.tokens[-longest - 4 :])
         return any(each in text for each in self.stop_strings)
-
-
-def one_prompt(prompt_ids: Sequence[int] | Tensor) -> Tensor:
-    """Token ids (T,) of one sequence."""
-    if isinstance(prompt_ids, str):
-        raise UsageError("the prompt is text, wanted token ids: tokenizer(text).input_ids")
-    try:
-        prompt = torch.as_tensor(prompt_ids)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(
-            f"the prompt is a {type(prompt_ids).__name__} ({prompt_ids!r:.60}), wanted the ids of "
-            "one sequence, as a list or a tensor"
-        ) from None
-    if prompt.ndim == 2 and len(prompt) == 1:
-        prompt = prompt[0]
-    if prompt.ndim != 1 or (prompt.is_floating_point() and len(prompt)):
-        raise UsageError(
-            f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}, wanted the "
-            "ids of one sequence, (T,) or (1, T): generate for one prompt at a time"
-        )
-    return prompt.long()
 
 
 def require_whole(name: str, value: Any) -> None:
@@ -235,6 +272,15 @@ def require_room(
     widest = max(map(len, tree.children))
     if widest > vocabulary:
         raise UsageError(f"{tree} has {widest} siblings for {vocabulary} tokens")
+
+
+def require_target(target: Any) -> None:
+    """Raise `UsageError` for what cannot be decoded with: a name, a model of another library."""
+    if not hasattr(target, "forest_forward"):
+        raise UsageError(
+            f"the target is a {type(target).__name__}, wanted a stree.HybridModel: "
+            "stree.load(folder) makes a decoder with one"
+        )
 
 
 def require_partners(target: Any, drafter: HybridModel) -> None:

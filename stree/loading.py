@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.description import counted
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, require_whole
@@ -87,8 +88,8 @@ def find_device(device: torch.device | str) -> torch.device:
     num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and (found.index or 0) >= num_here:
         raise UsageError(
-            f'there is no device "{found}" here, PyTorch sees {num_here} GPUs; "auto" takes what '
-            "there is"
+            f'there is no device "{found}" here, PyTorch sees {counted(num_here, "GPU")}; '
+            '"auto" takes what there is'
         )
     return found
 

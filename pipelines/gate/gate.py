@@ -223,7 +223,7 @@ def _verdict(
     threshold: Threshold, point: float | None, interval: metrics.Interval | None, num_prompts: int
 ) -> tuple[str, str]:
     if num_prompts < LEAST_PROMPTS:
-        return INCONCLUSIVE, f"{num_prompts} prompts are too few, {LEAST_PROMPTS} the least"
+        return INCONCLUSIVE, f"too few prompts: {num_prompts}, {LEAST_PROMPTS} the least"
     if point is None or interval is None:
         return INCONCLUSIVE, "it is undefined for one of the two, or the baseline's is 0"
     low, high = interval

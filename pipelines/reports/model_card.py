@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from stree.description import counted
 from stree.errors import BadData
 from stree.models.convert import load_config
 from stree.plain_data import parse_yaml, read_text
@@ -160,8 +161,9 @@ def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
 def _conditions(measurements: Sequence[Measurement]) -> str:
     """How, each combination once."""
     said = dict.fromkeys(
-        f"{m.num_prompts} prompts of {m.benchmark}, up to {m.max_new_tokens} new tokens a turn"
-        f"{' (EOS ignored)' if m.ignore_eos else ''}, commit {m.git_sha}"
+        f"{counted(m.num_prompts, 'prompt')} of {m.benchmark}, "
+        f"up to {m.max_new_tokens} new tokens a turn{' (EOS ignored)' if m.ignore_eos else ''}, "
+        f"commit {m.git_sha}"
         for m in measurements
     )
     return "; ".join(said) + "."

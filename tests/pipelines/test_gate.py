@@ -146,7 +146,7 @@ def test_a_run_that_is_too_small_says_so(world):
     few = ["--benchmarks", str(world / "few.jsonl"), "--fail_below", TAU]
     benchmark_checkpoint(arguments(world, "worse", *few))
     assert "inconclusive, the run is too small to tell" in summary(world).splitlines()[0]
-    assert "3 prompts are too few" in summary(world)
+    assert "too few prompts: 3," in summary(world)
 
 
 def test_thresholds_of_one_benchmark_look_at_that_one(world):

@@ -200,7 +200,7 @@ def test_what_cannot_be_served_is_refused_at_admission(request_, message):
     with pytest.raises(UsageError, match=message):
         decoder.admit(request_)
     decoder.admit(Request([1], GenerationConfig(2)))
-    with pytest.raises(UsageError, match="all 1 rows are taken"):
+    with pytest.raises(UsageError, match=r"all rows .1. are taken"):
         decoder.admit(Request([1], GenerationConfig(2)))
 
 
@@ -214,7 +214,7 @@ def test_a_refused_request_leaves_the_others_nothing_behind():
     outputs = decoder.generate([good] * 3)
     assert len({tuple(each.tokens) for each in outputs}) == 1
     decoder.admit(good)
-    with pytest.raises(UsageError, match="1 rows are taken"):
+    with pytest.raises(UsageError, match=r"rows are taken .1."):
         decoder.generate([good])
 
 

@@ -362,21 +362,6 @@ def test_overflow_of_finite_weights_is_named_too():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("hello", "wanted token ids"),
-        (torch.ones(2, 3, dtype=torch.long), r"shape \(2, 3\), wanted the ids of one sequence"),
-        ([1.5, 2.5], "float32 tensor"),
-        (["a"], "wanted the ids of one sequence"),
-        (None, "the prompt is a NoneType"),
-    ],
-)
-def test_a_prompt_is_one_sequence_of_ids(prompt, message):
-    with pytest.raises(UsageError, match=message):
-        Decoder(tiny_model(1), max_length=99).generate(prompt, GenerationConfig(8))
-
-
-@pytest.mark.parametrize(
     "wrong",
     [
         dict(top_p=None),
@@ -475,7 +460,7 @@ def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
     target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
     decoder = Decoder(target, drafter, TokenTree.chain(0), max_length=99)
     got = decoder.generate(torch.tensor([[1, 2, 3]]), GenerationConfig(8))
-    for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), [[1, 2, 3]]):
+    for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]])):
         assert got.tokens == generate(target, prompt, GenerationConfig(8)).tokens
     assert got.stats.accepted_per_call == [0] * 7
 

@@ -1,0 +1,33 @@
+"""What decodes, in a few words, as decoders' reprs have it; counts with their nouns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stree.tree import TokenTree
+
+
+def counted(count: int, noun: str) -> str:
+    """1 prompt, 2 prompts."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def described(target: Any, drafter: Any, tree: TokenTree) -> str:
+    """The models' sizes, and the tree between them."""
+    if drafter is None:
+        return f"the target alone, {_size(target)}"
+    model = getattr(drafter, "model", drafter)
+    return f"{_size(target)}, drafter {_size(model)}, tree {tree.name} of {tree.num_nodes} nodes"
+
+
+def placed(model: Any) -> str:
+    """Its dtype and where it is."""
+    return f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+
+
+def _size(model: Any) -> str:
+    """Of a model; anything else has its type."""
+    if not hasattr(model, "parameters"):
+        return type(model).__name__
+    num_parameters = sum(each.numel() for each in model.parameters())
+    return f"{num_parameters / 1e6:.1f} M parameters in {model.config.num_layers} layers"

@@ -1,0 +1,162 @@
+"""Prompts in the forms in which tokenizers and `transformers`' users have them, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.errors import UsageError
+
+_WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of several"
+_OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # what it returns unasked
+
+
+def one_prompt(inputs: Any) -> Tensor:
+    """Token ids (T,) of one sequence, in any form that `prompts_of` takes."""
+    prompts, _ = prompts_of(inputs)
+    if len(prompts) != 1:
+        raise UsageError(f"got {len(prompts)} prompts, wanted one: make a request of each")
+    return prompts[0]
+
+
+def prompts_of(
+    inputs: Any, attention_mask: Any = None, pad_token_id: int | None = None
+) -> tuple[list[Tensor], bool]:
+    """The token ids (T,) of each prompt without padding, and whether they came as several.
+
+    Args: inputs, the ids of one sequence (a list, an array or tensor (T,) or (1, T)), of several (a
+    list of such, a tensor (B, T)), or what a tokenizer returns (a mapping with `input_ids`).
+    attention_mask, of the same shape, is 0 where a prompt is padded, left or right. pad_token_id:
+    rows of a tensor that begin or end with it and have no mask are refused.
+    Raises `UsageError` for anything else.
+    """
+    if isinstance(inputs, Mapping):
+        inputs, attention_mask = _of_tokenizer(inputs, attention_mask)
+    is_matrix = getattr(inputs, "ndim", 0) == 2
+    listed = isinstance(inputs, list | tuple) and any(map(_is_several_ids, inputs))
+    rows = list(inputs) if listed or is_matrix else [inputs]
+    if not rows:
+        raise UsageError("got no prompts at all; give at least one")
+    if attention_mask is not None:
+        masks = _masks(attention_mask, len(rows))
+        prompts = [_unpadded(_ids(row), mask) for row, mask in zip(rows, masks, strict=True)]
+    else:
+        prompts = [one_prompt(row) if _is_encoding(row) else _ids(row) for row in rows]
+        for prompt in prompts if is_matrix and len(rows) > 1 else ():
+            if len(prompt) and pad_token_id in (int(prompt[0]), int(prompt[-1])):
+                raise UsageError(
+                    f"a prompt begins or ends with the padding token ({pad_token_id}), and there "
+                    "is no attention_mask: pass the tokenizer's, too"
+                )
+    return prompts, listed or len(rows) != 1
+
+
+def text_ids(tokenizer: Any, text: Any) -> list[int]:
+    """A text's ids, with the special tokens that its tokenizer puts around it."""
+    if not isinstance(text, str):
+        raise UsageError(f"got {_named(text)}, wanted a text, or a list of texts")
+    try:
+        return tokenizer(text).input_ids
+    except (TypeError, ValueError) as error:  # halves of a surrogate pair
+        raise UsageError(f"the text {text!r:.60} cannot be encoded: {error}") from error
+
+
+def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
+    """A conversation's ids, up to where the assistant's next turn begins; a text is one question.
+    Raises `UsageError` when the tokenizer's template cannot render it, or there is none."""
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
+    ):
+        raise UsageError(
+            f"got {_named(messages)}, wanted messages: "
+            '[{"role": "user", "content": "…"}, …], or a list of such'
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("the tokenizer has no chat template: decoder.complete(text) goes without")
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UsageError(f"the chat template refuses the messages: {error}") from error
+
+
+def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """The ids and the mask of what a tokenizer returned."""
+    unknown = sorted(str(key) for key in inputs.keys() - _OF_TOKENIZER)
+    if "input_ids" not in inputs or unknown:
+        told = f"a mapping of {', '.join(map(str, inputs))}" if inputs else "an empty mapping"
+        chat = ": decoder.chat(messages) takes conversations" if "role" in inputs else ""
+        raise UsageError(f"the prompt is {told}, wanted input_ids and attention_mask{chat}")
+    if attention_mask is None:
+        attention_mask = inputs.get("attention_mask")
+    return inputs["input_ids"], attention_mask
+
+
+def _is_encoding(value: Any) -> bool:
+    """What a tokenizer returns for one text: of `transformers`, or of `tokenizers`."""
+    return isinstance(value, Mapping) or hasattr(value, "ids")
+
+
+def _is_several_ids(value: Any) -> bool:
+    """Whether an item of a list is a prompt, not a token; a text or message is told later."""
+    one_of_many = isinstance(value, list | tuple | range | str) or _is_encoding(value)
+    return one_of_many or getattr(value, "ndim", 0) > 0
+
+
+def _ids(given: Any) -> Tensor:
+    """(T,) of ids in a list, an array or a tensor."""
+    given = given.ids if hasattr(given, "ids") else given
+    if isinstance(given, str):
+        raise UsageError(
+            f"the prompt is text ({given!r:.60}), {_WANTED}; decoder.complete(text) takes texts"
+        )
+    try:
+        ids = torch.as_tensor(list(given) if isinstance(given, range) else given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise UsageError(f"the prompt is {_named(given)}, {_WANTED}") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    no_ids = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if ids.ndim != 1 or (no_ids and len(ids)):
+        raise UsageError(
+            f"the prompt is a {ids.dtype} tensor of shape {tuple(ids.shape)}, {_WANTED}"
+        )
+    return ids.long()
+
+
+def _masks(given: Any, count: int) -> list[Any]:
+    """The mask of each prompt."""
+    alone = isinstance(given, list | tuple) and not any(map(_is_several_ids, given))
+    masks = [given] if alone or getattr(given, "ndim", 0) == 1 else given
+    if not hasattr(masks, "__len__") or len(masks) != count:
+        raise UsageError(
+            f"attention_mask is {_named(given)}, wanted a row for each prompt ({count})"
+        )
+    return list(masks)
+
+
+def _unpadded(ids: Tensor, given: Any) -> Tensor:
+    """The ids where the mask is not 0."""
+    try:
+        mask = torch.as_tensor(given, device=ids.device) != 0
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"attention_mask is {_named(given)}, wanted 0s and 1s") from None
+    if mask.shape != ids.shape:
+        raise UsageError(
+            f"attention_mask has shape {tuple(mask.shape)} for a prompt of {len(ids)} tokens"
+        )
+    kept = mask.nonzero()[:, 0]
+    if len(kept) and int(kept[-1] - kept[0]) + 1 != len(kept):
+        raise UsageError("attention_mask has a 0 between two 1s, wanted padding at an end only")
+    return ids[kept]
+
+
+def _named(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.60})"

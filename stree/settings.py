@@ -1,0 +1,159 @@
+"""How to generate, as callers say it: our GenerationConfig, `transformers`' own, or keywords.
+
+What is asked for and cannot be done is refused by name; nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from stree.errors import UsageError
+from stree.generation import GenerationConfig, require_whole
+from stree.prompts import prompts_of
+
+_OURS = tuple(each.name for each in dataclasses.fields(GenerationConfig))
+_TOP_K_OF_TRANSFORMERS = 50  # what its sampling takes where its GenerationConfig names none
+# Settings of `transformers` with the values that ask for nothing beyond plain decoding.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
+    "early_stopping": (False,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
+    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,), "min_new_tokens": (0,),
+    "min_p": (0.0,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,), "renormalize_logits": (False,), "remove_invalid_values": (False,),
+    "token_healing": (False,), "use_cache": (True,), "return_dict_in_generate": (False,),
+    "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
+    "output_logits": (False,), "is_assistant": (False,), "synced_gpus": (False,),
+}  # fmt: skip
+# Those that change nothing here: what a config file says of itself, and ids that only batches of
+# equal length and empty prompts need.
+_WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
+
+
+Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig]], bool]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to generate, but for a length that counts the prompt."""
+
+    generation: GenerationConfig
+    max_length: int | None = None  # tokens, prompt included; None: max_new_tokens says it
+
+    def after(self, prompt: Tensor) -> GenerationConfig:
+        """For a prompt (T,). Raises `UsageError` when max_length leaves no room after it."""
+        if self.max_length is None:
+            return self.generation
+        left = self.max_length - len(prompt)
+        if left < 1:
+            raise UsageError(
+                f"max_length is {self.max_length} and the prompt has {len(prompt)} tokens already: "
+                "give max_new_tokens"
+            )
+        return dataclasses.replace(self.generation, max_new_tokens=left)
+
+
+def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from a config and keyword arguments, which win over it; None is not given.
+
+    Args: given, our GenerationConfig, or `transformers`': with its meaning of what is not set in
+    it, but for lengths (ours then). Raises `UsageError`, naming what cannot be honoured.
+    """
+    asked = {name: value for name, value in (options or {}).items() if value is not None}
+    if given is None or isinstance(given, GenerationConfig):
+        base = given or GenerationConfig()
+    else:
+        base, asked = GenerationConfig(), _of_transformers(given) | asked
+        _complete_sampling(asked)
+    sample, max_length = asked.pop("do_sample", None), asked.pop("max_length", None)
+    if max_length is not None:
+        require_whole("max_length", max_length)
+    if "max_new_tokens" in asked:
+        max_length = None  # as in `transformers`
+    _refuse_others(asked)
+    ours = {name: value for name, value in asked.items() if name in _OURS}
+    if sample is not None:
+        ours["temperature"] = _temperature(sample, ours.get("temperature"), base)
+    return Settings(dataclasses.replace(base, **ours), max_length)
+
+
+def asked_for(
+    inputs: Any, given: Any, attention_mask: Any, options: Mapping[str, Any], tokenizer: Any
+) -> Asked:
+    """Each prompt (T,) of a call of `generate` with its settings, and whether there are several."""
+    options = dict(options)
+    if "input_ids" in options:
+        if inputs is not None:
+            raise UsageError("got prompts twice: as input_ids, and before it")
+        inputs = options.pop("input_ids")
+    settings = settings_of(given, options)
+    ends = (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None))
+    pad = getattr(tokenizer, "pad_token_id", None)
+    prompts, several = prompts_of(inputs, attention_mask, None if pad in ends else pad)
+    return [(prompt, settings.after(prompt)) for prompt in prompts], several
+
+
+def _of_transformers(given: Any) -> dict[str, Any]:
+    """What a GenerationConfig of `transformers` sets."""
+    from transformers import GenerationConfig as Theirs
+
+    if not isinstance(given, Theirs):
+        raise UsageError(
+            f"generation_config is a {type(given).__name__} ({given!r:.60}), wanted a "
+            "GenerationConfig of stree or transformers; settings are keyword arguments, too"
+        )
+    unset = Theirs().to_dict()
+    return {
+        name: value for name, value in given.to_dict().items()
+        if value is not None and value != unset.get(name)
+    }  # fmt: skip
+
+
+def _complete_sampling(asked: dict[str, Any]) -> None:
+    """What is not set, as `transformers` takes it."""
+    if asked.get("do_sample") is True:
+        asked.setdefault("top_k", _TOP_K_OF_TRANSFORMERS)
+    elif "do_sample" not in asked:
+        if asked.get("temperature", 1.0) != 1.0:
+            raise UsageError(
+                f"generation_config has temperature = {asked['temperature']} and no do_sample, so "
+                "that transformers would be greedy: set do_sample to True or False"
+            )
+        asked["do_sample"] = False
+
+
+def _temperature(sample: Any, given: Any, base: GenerationConfig) -> Any:
+    if not isinstance(sample, bool):
+        raise UsageError(f"do_sample is {sample!r}, wanted True or False")
+    if not sample:
+        return 0.0
+    if given is not None and not isinstance(given, bool) and given == 0:
+        raise UsageError("do_sample is True and temperature 0, which is greedy: change one of them")
+    return given if given is not None else base.temperature or 1.0
+
+
+def _refuse_others(asked: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for what is neither ours nor without effect."""
+    known = {*_OURS, *_WITHOUT_EFFECT}
+    refused = [
+        name for name, value in asked.items() if name not in known and not _is_neutral(name, value)
+    ]
+    if not refused:
+        return
+    told = ", ".join(f"{name} = {asked[name]!r:.60}" for name in refused)
+    meant = get_close_matches(refused[0], (*_OURS, "do_sample", "max_length"), 1, 0.8)
+    remedy = f"did you mean {meant[0]}?" if meant else "leave it out" if len(refused) == 1 else (
+        "leave them out"
+    )  # fmt: skip
+    raise UsageError(f"generate cannot honour {told}: {remedy}")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return isinstance(value, bool | int | float) and value in _NEUTRAL.get(name, ())

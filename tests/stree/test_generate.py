@@ -1,0 +1,308 @@
+"""What `generate`, `complete` and `chat` take: the habits of those who come from transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
+from stree.errors import UsageError
+from stree.generation import DecodingStats
+from stree.settings import settings_of
+from stree.tokenizer import load_tokenizer
+
+SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
+PROMPT, OTHER = [5, 6, 7, 8], [9, 10]
+EIGHT = GenerationConfig(8)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    target = tiny_model(1)
+    return Decoder(target, right_now_and_then(target), TokenTree.chain(2), max_length=64)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Decoder:
+    return load(SHIPPED, device="cpu", max_length=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(SHIPPED)
+
+
+def hf(**values) -> transformers.GenerationConfig:
+    return transformers.GenerationConfig(**values)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        tuple(PROMPT),
+        range(5, 9),
+        np.array(PROMPT, dtype=np.uint16),
+        [np.int64(each) for each in PROMPT],
+        list(torch.tensor(PROMPT)),
+        torch.tensor(PROMPT, dtype=torch.int32),
+        np.array([PROMPT]),
+        torch.tensor([PROMPT]),
+        {"input_ids": PROMPT},
+        {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, 4)},
+        {"input_ids": [0, 0, *PROMPT], "attention_mask": [0, 0, 1, 1, 1, 1]},
+        {"input_ids": torch.tensor([[*PROMPT, 0]]), "attention_mask": [[1, 1, 1, 1, 0]]},
+        transformers.BatchEncoding({"input_ids": PROMPT, "token_type_ids": [0] * 4}),
+    ],
+    ids=lambda prompt: f"{type(prompt).__name__}-{prompt!r:.30}",
+)
+def test_one_prompt_in_any_form_gives_the_same(decoder, prompt):
+    wanted = decoder.generate(PROMPT, EIGHT).tokens
+    assert decoder.generate(prompt, EIGHT).tokens == wanted
+    assert decoder.batch.generate(prompt, EIGHT)[0].tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mask"),
+    [
+        ([PROMPT, OTHER], None),
+        ([torch.tensor(PROMPT), np.array(OTHER)], None),
+        ([{"input_ids": PROMPT}, {"input_ids": OTHER, "attention_mask": [1, 1]}], None),
+        (torch.tensor([PROMPT, [0, 0, *OTHER]]), torch.tensor([[1] * 4, [0, 0, 1, 1]])),
+        (torch.tensor([PROMPT, [*OTHER, 0, 0]]), [[1] * 4, [True, True, False, False]]),
+        ([PROMPT, [0, 0, *OTHER]], [[1] * 4, [0, 0, 1, 1]]),
+    ],
+)
+def test_several_prompts_give_a_list_whoever_decodes_them(decoder, prompts, mask):
+    wanted = [decoder.generate(each, EIGHT).tokens for each in (PROMPT, OTHER)]
+    rows = BatchDecoder(decoder.target, decoder.drafter.model, num_rows=2, max_length=64)
+    for way in (decoder.generate, rows.generate):
+        outputs = way(prompts, EIGHT, attention_mask=mask)
+        assert [each.tokens for each in outputs] == wanted
+    (first, second) = generate(decoder.target, prompts, EIGHT, attention_mask=mask)
+    assert [first.tokens, second.tokens] == wanted
+
+
+def test_a_tokenizer_s_batch_is_answered_as_its_texts_alone(shipped, tokenizer):
+    texts = ["The json module", "What is a list?"]
+    tokenizer.padding_side = "left"
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert (batch.attention_mask == 0).any()
+    outputs = shipped.generate(**batch, max_new_tokens=6)
+    assert [each.tokens for each in outputs] == [
+        shipped.complete(text, max_new_tokens=6).tokens for text in texts
+    ]
+    assert [each.text for each in shipped.complete(texts, max_new_tokens=6)] == [
+        tokenizer.decode(each.tokens, skip_special_tokens=True) for each in outputs
+    ]
+    with pytest.raises(UsageError, match=r"padding token \(0\), and there is no attention_mask"):
+        shipped.generate(batch.input_ids, max_new_tokens=6)
+
+
+def test_a_chat_goes_by_the_template(shipped, tokenizer):
+    messages = [{"role": "user", "content": "What does `json.loads` do?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    wanted = shipped.generate(ids, max_new_tokens=6)
+    assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens
+    one, same = shipped.chat([messages, messages[0]["content"]], max_new_tokens=6)
+    assert one.tokens == same.tokens == wanted.tokens and wanted.text == one.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("hello", r"the prompt is text \('hello'\), wanted token ids.*complete"),
+        (["hello"], "the prompt is text"),
+        ([{"role": "user", "content": "x"}], "chat.messages. takes conversations"),
+        ({}, "an empty mapping, wanted input_ids"),
+        ({"input_ids": PROMPT, "pixel_values": 1}, "a mapping of input_ids, pixel_values"),
+        ([1.5, 2.5], "float32 tensor"),
+        ([True, False], "bool tensor"),
+        ([[1, 2], 3], r"tensor of shape \(\), wanted token ids"),
+        (torch.ones(2, 2, 2, dtype=torch.long), r"shape \(2, 2, 2\), wanted token ids"),
+        (torch.ones(0, 3, dtype=torch.long), "no prompts at all"),
+        (None, "the prompt is a NoneType"),
+        (object(), "the prompt is a object"),
+        (b"bytes", "the prompt is a bytes|uint8 tensor"),
+        ([10**30], "the prompt is a list"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_what_is_no_prompt_is_one_line(decoder, prompt, message):
+    with pytest.raises(UsageError, match=message):
+        decoder.generate(prompt, EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([1, 0, 1, 1], "a 0 between two 1s"),
+        ([1, 1], r"shape \(2,\) for a prompt of 4"),
+        ([[1] * 4] * 2, "a row for each prompt"),
+        (5, "a row for each prompt"),
+        (["a"] * 4, "attention_mask is"),
+        ([0] * 4, "the prompt is empty"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
+    with pytest.raises(UsageError, match=message):
+        decoder.generate(PROMPT, EIGHT, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda it: it.complete(5), "wanted a text"),
+        (lambda it: it.complete(["a", None]), "wanted a text"),
+        (lambda it: it.complete("\ud800"), "cannot be encoded"),
+        (lambda it: it.chat(5), "wanted messages"),
+        (lambda it: it.chat([{"role": "user"}]), "wanted messages"),
+        (lambda it: it.chat([{"role": "juggler", "content": ""}]), "template refuses .*juggler"),
+        (lambda it: it.generate([1], input_ids=[1]), "prompts twice"),
+        (lambda it: it.generate([[1], [2]], streamer=Ended()), "one answer at a time"),
+    ],
+)
+def test_texts_and_chats_that_are_none_are_one_line(shipped, call, message):
+    with pytest.raises(UsageError, match=message):
+        call(shipped)
+
+
+class Ended:
+    def put(self, tokens) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_without_a_tokenizer_or_a_template_that_is_said(decoder, shipped, monkeypatch):
+    for call in (decoder.complete, decoder.chat):
+        with pytest.raises(UsageError, match="no tokenizer"):
+            call("hello")
+    with pytest.raises(UsageError, match="no tokenizer"):
+        _ = decoder.generate(PROMPT, EIGHT).text
+    monkeypatch.setattr(shipped.tokenizer, "chat_template", None)
+    with pytest.raises(UsageError, match="no chat template"):
+        shipped.chat("hello")
+
+
+@pytest.mark.parametrize("target", ["checkpoints/x", 5, torch.nn.Linear(2, 2)])
+def test_a_target_that_is_none_is_one_line(target):
+    with pytest.raises(UsageError, match=r"the target is a \w+, wanted a stree.HybridModel"):
+        Decoder(target)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "wanted"),
+    [
+        (None, {}, GenerationConfig()),
+        (None, dict(max_new_tokens=3, temperature=0.7, top_k=5, top_p=0.9, seed=2),
+         GenerationConfig(3, 0.7, 5, 0.9, seed=2)),
+        (None, dict(do_sample=True), GenerationConfig(temperature=1.0)),
+        (None, dict(do_sample=True, temperature=0.5), GenerationConfig(temperature=0.5)),
+        (None, dict(do_sample=False, temperature=0.5), GenerationConfig()),
+        (GenerationConfig(9, 0.3), dict(do_sample=True), GenerationConfig(9, 0.3)),
+        (GenerationConfig(9, 0.3), dict(do_sample=False), GenerationConfig(9)),
+        (GenerationConfig(9, seed=4), dict(max_new_tokens=5), GenerationConfig(5, seed=4)),
+        (None, dict(num_beams=1, repetition_penalty=1.0, use_cache=True, pad_token_id=0,
+                    temperature=None, logits_processor=None), GenerationConfig()),
+        (None, dict(max_length=20), GenerationConfig(16)),
+        (None, dict(max_length=20, max_new_tokens=3), GenerationConfig(3)),
+        (None, dict(eos_token_id=[3, 4], stop_strings="a", ignore_eos=True),
+         GenerationConfig(eos_token_id=(3, 4), stop_strings=("a",), ignore_eos=True)),
+        (hf(), {}, GenerationConfig()),
+        (hf(max_new_tokens=3, eos_token_id=2, pad_token_id=0, bos_token_id=1), {},
+         GenerationConfig(3, eos_token_id=2)),
+        (hf(do_sample=True), {}, GenerationConfig(temperature=1.0, top_k=50)),
+        (hf(do_sample=True, temperature=0.6, top_p=0.9, top_k=0), {},
+         GenerationConfig(temperature=0.6, top_p=0.9)),
+        (hf(max_new_tokens=3), dict(do_sample=True, top_k=4, max_new_tokens=6),
+         GenerationConfig(6, 1.0, 4)),
+        (hf(max_length=12), {}, GenerationConfig(8)),
+    ],
+)  # fmt: skip
+def test_settings_by_keyword_and_by_either_config(given, options, wanted):
+    assert settings_of(given, options).after(torch.tensor(PROMPT)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (None, dict(num_beams=4), "cannot honour num_beams = 4: leave it out"),
+        (None, dict(repetition_penalty=1.2, min_p=0.1), "repetition_penalty = 1.2, min_p = 0.1: "),
+        (None, dict(logits_processor=[print]), "cannot honour logits_processor"),
+        (None, dict(max_new_token=4), "did you mean max_new_tokens"),
+        (None, dict(use_cache=False), "cannot honour use_cache = False"),
+        (None, dict(do_sample="yes"), "do_sample is 'yes', wanted True or False"),
+        (None, dict(do_sample=True, temperature=0.0), "do_sample is True and temperature 0"),
+        (None, dict(temperature=-1), "temperature is -1"),
+        (None, dict(max_length=4), "max_length is 4 and the prompt has 4 tokens already"),
+        (None, dict(max_length=0), "max_length is 0, wanted"),
+        (None, dict(eos_token_id=True), "eos_token_id is True, wanted"),
+        (None, dict(eos_token_id=[1, False]), "eos_token_id is .*False.*, wanted"),
+        (dict(max_new_tokens=4), {}, "generation_config is a dict"),
+        (4, {}, "generation_config is a int"),
+        (hf(num_beams=4), {}, "cannot honour num_beams = 4"),
+        (hf(temperature=0.6), {}, "temperature = 0.6 and no do_sample"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_named(given, options, message):
+    with pytest.raises(UsageError, match=message):
+        settings_of(given, options).after(torch.tensor(PROMPT))
+
+
+def test_a_request_takes_either_config_and_stands_for_itself(decoder):
+    wanted = decoder.generate(PROMPT, EIGHT).tokens
+    requests = [Request(PROMPT, hf(max_new_tokens=8)), Request({"input_ids": PROMPT}, EIGHT)]
+    assert [each.tokens for each in decoder.batch.generate(requests)] == [wanted] * 2
+    assert decoder.batch.generate([]) == []
+    with pytest.raises(UsageError, match="requests have settings of their own"):
+        decoder.batch.generate(requests, max_new_tokens=4)
+    with pytest.raises(UsageError, match="got 2 prompts, wanted one"):
+        decoder.batch.admit(Request([PROMPT, OTHER]))
+
+
+# What is shown
+
+
+def test_what_a_decoder_and_its_output_say_of_themselves(decoder, shipped):
+    assert repr(decoder) == (
+        "Decoder(0.0 M parameters in 3 layers, drafter 0.0 M parameters in 3 layers, "
+        "tree chain-2 of 3 nodes, max_length 64, float64 on cpu)"
+    )
+    assert repr(shipped).startswith("Decoder(the target alone, 7.")
+    assert repr(decoder.batch) == (
+        "BatchDecoder(0.0 M parameters in 3 layers, drafter 0.0 M parameters in 3 layers, "
+        "tree chain-2 of 3 nodes, 1 row, max_length 64, float64 on cpu)"
+    )
+    out = shipped.complete("The json module", max_new_tokens=5)
+    assert repr(out).startswith(
+        "GenerationOutput(5 tokens, finish_reason='length', 4 new tokens in"
+    )
+    assert f"text={out.text!r:.99}" in repr(out) and "\n" not in repr(out)
+    assert "text" not in repr(decoder.generate(PROMPT, EIGHT))
+
+
+def test_statistics_are_a_table():
+    stats = DecodingStats(
+        10, 4, 12, [0, 2, 2, 2], [0, 2, 2, 2], 2, 0.25, 0.5, {"draft": 100.0, "verify": 400.0}
+    )
+    assert repr(stats) == "DecodingStats(10 new tokens in 4 calls, τ 2.50, 20.00 tokens/s)"
+    rows = [line.rsplit("  ", 1) for line in str(stats).splitlines()]
+    assert {name.strip(): value.strip() for name, value in rows} == {
+        "new tokens": "10", "target calls": "4", "acceptance length τ": "2.50",
+        "tokens/s": "20.00", "prefill": "0.250 s", "decoding": "0.500 s",
+        "draft": "0.100 s", "verify": "0.400 s",
+        "calls that kept 0 drafts": "1", "calls that kept 1 draft": "0",
+        "calls that kept 2 drafts": "3",
+    }  # fmt: skip
+    assert len({len(line) for line in str(stats).splitlines()}) == 1
+    assert "τ unknown" in repr(DecodingStats())
