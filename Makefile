@@ -9,7 +9,10 @@ CHAT_TRAIN ?= HuggingFaceH4/ultrachat_200k:train_sft
 CHAT_VALID ?= HuggingFaceH4/ultrachat_200k:test_sft
 CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit 50000
 
-.PHONY: quickstart chat test test-long check clean
+.PHONY: help quickstart chat test test-long check clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
 	$(BIN)/python pipelines/corpus.py data/python-docs
@@ -56,5 +59,5 @@ $(VENV)/ready-dev: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-clean:
+clean:  ## remove the environment, runs, data and build folders
 	rm -rf $(VENV) runs data build *.egg-info

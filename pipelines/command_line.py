@@ -6,11 +6,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
@@ -19,7 +22,9 @@ from stree.errors import StreeError, UsageError
 from stree.errors import one_line as shortened
 from stree.plain_data import require_plain_yaml
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+_HERE = Path(__file__).resolve().parent
+# Where configs/ ships: in a wheel with this package, in a clone at its root.
+SHIPPED_ROOT = _HERE if (_HERE / "configs").is_dir() else _HERE.parent
 
 # Lines of jsonargparse's explanations that repeat types and say nothing about what to change.
 _FILLER = re.compile(
@@ -34,11 +39,46 @@ _NO_FILE = "File does not exist: "
 SUBCOMMAND = "fit"  # the only one
 
 
+class _Typed(NamedTuple):
+    program: str
+    script: str
+
+
+_typed: ContextVar[_Typed | None] = ContextVar("typed", default=None)
+
+
+@contextmanager
+def typed_as(program: str, script: str) -> Iterator[None]:
+    """In here help and errors call a command, which is a script of pipelines/, by another name."""
+    token = _typed.set(_Typed(program, script))
+    try:
+        yield
+    finally:
+        _typed.reset(token)
+
+
+def program_name() -> str:
+    """The command as it is called: "distill.py", or "stree distil"."""
+    typed = _typed.get()
+    return Path(sys.argv[0]).name if typed is None else typed.program
+
+
+def typed_command() -> str:
+    """The line that this process was started with, to be typed again."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py":
+        return shlex.join(["python", "-m", started.parent.name, *sys.argv[1:]])
+    if _typed.get() is not None:
+        return shlex.join([started.name, *sys.argv[1:]])
+    return shlex.join(["python", *sys.argv])
+
+
 def input_path(name: str) -> str:
     """A file or folder to read, by the rule for all of them: from the current folder, and what is
-    not there from the repository's root, so that its configs work from any folder. A bare name is
-    left alone: benchmarks, trees and templates have names, too."""
-    shipped = os.path.join(REPOSITORY, name)
+    not there from where the configs ship, the repository's root or the installed package, so that
+    they work from any folder. A bare name is left alone: benchmarks, trees and templates have
+    names, too."""
+    shipped = os.path.join(SHIPPED_ROOT, name)
     is_path = os.path.dirname(name) != ""
     return shipped if is_path and not os.path.exists(name) and os.path.exists(shipped) else name
 
@@ -54,6 +94,13 @@ class OneLineErrors:
     _actions: list[argparse.Action]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        typed = _typed.get()
+        if typed is not None and (arguments or "prog" not in options):
+            arguments, options = arguments[1:], {**options, "prog": typed.program}
+            if options.get("description"):
+                told = re.sub(rf"(python )?pipelines/{typed.script}", typed.program,
+                              options["description"])  # fmt: skip
+                options["description"] = told
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
     def parse_args(self, *arguments: Any, **options: Any) -> Any:

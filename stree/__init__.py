@@ -11,6 +11,8 @@ from stree.models.hybrid import HybridModel
 from stree.modes import Modes
 from stree.tree import TokenTree
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BatchDecoder",
     "Decoder",
@@ -21,6 +23,7 @@ __all__ = [
     "Modes",
     "Request",
     "TokenTree",
+    "__version__",
     "generate",
     "load",
 ]

@@ -63,13 +63,14 @@ class Request:
 
 @dataclass
 class Report:
-    """What a step gave a row: its new tokens, and why it ends ("" while it goes on; "error", with
-    the error beside)."""
+    """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
+    accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
 
     row: int
     tokens: list[int]
     finish_reason: str = ""
     error: StreeError | None = None
+    num_accepted: int = 0
 
 
 @dataclass
@@ -451,7 +452,7 @@ class BatchDecoder:
         stats.num_calls += 1
         stats.num_nodes += tree.num_nodes
         stats.num_new_tokens += num_kept
-        num_accepted = min(num_kept, len(block) - 1)
+        result.num_accepted = num_accepted = min(num_kept, len(block) - 1)
         stats.accepted_per_call.append(num_accepted)
         stats.end_node_per_call.append(path[num_accepted])
         if sequence.finish_reason:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from stree.files import reporting_refusals, write_atomically
+from stree_pipelines.command_line import typed_command
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
@@ -83,7 +82,7 @@ def markdown(
         "<details><summary>What was measured</summary>",
         "",
         _measured(mine, theirs).to_markdown(),
-        f"`python {shlex.join(sys.argv)}`",
+        f"`{typed_command()}`",
         "",
         "</details>",
     ]

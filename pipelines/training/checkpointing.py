@@ -12,7 +12,6 @@ import math
 import os
 import random
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from stree.files import (
     verify_manifest,
 )
 from stree.plain_data import read_json
+from stree_pipelines.command_line import typed_command
 from stree_pipelines.data.datamodule import recount_micro_batches
 from stree_pipelines.training.stopping import StopSignals
 
@@ -321,7 +321,7 @@ class TrainingCheckpoints(pl.Callback):
             alone = isinstance(environment, LightningEnvironment)
             raise Interrupted(
                 f"interrupted {saved}to go on, run{'' if alone else ' under the same launcher'}: "
-                f"{shlex.join(['python', *sys.argv])}"
+                f"{typed_command()}"
             )
         name = signal.Signals(number).name if number else "a signal to another rank"
         raise Preempted(f"stopped by {name} {saved}run the same command to go on")

@@ -31,7 +31,7 @@ from stree.errors import (
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
-from stree_pipelines.command_line import SUBCOMMAND, input_path
+from stree_pipelines.command_line import SUBCOMMAND, input_path, program_name
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.dry_run import (
     SMALLER_TRAINING,
@@ -174,7 +174,7 @@ class TrainingCLI(LightningCLI):
 
     @property
     def _synopsis(self) -> str:
-        return f"{Path(sys.argv[0]).name} {self.usage}"
+        return f"{program_name()} {self.usage}"
 
     def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         parser.is_shown = self.is_shown

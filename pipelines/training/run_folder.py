@@ -10,7 +10,6 @@ import errno
 import fcntl
 import io
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from stree.errors import BadData, CannotWrite, UsageError
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.plain_data import parse_yaml, read_text
+from stree_pipelines.command_line import typed_command
 from stree_pipelines.evaluation.context import describe_environment
 from stree_pipelines.evaluation.records import config_hash
 
@@ -125,7 +125,7 @@ def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[
     write_atomically(run_dir / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     command = {
         "argv": sys.argv,
-        "command_line": shlex.join(["python", *sys.argv]),
+        "command_line": typed_command(),
         **describe_code(),
         **facts,
     }

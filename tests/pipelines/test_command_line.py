@@ -29,6 +29,7 @@ from stree_pipelines import (
     profile_drafter,
     report,
     suggest_tree,
+    terminal_chat,
     tokenizer_training,
     train_target,
 )
@@ -51,6 +52,7 @@ COMMANDS = {
     profile_drafter: ["r"],
     report: ["r"],
     suggest_tree: ["r"],
+    terminal_chat: ["t"],
     corpus: ["o"],
     fetch_benchmarks: [],
     doctor: [],
@@ -112,6 +114,7 @@ def test_every_command_is_here():
         (profile_drafter, "--node", "--nodes"),
         (report, "--ou", "--out"),
         (suggest_tree, "--temp", "--temperature"),
+        (terminal_chat, "--temp", "--temperature"),
         (corpus, "--hel", "--help"),
         (doctor, "--targ", "--target"),
         (tokenizer_training, "--vocab", "--vocab-size"),
@@ -286,7 +289,7 @@ def test_a_path_is_of_the_current_folder_then_of_the_repository(tmp_path, monkey
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         (folder / "data").mkdir(parents=True)
-    monkeypatch.setattr(command_line, "REPOSITORY", there)
+    monkeypatch.setattr(command_line, "SHIPPED_ROOT", there)
     monkeypatch.chdir(here)
     (there / "data/a.jsonl").write_text("")
     (there / "paper").write_text("")
@@ -319,7 +322,7 @@ def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):
     repository = tmp_path / "repository/files"
     repository.mkdir(parents=True)
     make_workspace(repository)
-    monkeypatch.setattr(command_line, "REPOSITORY", repository.parent)
+    monkeypatch.setattr(command_line, "SHIPPED_ROOT", repository.parent)
     for folder, steps in ((repository.parent, 1), (tmp_path, 2)):
         monkeypatch.chdir(folder)
         distill.main(distill_arguments(Path("files"), tmp_path / "run", steps=steps))

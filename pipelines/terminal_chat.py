@@ -1,0 +1,235 @@
+"""Chat with a target in the terminal, and see what its drafter saves.
+
+    python pipelines/terminal_chat.py checkpoints/python-docs-hybrid \\
+        --drafter runs/quickstart/drafter/latest --tree paper
+
+Answers come as they are made, drafts that the target accepted in colour; below each stand τ and
+tokens/s. Lines that begin with / are commands: /plain switches between the tree and plain decoding,
+/again asks the last question once more, /reset forgets the conversation. Ctrl-C stops an answer,
+Ctrl-D leaves. A target without a chat template goes on after each line instead.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import stree
+from stree.batch import BatchDecoder, Request
+from stree.description import described, placed
+from stree.errors import UsageError, exit_with_reason
+from stree.generation import DecodingStats, GenerationConfig
+from stree.prompts import chat_ids, text_ids
+from stree_pipelines.command_line import PlainParser, input_path
+
+ACCEPTED, QUIET = "green", "dim"
+PROMPT = "> "
+HELP = (
+    "/plain switches between the tree and plain decoding, /again asks once more, /reset forgets, "
+    "Ctrl-C stops an answer, Ctrl-D leaves"
+)
+
+
+class Words:
+    """Tokens as text, as they come: what a token adds, once its bytes make whole characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self._from, self._shown = 0, 0  # a decoding begins here; what is before that is shown
+
+    def add(self, token: int) -> str:
+        self.tokens.append(token)
+        shown = self._text(self._from, self._shown)
+        text = self._text(self._from, len(self.tokens))
+        if text.endswith("\ufffd"):  # the rest of a character is still to come
+            return ""
+        self._from, self._shown = self._shown, len(self.tokens)
+        new = text[len(shown) :]  # what a terminal would obey is not passed on
+        return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in new)
+
+    def _text(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)
+
+
+class Chat:
+    """A conversation, and the ways to decode its answers."""
+
+    def __init__(
+        self, decoder: stree.Decoder, generation: GenerationConfig, console: Console
+    ) -> None:
+        self.generation, self.console = generation, console
+        self.tokenizer: Any = decoder.tokenizer
+        self.decoder = decoder.batch
+        self.plain = decoder.batch
+        if decoder.drafter is not None:
+            self.plain = BatchDecoder(
+                decoder.target, num_rows=1, max_length=decoder.max_length, tokenizer=self.tokenizer
+            )
+        self.is_plain = decoder.drafter is None
+        self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        self.messages: list[dict[str, str]] = []
+
+    def welcome(self) -> None:
+        models = described(self.decoder.target, self.decoder.drafter, self.decoder.tree)
+        self.say(f"{models}, {placed(self.decoder.target)}")
+        if not self.has_template:
+            self.say("there is no chat template: each line is a text to go on after")
+        self.say(HELP)
+
+    def say(self, line: str) -> None:
+        self.console.print(Text(line, style=QUIET))
+
+    def obey(self, line: str) -> None:
+        """A line that was typed."""
+        if not line.startswith("/"):
+            self.answer(line)
+        elif line == "/plain" and self.decoder is self.plain:
+            self.say("there is no drafter, so decoding is plain anyway: see --drafter and --tree")
+        elif line == "/plain":
+            self.is_plain = not self.is_plain
+            self.say("plain decoding" if self.is_plain else f"decoding with {self.decoder.tree}")
+        elif line == "/reset":
+            self.messages = []
+            self.say("forgotten")
+        elif line == "/again" and self.messages:
+            question = self.messages[-2]["content"]
+            self.messages = self.messages[:-2]
+            self.answer(question)
+        elif line == "/again":
+            self.say("nothing was asked yet")
+        else:
+            self.say(HELP)
+
+    def answer(self, question: str) -> None:
+        """Stream the answer to a question; one that does not fit is told and forgotten."""
+        asked = [*self.messages, {"role": "user", "content": question}]
+        try:
+            ids = (
+                chat_ids(self.tokenizer, asked)
+                if self.has_template
+                else text_ids(self.tokenizer, question)
+            )
+            text = self._stream(ids)
+        except UsageError as error:
+            self.console.print(Text(f"{error} (/reset forgets the conversation)", style="red"))
+            return
+        self.messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _stream(self, ids: Sequence[int]) -> str:
+        decoder = self.plain if self.is_plain else self.decoder
+        words, since = Words(self.tokenizer), 0.0
+        with stopping() as stop:
+            row = decoder.admit(Request(ids, self.generation))
+            try:
+                reason = ""
+                while not reason and not stop:
+                    (report,) = decoder.step()
+                    if report.error is not None:
+                        raise report.error
+                    since = since or time.perf_counter()  # the prompt's step is the first
+                    self._show(words, report.tokens, report.num_accepted)
+                    reason = report.finish_reason
+            finally:
+                stats = decoder.release(row).stats
+        stats.decode_s = stats.decode_s or time.perf_counter() - since
+        self.console.print()
+        how = "plain" if self.is_plain else f"tree {decoder.tree.name}"
+        self.say(f"{_figures(stats)} · {how}{' · stopped' if stop else ''}")
+        return self.tokenizer.decode(words.tokens, skip_special_tokens=True)
+
+    def _show(self, words: Words, tokens: Sequence[int], num_accepted: int) -> None:
+        block = Text()
+        for index, token in enumerate(tokens):
+            block.append(words.add(token), style=ACCEPTED if index < num_accepted else None)
+        self.console.print(block, end="", soft_wrap=True)
+        self.console.file.flush()
+
+
+def _figures(stats: DecodingStats) -> str:
+    if not stats.num_calls:
+        return "one token: nothing to measure"
+    return f"τ {stats.acceptance_length:.2f} · {stats.tokens_per_s:.1f} tokens/s"
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """A list that Ctrl-C fills, so that a step is never cut in two; a second one interrupts."""
+    stop: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        stop.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def typed_lines(console: Console) -> Iterator[str]:
+    """What is typed until Ctrl-D; Ctrl-C drops a line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (lets `input` edit lines and recall them)
+    while True:
+        try:
+            line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print("\n(Ctrl-D leaves)")
+            continue
+        if line:
+            yield line
+
+
+def build_parser() -> PlainParser:
+    parser = PlainParser("terminal_chat.py", description=__doc__)
+    add = parser.add_argument
+    add("target", help="checkpoint folder, or a name on the hub")
+    add("--drafter", help="checkpoint folder, or a name on the hub")
+    add("--tree", help="paper, chain-N or a YAML file (default: what the drafter's profile says)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_k", "--top-k", type=int, default=0, help="0 is off")
+    add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
+    add("--seed", type=int, default=0, help="of sampling")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="an answer")
+    add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", default="float32", help="of the weights: float32 or bfloat16")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    console = Console(highlight=False)
+    generation = GenerationConfig(
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p, seed=options.seed
+    )
+    tree = options.tree and input_path(options.tree)
+    with warnings.catch_warnings(record=True) as told:
+        decoder = stree.load(
+            input_path(options.target), options.drafter and input_path(options.drafter),
+            tree=tree, temperature=options.temperature, device=options.device,
+            dtype=options.dtype, max_length=options.max_length,
+        )  # fmt: skip
+        chat = Chat(decoder, generation, console)
+    for note in dict.fromkeys(str(each.message) for each in told):
+        chat.say(f"note: {note}")
+    chat.welcome()
+    for line in typed_lines(console):
+        chat.obey(line)
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

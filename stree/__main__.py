@@ -1,0 +1,84 @@
+"""`stree COMMAND …` and `python -m stree COMMAND …`: the commands of pipelines/ under one name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from stree import __version__
+from stree.errors import UsageError, exit_with_reason
+
+
+class Entry(NamedTuple):
+    """A command: its module in `stree_pipelines`, its line of the help, and what it is always
+    given first."""
+
+    module: str
+    summary: str
+    subcommand: str = ""
+
+
+COMMANDS = {
+    "chat": Entry("terminal_chat", "chat with a target, and see what its drafter saves"),
+    "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
+    "corpus": Entry("corpus", "make a small corpus of this interpreter's documentation"),
+    "tokenizer": Entry("tokenizer_training", "train a tokenizer"),
+    "train": Entry("train_target", "train a target", "fit"),
+    "distil": Entry("distill", "distil a drafter from a target", "fit"),
+    "mask": Entry("data.chat", "print conversations with their loss mask"),
+    "cache": Entry("cache_teacher", "keep a target's top-k probabilities for distillations"),
+    "answers": Entry("generate_data", "let a target answer prompts, for data of its own"),
+    "fetch": Entry("fetch_benchmarks", "fetch public benchmarks"),
+    "eval": Entry("eval_spec", "measure τ, speed and losslessness of drafter checkpoints"),
+    "profile": Entry("profile_drafter", "write a drafter's measured profile and model card"),
+    "tree": Entry("suggest_tree", "suggest a tree from what a run measured"),
+    "report": Entry("report", "write a run's tables, figures and page"),
+    "gate": Entry("benchmark_checkpoint", "fail where a checkpoint is worse than its baseline"),
+}
+_WIDTH = max(map(len, COMMANDS))
+HELP = "\n".join(
+    [
+        "usage: stree COMMAND …",
+        "",
+        "Speculative tree decoding for state-space and hybrid language models.",
+        "",
+        *(f"  {name:<{_WIDTH}}  {entry.summary}" for name, entry in COMMANDS.items()),
+        "",
+        "stree COMMAND --help has a command's options; stree --version its version.",
+    ]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. Raises what it raises, `UsageError` when there is none of that name."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(HELP)
+        return
+    if name in ("-V", "--version"):
+        print(f"stree {__version__}")
+        return
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"there is no command {name!r}{meant}; see stree --help")
+    entry = COMMANDS[name]
+    if entry.subcommand and rest[:1] != [entry.subcommand]:
+        rest = [entry.subcommand, *rest]
+    from stree_pipelines.command_line import typed_as
+
+    module = importlib.import_module(f"stree_pipelines.{entry.module}")
+    with typed_as(f"stree {name}", f"{entry.module.replace('.', '/')}.py"):
+        module.main(rest)
+
+
+def run() -> None:
+    """The console script."""
+    exit_with_reason(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,164 @@
+"""`stree`: every command under one name, by its own options, from a wheel and any folder too."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+from tiny_run import make_workspace
+
+import stree
+from stree.__main__ import COMMANDS, main
+from stree.errors import UsageError
+from stree_pipelines.command_line import typed_as, typed_command
+from stree_pipelines.evaluation.records import ResultStore
+
+REPOSITORY = Path(__file__).parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+def test_every_command_but_the_benchmarks_is_there():
+    def has_main(path: Path) -> bool:
+        tree = ast.parse(path.read_text())
+        return any(isinstance(each, ast.FunctionDef) and each.name == "main" for each in tree.body)
+
+    folder = REPOSITORY / "pipelines"
+    modules = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if not path.stem.startswith("bench_") and has_main(path)
+    }
+    assert {entry.module for entry in COMMANDS.values()} == modules
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_s_help_and_errors_call_it_by_the_name_that_was_typed(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: stree {name} ")
+    assert f"pipelines/{COMMANDS[name].module}.py" not in text
+    with pytest.raises((SystemExit, UsageError)):
+        main([name, "--no_such_option", "1"])
+    assert f"see stree {name}" in capsys.readouterr().err
+
+
+def test_help_version_and_what_there_is_not(capsys):
+    for arguments in ([], ["--help"]):
+        main(arguments)
+        text = capsys.readouterr().out
+        assert all(f"  {name} " in text for name in COMMANDS)
+    main(["--version"])
+    assert capsys.readouterr().out == f"stree {stree.__version__}\n"
+    with pytest.raises(UsageError, match=r"no command 'evl' \(did you mean eval\?\); see stree"):
+        main(["evl"])
+    with pytest.raises(UsageError, match="are missing: stree distil fit --config FILE"):
+        main(["distil"])
+
+
+@pytest.mark.parametrize(
+    ("started", "typed"),
+    [
+        ("pipelines/distill.py", "python pipelines/distill.py fit"),
+        ("/opt/bin/stree", "stree fit"),
+        ("/opt/lib/stree/__main__.py", "python -m stree fit"),
+    ],
+)
+def test_what_to_type_again_is_what_was_typed(started, typed, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [started, "fit"])
+    if "stree" in typed:
+        with typed_as("stree distil", "distill.py"):
+            assert typed_command() == typed
+    else:
+        assert typed_command() == typed
+
+
+def test_the_version_stands_in_one_place_and_every_package_is_listed():
+    assert PROJECT["project"]["dynamic"] == ["version"] and "version" not in PROJECT["project"]
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    roots = {"stree": "stree", "stree_kernels": "kernels", "stree_pipelines": "pipelines"}
+    found = {
+        ".".join((name, *path.parent.relative_to(REPOSITORY / folder).parts))
+        for name, folder in roots.items()
+        for path in (REPOSITORY / folder).rglob("*.py")
+    }
+    assert listed - {"stree_pipelines.configs"} == found
+
+
+def test_make_alone_lists_its_targets():
+    told = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for target in ("quickstart", "test", "check"):
+        assert f"  make {target} " in told.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A fresh environment's bin, with the wheel and nothing else of this project: libraries are
+    those of the environment that runs the tests."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("stree", "kernels", "pipelines", "configs"):
+        shutil.copytree(
+            REPOSITORY / name,
+            folder / "source" / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / "source" / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([*build, str(folder / "source")], check=True)
+    venv.create(folder / "venv", with_pip=False)
+    python, (wheel,) = folder / "venv/bin/python", folder.glob("*.whl")
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    (site,) = (folder / "venv/lib").glob("python*/site-packages")
+    libraries = [each for each in sys.path if Path(each, "torch").is_dir()]
+    (site / "libraries.pth").write_text("\n".join(libraries) + "\n")
+    return python.parent
+
+
+# What is typed in one process, which imports PyTorch once; then where the code came from.
+SESSION = """
+import shlex, sys
+from stree.__main__ import main
+for line in sys.argv[1:]:
+    main(shlex.split(line))
+import stree, stree_kernels.ops, stree_pipelines.report as report
+print(*(each.__file__ for each in (stree, stree_kernels.ops, report)), sep="\\n")
+"""
+
+
+def test_the_wheel_runs_outside_a_clone(installed, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    make_workspace(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=empty, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(str(installed / "stree"), "--version") == f"stree {stree.__version__}\n"
+    target = tmp_path / "target"
+    evaluation = (
+        f"eval --config configs/eval/quickstart.yaml --target {target} --checkpoint {target} "
+        "--benchmarks starter --tree configs/trees/paper.yaml --limit 1 --max_new_tokens 4 "
+        "--temperatures 0 --out eval"
+    )
+    told = run(str(installed / "python"), "-c", SESSION, "doctor", evaluation, "report eval")
+    assert "Everything that is needed works." in told
+    assert all(Path(each).is_relative_to(installed.parent) for each in told.splitlines()[-3:])
+    assert {row.method for row in ResultStore(empty / "eval").results()} == {
+        "autoregressive", "vanilla_sd", "stree"
+    }  # fmt: skip
+    assert (empty / "eval/report.html").is_file()
