@@ -162,7 +162,7 @@ def _figures(stats: DecodingStats) -> str:
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """A list that Ctrl-C fills, so that a step is never cut in two; a second one interrupts."""
+    """A list that Ctrl-C fills, so that a step is never cut in two; a second one leaves at once."""
     stop: list[int] = []
 
     def note(number: int, frame: Any) -> None:
