@@ -112,10 +112,10 @@ class DecodingStats:
     accepted_per_call: list[int] = field(default_factory=list)
     end_node_per_call: list[int] = field(default_factory=list)
     tree_max_depth: int = 0
-    num_reused_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     time_ms: dict[str, float] = field(default_factory=dict)
+    num_reused_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float:
