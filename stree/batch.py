@@ -159,6 +159,7 @@ class BatchDecoder:
             self.cache = target.new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
         verifiers.require_fit(self.verifier, drafter)
+        verifiers.require_tree(self.verifier, tree)
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
@@ -207,6 +208,8 @@ class BatchDecoder:
             )
         if deepest.num_nodes > 1 and self.drafter is None:
             raise UsageError(f"{deepest} needs a drafter to fill it")
+        for each in self.modes.trees if tree is None and self.modes else (deepest,):
+            verifiers.require_tree(self.verifier, each)
         vocabulary = self.target.config.vocab_size
         require_room(prompt, generation, deepest, vocabulary, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)

@@ -15,6 +15,8 @@ from torch import Tensor
 from stree.tree import TokenTree
 from stree_kernels.shapes import Topology
 
+FAR = 2**20  # positions; above those of any sequence, and nodes times this fit 31 bits
+
 
 @dataclass(frozen=True)
 class Level:
@@ -24,6 +26,12 @@ class Level:
     nodes: Tensor
     depths: Tensor
     places: Tensor
+
+    def noise_at(self, alone: bool) -> Tensor:
+        """(B, n) int32, how far behind the root's position the noise is that the children are drawn
+        with: where their depth is, as the target's own; or, alone, where no other node has it, in
+        no step."""
+        return self.nodes.clamp(min=0).int() * FAR if alone else self.depths
 
 
 @dataclass(frozen=True)

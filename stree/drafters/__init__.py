@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stree.forest import Forest
@@ -17,6 +18,7 @@ class Drawn(Enum):
 
     POINT = "each token as if from a distribution that has no other"
     WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
+    MIXED = "some of the siblings without replacement, the others as points"
 
 
 @dataclass
@@ -26,12 +28,21 @@ class Proposal:
     tokens (B, N), the roots first. finite (B, …) bool: no logits were NaN or +∞; None where there
     were none. logits (B, I, V): what each node with children, in the order of `Forest.drawn_by`,
     drew its children from, as `Rows.kept` leaves them; None where they were not asked for, or
-    there are none.
+    there are none. points (B, N) bool: nodes that were not drawn from logits; None where all or
+    none were. A point may depend on siblings before it, never on the tokens after any.
     """
 
     tokens: Tensor
     finite: Tensor | None = None
     logits: Tensor | None = None
+    points: Tensor | None = None
+
+    def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
+        """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""
+        if self.points is not None:
+            return self.points[at, nodes]
+        fill = torch.ones_like if self.logits is None else torch.zeros_like
+        return fill(nodes, dtype=torch.bool)
 
 
 class Drafter(Protocol):
@@ -50,5 +61,9 @@ class Drafter(Protocol):
         self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         """Fill the trees of B rows, after reading rows.block, whose active rows have 1 to `longest`
-        tokens; bound, cache slots that a target's call looks at."""
+        tokens; bound, cache slots that a target's call looks at.
+
+        Where logits are to be kept, the drafts are judged by what they were drawn from: siblings of
+        different nodes, and of different steps, must be drawn independently (`Level.noise_at`).
+        """
         ...

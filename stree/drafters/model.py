@@ -62,7 +62,7 @@ class ModelDrafter:
                 read += count
             logits = rows.kept(model.logits(hidden, wide=False))
             ops.choose_children(
-                logits, level.depths, rows.sampling, level.places, tokens,
+                logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
                 finite[:, drawn : drawn + count],
             )  # fmt: skip
             drawn += count

@@ -13,6 +13,9 @@ from stree.drafters import Drafter, Drawn, Proposal
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.rows import Rows
+from stree.tree import TokenTree
+
+NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 
 
 class Verifier(Protocol):
@@ -20,6 +23,7 @@ class Verifier(Protocol):
 
     accepts: frozenset[Drawn]  # how the drafts that it may judge were drawn
     reads_logits: bool  # the drafter's, too: a proposal must have them
+    chains_only: bool  # trees must be chains
 
     def accept(
         self,
@@ -34,16 +38,18 @@ class Verifier(Protocol):
 
 
 def named(verifier: str | Verifier) -> Verifier:
-    """The verifier of a name: coupled or multi_step. Raises `UsageError` for another name."""
+    """The verifier of a name of `NAMES`. Raises `UsageError` for another name."""
+    from stree.verifiers.block import Block
     from stree.verifiers.coupled import Coupled
     from stree.verifiers.multi_step import MultiStep
+    from stree.verifiers.naive import Naive
+    from stree.verifiers.traversal import Traversal
 
     if not isinstance(verifier, str):
         return verifier
-    known = {"coupled": Coupled, "multi_step": MultiStep}
-    if verifier not in known:
-        raise UsageError(f"verifier is {verifier!r}, wanted one of {', '.join(known)}")
-    return known[verifier]()
+    if verifier not in NAMES:
+        raise UsageError(f"verifier is {verifier!r}, wanted one of {', '.join(NAMES)}")
+    return dict(zip(NAMES, (Coupled, Naive, MultiStep, Block, Traversal), strict=True))[verifier]()
 
 
 def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
@@ -52,4 +58,13 @@ def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
         raise UsageError(
             f"{type(drafter).__name__} draws {drafter.drawn.value}, which the verifier "
             f"{type(verifier).__name__} cannot judge: take the verifier coupled"
+        )
+
+
+def require_tree(verifier: Verifier, tree: TokenTree) -> None:
+    """Raises `UsageError` when a verifier of chains is to judge a tree that branches."""
+    if verifier.chains_only and tree.max_depth + 1 < tree.num_nodes:
+        raise UsageError(
+            f"the verifier {type(verifier).__name__} judges chains only, and {tree} branches: take "
+            "a chain (chain-4), or the verifier traversal"
         )

@@ -28,6 +28,7 @@ class Coupled:
 
     accepts = frozenset(Drawn)
     reads_logits = False
+    chains_only = False
 
     def accept(
         self,

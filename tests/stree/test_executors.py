@@ -36,7 +36,7 @@ def requests(count: int) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step", "naive", "traversal"])
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
     target, served = tiny_model(1), requests(12)

@@ -6,7 +6,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from stree import GenerationConfig
 from stree.rows import Rows
-from stree.verifiers.multi_step import RowChooser
+from stree.verifiers.judging import RowChooser
 
 SETTINGS = [
     GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)

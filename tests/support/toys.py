@@ -163,8 +163,8 @@ class TableDrafter:
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
             ops.choose_children(
-                rows.kept(logits), level.depths, rows.sampling, level.places, tokens,
-                finite[:, : level.nodes.shape[1]],
+                rows.kept(logits), level.noise_at(keep_logits), rows.sampling, level.places,
+                tokens, finite[:, : level.nodes.shape[1]],
             )  # fmt: skip
             drawn_from.append(rows.kept(logits))
         logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
