@@ -82,21 +82,31 @@ def test_output_distribution_is_the_targets(part, verifier, trees, kind, relatio
         assert distance(blocks, target, setting, tree.max_depth + 1) <= 1e-10, (seed, tree)
 
 
+def lengths(seed: int, trees) -> list[float]:
+    target, drafter, tree, setting = random_case(seed, trees)
+    tables = TableTarget(target), TableDrafter(drafter)
+    return [
+        length_of(block_distribution(*tables, tree, setting, each))
+        for each in (Naive, MultiStep, Traversal)
+    ]
+
+
 def test_acceptance_length_grows_from_naive_to_traversal():
     """Computed exactly. On a chain multi-step sampling is the token-level rule, and block
     verification traversal."""
     longer = [0, 0]
     for seed in range(12):
-        target, drafter, tree, setting = random_case(seed, [CHAINS[1], *BRANCHING[1:3]])
-        tables = TableTarget(target), TableDrafter(drafter)
-        naive, multi_step, traversal = (
-            length_of(block_distribution(*tables, tree, setting, each))
-            for each in (Naive, MultiStep, Traversal)
-        )
-        assert traversal >= multi_step - 1e-12 and multi_step >= naive - 1e-12, (seed, tree)
+        naive, multi_step, traversal = lengths(seed, [*CHAINS, *BRANCHING[:2]])
+        assert traversal >= multi_step - 1e-12 and multi_step >= naive - 1e-12, seed
         longer[0] += traversal > multi_step + 1e-3
         longer[1] += multi_step > naive + 1e-3
-    assert min(longer) >= 3
+    assert longer[0] >= 2 and longer[1] >= 6
+
+
+def test_naive_accepts_more_where_only_a_late_sibling_has_children():
+    """Multi-step sampling passes the first sibling too often for that: a tree to avoid."""
+    naive, multi_step, traversal = lengths(5, [TokenTree((-1, 0, 0, 2))])
+    assert naive > multi_step + 0.05 and traversal >= multi_step - 1e-12
 
 
 def block_law(p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
