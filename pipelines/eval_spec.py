@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
+from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.context import Workers
@@ -27,7 +28,9 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
-    add("--checkpoint", type=str, nargs="+", default=[], help="drafter folders to evaluate")
+    add("--checkpoint", type=str, nargs="+", default=[],
+        help="drafters to evaluate: folders; ngram, ngram:CONTEXT or ngram:CONTEXT,FILE for drafts "
+        "from the text (and a corpus); FOLDER+ngram for both in one tree")  # fmt: skip
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
     add("--benchmarks", type=str, nargs="+", default=list(DEFAULT_BENCHMARKS),
         help=f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}")  # fmt: skip
@@ -36,6 +39,7 @@ def build_parser() -> CommandParser:
     add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")
+    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4,
         help="drafts a call of vanilla_sd (the paper's N = 5 counts the root)")  # fmt: skip
     add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")

@@ -21,6 +21,7 @@ from stree.clock import PhaseClock
 from stree.description import counted, described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafter
+from stree.drafters.ngram import NGram
 from stree.errors import StreeError, UsageError, naming_what_does_not_fit
 from stree.executors import executor_of
 from stree.forest import Forest
@@ -114,12 +115,12 @@ class _Launch:
 class BatchDecoder:
     """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
 
-    Args: drafter, a model or anything that fills trees (`stree.drafters.Drafter`). tree, what
-    requests decode with that name none (default with a drafter: the paper's), or `Modes`, which
-    choose one for each step (call `measure_costs` first). num_rows, how many
-    sequences at once. max_length, the longest sequence, prompt included. max_nodes, the largest
-    tree of any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by
-    name (`stree.verifiers.named`) or one of your own. num_prefixes, how many of the prefixes that
+    Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`). tree,
+    what requests decode with that name none (default with a drafter: the paper's), or `Modes`,
+    which choose one for each step (call `measure_costs` first). num_rows, how many sequences at
+    once. max_length, the longest sequence, prompt included. max_nodes, those of the largest tree of
+    any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by name
+    (`stree.verifiers.named`) or one of your own. num_prefixes, how many of the prefixes that
     `release` keeps are held, each with the memory of a state and its keys.
     Raises `UsageError` when target, drafter and verifier do not fit each other, `OutOfMemory`.
     """
@@ -127,7 +128,7 @@ class BatchDecoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | Drafter | None = None,
+        drafter: HybridModel | NGram | Drafter | None = None,
         tree: TokenTree | Modes | None = None,
         *,
         num_rows: int = 8,
@@ -143,8 +144,9 @@ class BatchDecoder:
         require_whole("num_rows", num_rows)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        if isinstance(drafter, HybridModel):
-            require_partners(target, drafter)
+        model = drafter.model if isinstance(drafter, NGram) else drafter
+        if isinstance(model, HybridModel):
+            require_partners(target, model)
         self.modes = tree if isinstance(tree, Modes) else None
         tree = tree.largest if isinstance(tree, Modes) else tree
         self.verifier = verifiers.named(verifier)
@@ -156,6 +158,8 @@ class BatchDecoder:
         ):
             if isinstance(drafter, HybridModel):
                 drafter = ModelDrafter(drafter, num_rows, max_length, self.max_nodes)
+            elif isinstance(drafter, NGram):
+                drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
             self.cache = target.new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
         verifiers.require_fit(self.verifier, drafter)

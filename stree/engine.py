@@ -15,6 +15,7 @@ from stree.batch import BatchDecoder, Report, Request
 from stree.clock import PAUSED, PhaseClock
 from stree.description import described, placed
 from stree.drafters import Drafter
+from stree.drafters.ngram import NGram
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.models.hybrid import HybridModel
@@ -28,8 +29,8 @@ from stree_kernels import ops
 class Decoder:
     """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
 
-    Args: drafter, a model or anything that fills trees (`stree.drafters.Drafter`); without one,
-    decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
+    Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`); without
+    one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
     max_length, the longest sequence, prompt included; beyond the target's positions it warns.
     tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
     Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
@@ -39,7 +40,7 @@ class Decoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | Drafter | None = None,
+        drafter: HybridModel | NGram | Drafter | None = None,
         tree: TokenTree | None = None,
         *,
         max_length: int = 2048,
@@ -199,7 +200,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | Drafter | None = None,
+    drafter: HybridModel | NGram | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

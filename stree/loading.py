@@ -11,13 +11,15 @@ import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.description import counted
+from stree.drafters.naming import DrafterName
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, require_whole
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
-from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
+from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
+from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,15 +34,19 @@ def load(
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048,
+    verifier: str | Verifier = "coupled",
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
-    Args: tree, a tree or its name; None takes the one that the drafter's measured profile
-    recommends for this kind of device and temperature (no drafter at all where plain decoding was
-    fastest), and the paper's where nothing fitting was measured, or with other files than these
-    two checkpoints; a warning says which of the two.
+    Args: drafter, also n-grams, alone or with a checkpoint: ngram, ngram:CONTEXT,
+    ngram:CONTEXT,FILE, FOLDER+ngram (`stree.drafters.ngram`). tree, a tree or its name; None takes
+    the one that the drafter's measured profile recommends for this kind of device and temperature
+    (no drafter at all where plain decoding was fastest), and the paper's where nothing fitting was
+    measured, or with other files than these two checkpoints; a warning says which of the two; and
+    for n-grams, which have no profile.
     temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
-    of the weights, also by name. max_length, the longest sequence, prompt included.
+    of the weights, also by name. max_length, the longest sequence, prompt included. verifier, as
+    in `stree.verifiers.named`.
     Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
     not there, `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
     than the target's.
@@ -49,21 +55,27 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)
     require_whole("max_length", max_length)
+    verifier = named(verifier)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = _folder(target)
     tokenizer = load_tokenizer(target_folder)
     drafting = None
     if drafter is not None:
-        drafter_folder = _folder(drafter)
-        require_same_tokenizer(target_folder, drafter_folder)
-        if tree is None:
+        name = DrafterName.parse(drafter) if isinstance(drafter, str) else DrafterName(drafter)
+        drafter_folder = None if name.folder is None else _folder(name.folder)
+        if drafter_folder is not None:
+            require_same_tokenizer(target_folder, drafter_folder)
+        if tree is None and (drafter_folder is None or not name.is_folder):
+            tree = TokenTree.paper()
+        elif tree is None:
             tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
             if remark:
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         elif not isinstance(tree, TokenTree):
             tree = TokenTree.load(tree)
         if tree.num_nodes > 1:
-            drafting = load_model(drafter_folder, device, dtype)
+            own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
+            drafting = name.make(own, lambda text: encode_text(tokenizer, text))
     elif tree is not None and not isinstance(tree, TokenTree):
         tree = TokenTree.load(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
@@ -74,7 +86,9 @@ def load(
             "max_new_tokens; name one with GenerationConfig(eos_token_id=…)",
             stacklevel=2,
         )
-    return Decoder(model, drafting, tree, max_length=max_length, tokenizer=tokenizer)
+    return Decoder(
+        model, drafting, tree, max_length=max_length, tokenizer=tokenizer, verifier=verifier
+    )
 
 
 def find_device(device: torch.device | str) -> torch.device:

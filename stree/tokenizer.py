@@ -214,3 +214,8 @@ def _normalizer(tokenizer: Any) -> Any:
 
 def _text(value: Any) -> Any:
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, without any that mark its begin or end."""
+    return list(tokenizer(text, add_special_tokens=False).input_ids)

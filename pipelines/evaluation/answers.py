@@ -18,7 +18,7 @@ from stree.engine import Decoder
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.convert import load_config, load_model
-from stree.tokenizer import eos_token_ids, load_tokenizer
+from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.batching import Batch, BatchDecoder
@@ -308,6 +308,7 @@ class Answerer:
                 tree=job.tree,
                 max_length=room,
                 tokenizer=self.tokenizer,
+                verifier=job.verifier,
             )
             self._decoders[key] = room, decoder
         return decoder
@@ -321,7 +322,11 @@ class Answerer:
 
     def _drafter(self, drafter: Drafter) -> Any:
         if drafter not in self._drafters:
-            self._drafters[drafter] = load_model(drafter.path, self.device, self.dtype).eval()
+            folder = drafter.name.folder
+            model = None if folder is None else load_model(folder, self.device, self.dtype).eval()
+            self._drafters[drafter] = drafter.name.make(
+                model, lambda text: encode_text(self.tokenizer, text)
+            )
         return self._drafters[drafter]
 
     def warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:

@@ -125,8 +125,9 @@ class Evaluation:
         not share the target's tokenizer."""
         drafter = None
         if checkpoint is not None:
-            require_same_tokenizer(self.settings.target, checkpoint)
             drafter = Drafter.at(checkpoint)
+            if drafter.name.folder is not None:
+                require_same_tokenizer(self.settings.target, drafter.name.folder)
         return [
             self._job(method, drafter, benchmark, temperature)
             for benchmark in self.benchmarks
@@ -281,7 +282,7 @@ class Evaluation:
             target_sha256=self.target_sha256,
             method=job.method,
             tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
-            verifier=_verifier(job),
+            verifier=job.verifier if job.tree else None,
             benchmark=job.benchmark.name,
             prompts_hash=job.benchmark.prompts_hash,
             temperature=job.temperature,
@@ -350,12 +351,6 @@ def what_to_lower(settings: EvaluationSettings) -> str:
     """What to do where an evaluation needs more memory than there is."""
     lower = "batch_size or max_new_tokens" if settings.batch_size > 1 else "max_new_tokens"
     return f"lower {lower}, or use dtype bfloat16 or a larger GPU"
-
-
-def _verifier(job: Job) -> str | None:
-    if job.tree is None:
-        return None
-    return "greedy" if job.temperature == 0 else "multi_step_sampling"
 
 
 def _label(rounds: Sequence[Round]) -> str:

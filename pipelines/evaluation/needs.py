@@ -78,7 +78,9 @@ def describe_evaluation(
 
 
 def drafter_paths(jobs: Iterable[Job]) -> list[str]:
-    return list(dict.fromkeys(job.drafter.path for job in jobs if job.drafter))
+    """Of the models that draft."""
+    names = (job.drafter.name for job in jobs if job.drafter)
+    return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
 def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryNeeds:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
 from stree.plain_data import read_json
 from stree.tree import TokenTree
+from stree.verifiers import named, require_tree
 from stree_pipelines.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
@@ -32,6 +34,7 @@ class EvaluationSettings:
     methods: tuple[str, ...] = METHODS
     temperatures: tuple[float, ...] = (0.0, 1.0)
     tree: str = "paper"
+    verifier: str = "coupled"
     num_chain_drafts: int = 4
     max_new_tokens: int = 256
     limit: int | None = None
@@ -59,23 +62,26 @@ class EvaluationSettings:
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         for temperature in self.temperatures:
             GenerationConfig(temperature=temperature)  # refuses what no answer could use
+        named(self.verifier)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
 
     def method_tree(self, method: str) -> TokenTree | None:
-        """The tree that a method verifies; None when it drafts nothing."""
+        """The tree that a method verifies; None when it drafts nothing. Raises `UsageError` for one
+        that the verifier does not judge."""
         if method == AUTOREGRESSIVE:
             return None
-        if method == CHAIN:
-            return TokenTree.chain(self.num_chain_drafts)
-        return TokenTree.load(self.tree)
+        chain = method == CHAIN
+        tree = TokenTree.chain(self.num_chain_drafts) if chain else TokenTree.load(self.tree)
+        require_tree(named(self.verifier), tree)
+        return tree
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A checkpoint under evaluation."""
+    """What drafts in an evaluation: a checkpoint at a path, or n-grams of a name."""
 
     path: str
     sha256: str
@@ -88,6 +94,14 @@ class Drafter:
         Raises CheckpointRefused when its files are not what its manifest says: rows that exist
         are of what it was.
         """
+        name = DrafterName.parse(str(path))
+        if not name.is_folder:
+            model = None if name.folder is None else cls.at(name.folder)
+            parts = {
+                "model": model and model.sha256, "context": name.context,
+                "corpus": hashlib.sha256(name.corpus_text().encode()).hexdigest(),
+            }  # fmt: skip
+            return cls(str(path), config_hash(parts), model.step if model else None)
         path = Path(path)
         if path.is_symlink():
             path = path.parent / path.readlink()
@@ -95,13 +109,18 @@ class Drafter:
             verify_manifest(path)
         return cls(str(path), checkpoint_sha256(path), checkpoint_step(path))
 
+    @property
+    def name(self) -> DrafterName:
+        return DrafterName.parse(self.path)
+
 
 @dataclass(frozen=True)
 class Job:
-    """One row to be: a method on a benchmark at a temperature."""
+    """One row to be: a method on a benchmark at a temperature; verifier, of its tree if any."""
 
     method: str
     tree: TokenTree | None
+    verifier: str
     drafter: Drafter | None
     benchmark: Benchmark
     temperature: float
@@ -180,11 +199,15 @@ def make_job(
         "dtype": settings.dtype,
         "device": device_type,
     }
-    if settings.batch_size > 1:  # a prompt alone keeps the hash that rows of it always had
+    # A prompt alone, and the first verifier, keep the hash that rows of them always had
+    if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
+    if tree and settings.verifier != EvaluationSettings.verifier:
+        decoding["verifier"] = settings.verifier
     return Job(
         method,
         tree,
+        settings.verifier,
         drafter if tree else None,
         benchmark,
         float(temperature),

@@ -94,7 +94,7 @@ class ResultRow(Record):
     target_sha256: str
     method: str
     tree: Tree | None
-    verifier: str | None
+    verifier: str | None  # rows from before there were several say what no verifier is called
     benchmark: str
     prompts_hash: str
     temperature: NonNegative

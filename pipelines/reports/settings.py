@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stree.errors import UsageError
+from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.records import ResultRow
 
 NAMES = (
     "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed",
-    "chat_template", "BENCHMARK.prompts",
+    "chat_template", "verifier", "BENCHMARK.prompts",
 )  # fmt: skip
 SHOW_HELP = (
     "where rows of several decoding settings are there, which to take: NAME=VALUE, as the error "
@@ -25,8 +26,8 @@ HASH_CHARS = 8
 
 
 def setting_of(row: ResultRow) -> dict[str, str]:
-    """{name: value}. Prompts are a benchmark's own; rows from before a chat template was recorded
-    lack it."""
+    """{name: value}. Prompts are a benchmark's own; rows from before a chat template or a verifier
+    was recorded lack it."""
     values = {
         "target": row.target_sha256[:HASH_CHARS],
         "dtype": dtype_of(row),
@@ -37,6 +38,8 @@ def setting_of(row: ResultRow) -> dict[str, str]:
         "seed": str(row.seed),
         f"{row.benchmark}.prompts": f"{row.num_prompts}@{row.prompts_hash[:HASH_CHARS]}",
     }
+    if row.verifier in VERIFIERS:  # plain decoding has none
+        values["verifier"] = row.verifier
     if row.chat_template_sha256 is not None:
         values["chat_template"] = row.chat_template_sha256[:HASH_CHARS]
     return values

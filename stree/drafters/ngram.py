@@ -1,0 +1,217 @@
+"""Drafts from the text itself, without a model: what came before after the same tokens comes again.
+
+Prompt lookup, as Snakes and Ladders' PNG drafts: several continuations of the text so far, and of a
+corpus if there is one, merged into one prefix tree. Shapes: B rows, N nodes, n nodes of a level, K
+children of each at most, L slots of text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.drafters import Drawn, Proposal
+from stree.drafters.model import ModelDrafter
+from stree.forest import Forest
+from stree.generation import require_whole
+from stree.models.hybrid import HybridModel
+from stree.rows import Rows
+
+NOTHING = -1  # a slot of no token
+
+
+@dataclass(frozen=True)
+class NGram:
+    """An n-gram drafter to be, for any decoder.
+
+    Args: context, how many of the last tokens a place in the text is compared by; corpus, tokens of
+    a text to draft from beside the sequence's own. model, a drafter for the rest of the tree: then
+    the n-grams fill the root's last child and what is below it. Raises `UsageError` for a context
+    that is no whole number of at least 1.
+    """
+
+    context: int = 6
+    corpus: Sequence[int] = ()
+    model: HybridModel | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("context", self.context)
+
+    def for_decoder(
+        self, target: Any, num_rows: int, max_length: int, max_nodes: int
+    ) -> NGramDrafter | GraftingDrafter:
+        text = Text(
+            self.context, torch.as_tensor(self.corpus, dtype=torch.long), num_rows, max_length,
+            target.config.vocab_size, target.device,
+        )  # fmt: skip
+        if self.model is None:
+            return NGramDrafter(text)
+        return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes)
+
+
+class Text:
+    """The text of each row that is certain, after the corpus, and what follows in it.
+
+    Everything is a tensor of a fixed place, so that steps that draft from it can be captured.
+    """
+
+    def __init__(
+        self, context: int, corpus: Tensor, num_rows: int, max_length: int, vocabulary: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.context, self.vocabulary = context, vocabulary
+        self.start = len(corpus) + 1  # nothing between the two: no match goes across
+        # The last slot takes what idle rows write
+        shape = num_rows, self.start + max_length + 1
+        self.slots = torch.full(shape, NOTHING, dtype=torch.long, device=device)
+        self.slots[:, : len(corpus)] = corpus.to(device)
+        self.num_read = [0] * num_rows
+
+    def clear(self, row: int) -> None:
+        self.slots[row, self.start :] = NOTHING
+        self.num_read[row] = 0
+
+    def read(self, row: int, tokens: Tensor) -> None:
+        first = self.start + self.num_read[row]
+        self.slots[row, first : first + len(tokens)] = tokens
+        self.num_read[row] += len(tokens)
+
+    def take(self, rows: Rows, longest: int) -> None:
+        """Read the rows' blocks, up to and with their roots."""
+        slots, block = self.slots[: len(rows.active)], rows.block[:, : 1 + longest]
+        count = torch.where(rows.active, block[:, 0], 0)[:, None]
+        at = torch.arange(longest, device=slots.device)
+        places = self.start + rows.position[:, None] - count + 1 + at
+        slots.scatter_(1, torch.where(at < count, places, slots.shape[1] - 1), block[:, 1:])
+
+    def roots(self, rows: Rows) -> Tensor:
+        """(B, 1) their tokens; any in idle rows."""
+        return self._at(rows, 0).clamp(min=0)
+
+    def matches(self, rows: Rows) -> Tensor:
+        """(B, 1, L) int32: how many tokens up to each slot are those up to the root."""
+        slots = self.slots[: len(rows.active), :-1]
+        same = torch.ones_like(slots, dtype=torch.bool)
+        length = torch.zeros_like(slots, dtype=torch.int32)
+        for back in range(self.context):
+            token = self._at(rows, back)
+            shifted = F.pad(slots, (back, 0), value=NOTHING)[:, : slots.shape[1]]
+            same = same & (shifted == token) & (token >= 0)
+            length = length + same
+        return length[:, None]
+
+    def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
+        """The matches (B, n, L) of nodes with tokens (B, n), given those of their parents."""
+        slots = self.slots[: len(tokens), None, :-1]
+        return torch.where(slots == tokens[..., None], F.pad(matches, (1, 0))[..., :-1] + 1, 0)
+
+    def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
+        """(B, n, count) different tokens that came next: after the longest match first, of equal
+        ones after the latest. barred (B, n, j), tokens that are not wanted, V for none."""
+        batch, nodes, length = matches.shape
+        following = self.slots[:batch, None, 1:].expand(-1, nodes, -1)
+        order = matches.long() * length + torch.arange(length, device=matches.device)
+        order = torch.where(following >= 0, order, -1)
+        scores = torch.full((batch, nodes, self.vocabulary + 1), -1, device=matches.device)
+        scores.scatter_reduce_(2, following.clamp(min=0), order, "amax")
+        if barred is not None:
+            scores.scatter_(2, barred, -2)
+        return scores[..., : self.vocabulary].topk(count, dim=-1).indices
+
+    def fill(
+        self, rows: Rows, forest: Forest, tokens: Tensor, places: Tensor | None = None,
+        barred: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
+        root's children to write, and barred (B, 1, j), what they must not be; all and anything if
+        not given."""
+        size, done, matches = forest.num_nodes, 0, self.matches(rows)
+        slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+        for depth, level in enumerate(forest.levels):
+            if depth:
+                nodes = level.nodes.clamp(min=0)
+                parents = forest.parents.gather(1, nodes).clamp(min=0)
+                above = (forest.drawn_by.gather(1, parents) - done).clamp(min=0)
+                done += matches.shape[1]
+                matches = matches.gather(1, above[..., None].expand(-1, -1, matches.shape[2]))
+                matches = self.after(matches, slots.gather(1, nodes))
+            here = level.places if depth or places is None else places
+            found = self.continuations(matches, here.shape[2], None if depth else barred)
+            slots.scatter_(1, torch.where(here < 0, size, here).flatten(1), found.flatten(1))
+        tokens.copy_(slots[:, :-1])
+
+    def _at(self, rows: Rows, back: int) -> Tensor:
+        """(B, 1) tokens so many before the root; none before the text's begin."""
+        place = self.start + rows.position[:, None] - back
+        return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
+
+
+class NGramDrafter:
+    """Fills trees with continuations that the text has."""
+
+    drawn = Drawn.POINT
+    capturable = True
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def clear(self, row: int) -> None:
+        self.text.clear(row)
+
+    def read(self, row: int, tokens: Tensor) -> None:
+        self.text.read(row, tokens)
+
+    def draft(
+        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+    ) -> Proposal:
+        self.text.take(rows, longest)
+        tokens = F.pad(self.text.roots(rows), (0, forest.num_nodes - 1))
+        self.text.fill(rows, forest, tokens)
+        return Proposal(tokens)
+
+
+class GraftingDrafter(ModelDrafter):
+    """A model's tree on which n-grams are grafted: the root's last child and all below it are what
+    the text has after the root, and begin with another token than the model's children. Where the
+    root has one child only, the tree is the model's."""
+
+    drawn = Drawn.MIXED
+
+    def __init__(
+        self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int
+    ) -> None:
+        super().__init__(model, num_rows, max_length, max_nodes)
+        self.text = text
+
+    def clear(self, row: int) -> None:
+        super().clear(row)
+        self.text.clear(row)
+
+    def read(self, row: int, tokens: Tensor) -> None:
+        super().read(row, tokens)
+        self.text.read(row, tokens)
+
+    def draft(
+        self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
+    ) -> Proposal:
+        proposal = super().draft(rows, forest, longest, bound, keep_logits)
+        tokens, places = proposal.tokens, forest.levels[0].places  # (B, N), (B, 1, K)
+        self.text.take(rows, longest)
+        number = torch.arange(places.shape[2], device=tokens.device)
+        last = (places >= 0).sum(-1, keepdim=True) - 1
+        place = torch.where(last > 0, places.gather(2, last.clamp(min=0)), NOTHING)
+        drawn = tokens.gather(1, places[:, 0].clamp(min=0))[:, None]
+        barred = torch.where(number < last, drawn, self.text.vocabulary)
+        drafts = tokens.clone()
+        self.text.fill(rows, forest, drafts, place, barred)
+        points = torch.arange(forest.num_nodes, device=tokens.device) == place[:, 0]
+        parents = forest.parents.clamp(min=0)
+        for _ in range(forest.max_depth - 1):
+            points = points | points.gather(1, parents)
+        tokens = torch.where(points, drafts, tokens)
+        return Proposal(tokens, proposal.finite, proposal.logits, points)

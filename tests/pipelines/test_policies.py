@@ -1,0 +1,82 @@
+"""Verifiers and drafters by name, in evaluations and for `stree.load`."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_evaluation import export, make_world, quiet, settings_for
+
+import stree
+from stree import GenerationConfig
+from stree.drafters.naming import DrafterName
+from stree.errors import NotFound, UsageError
+from stree_pipelines.reports import settings
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def corpus(world):
+    (world / "corpus.txt").write_text("some text to learn from, and to draft from")
+    return world / "corpus.txt"
+
+
+def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
+    """Of one folder; plain decoding's rows serve all of them."""
+    rows = []
+    for verifier in ("coupled", "traversal"):
+        chosen = settings_for(world, tmp_path, limit=2, temperatures=(0.0, 1.0), verifier=verifier)
+        rows.append(quiet(chosen).evaluate(export(world, 10)))
+    for verifier, mine in zip(("coupled", "traversal"), rows, strict=True):
+        assert {row.verifier for row in mine} == {None, verifier}
+    keys = [{row.key for row in mine} for mine in rows]
+    assert len(keys[0] & keys[1]) == 2  # plain decoding at both temperatures
+    assert "verifier" in settings.differing(rows[0] + rows[1])
+    with pytest.raises(UsageError, match="verifier is"):
+        settings.require_one(rows[0] + rows[1], tmp_path)
+    settings.require_one(settings.chosen(rows[1], ["verifier=traversal"], tmp_path), tmp_path)
+
+
+def test_a_verifier_of_chains_is_refused_for_the_tree_at_once(world, tmp_path):
+    with pytest.raises(UsageError, match="judges chains only"):
+        quiet(settings_for(world, tmp_path, verifier="block"))
+    with pytest.raises(UsageError, match="wanted one of coupled"):
+        settings_for(world, tmp_path, verifier="greedy")
+    quiet(settings_for(world, tmp_path, verifier="block", methods=("autoregressive", "vanilla_sd")))
+
+
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_path):
+    name = f"ngram:3,{corpus}"
+    name = f"{export(world, 10)}+{name}" if grafted else name
+    chosen = settings_for(world, tmp_path, limit=2, max_new_tokens=24)
+    rows = quiet(chosen).evaluate(name)
+    assert [row.checkpoint for row in rows] == [None, name, name]
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    assert rows[2].acceptance_length > 1 and rows[2].step == (10 if grafted else None)
+    corpus.write_text(corpus.read_text() + " more")
+    assert rows[2].key not in {job.result_key for job in quiet(chosen).plan(name)}
+
+
+def test_load_takes_the_same_names(world, corpus):
+    generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
+    plain = stree.load(world / "target").generate(prompt, generation).tokens
+    for drafter in ("ngram", f"ngram:2,{corpus}", f"{export(world, 10)}+ngram:4"):
+        for verifier in ("coupled", "traversal"):
+            decoder = stree.load(world / "target", drafter, verifier=verifier, max_length=64)
+            assert decoder.generate(prompt, generation).tokens == plain
+
+
+def test_names_of_drafters(tmp_path):
+    assert DrafterName.parse("a/b") == DrafterName("a/b")
+    assert DrafterName.parse("ngram") == DrafterName(None, 6)
+    assert DrafterName.parse("a/b+ngram:4,c,d.txt") == DrafterName("a/b", 4, "c,d.txt")
+    (tmp_path / "x+ngram").mkdir()
+    assert DrafterName.parse(str(tmp_path / "x+ngram")).is_folder
+    for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
+        with pytest.raises(UsageError, match="wanted a whole number"):
+            DrafterName.parse(wrong)
+    with pytest.raises(NotFound, match="no corpus"):
+        DrafterName.parse("ngram:3,nowhere.txt").corpus_text()

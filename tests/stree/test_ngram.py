@@ -1,0 +1,138 @@
+"""Drafts from the text: which ones they are, and that they change nothing of what comes out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from captures import NothingWaits
+from toys import right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.drafters.ngram import NGram
+from stree.errors import UsageError
+from stree.forest import Forest
+from stree.rows import Rows
+from stree.tree import balanced
+
+PNG = TokenTree((-1, 0, 0, 1, 2, 3, 4), "png-3-2")  # three tokens of two drafts
+
+
+def drafted(text: list[int], tree: TokenTree, corpus=(), context: int = 3) -> list[int]:
+    """What the second of two rows drafts after a text whose last two tokens came in a block."""
+    target = tiny_model(1)
+    drafter = NGram(context, corpus).for_decoder(target, 2, 64, tree.num_nodes)
+    rows = Rows.new(2, 8)
+    rows.set(1, GenerationConfig())
+    drafter.read(1, torch.tensor(text[:3]))
+    drafter.read(1, torch.tensor(text[3:-2]))
+    rows.begin(1, len(text) - 1, 0)
+    rows.block[1, :3] = torch.tensor([2, *text[-2:]])
+    forest = Forest.of([TokenTree.chain(2), tree], target.device)
+    with NothingWaits():
+        proposal = drafter.draft(rows, forest, 2, 64, False)
+    return proposal.tokens[1, : tree.num_nodes].tolist()
+
+
+def test_what_came_last_after_the_longest_match_comes_first():
+    text = [1, 2, 3, 4, 9, 5, 2, 3, 7, 8, 9, 6, 2, 3]
+    assert drafted(text, TokenTree.chain(3)) == [3, 7, 8, 9]
+    # the later of two matches of two tokens, then the earlier one, each going on on its own
+    assert drafted(text, PNG) == [3, 7, 4, 8, 9, 9, 5]
+    # a longer match counts more than a later one
+    assert drafted([1, 2, 3, 4, 0, 2, 3, 5, 1, 2, 3], TokenTree.chain(2)) == [3, 4, 0]
+    assert drafted([1, 2, 3, 4, 0, 2, 3, 5, 1, 2, 3], TokenTree.chain(1), context=2) == [3, 5]
+
+
+def test_continuations_with_one_beginning_share_its_node():
+    text = [1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2]
+    tree = TokenTree((-1, 0, 0, 1, 1, 2))
+    assert drafted(text, tree) == [2, 8, 5, 8, 1, 7]
+
+
+def test_a_corpus_is_drafted_from_where_the_text_has_nothing_longer():
+    corpus = [40, 41, 42, 43, 44, 45]
+    assert drafted([3, 5, 4, 40, 41], TokenTree.chain(4), corpus) == [41, 42, 43, 44, 45]
+    assert drafted([41, 7, 9, 40, 41], TokenTree.chain(1), corpus) == [41, 42]
+    assert drafted([40, 41, 7, 40, 41], TokenTree.chain(1), corpus) == [41, 7]
+    # no match goes from the corpus' end into the text
+    assert drafted([7, 8, 9, 45, 7], TokenTree.chain(1), [*corpus, 7, 30], context=2) == [7, 30]
+
+
+def requests(count: int, trees) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(
+            [rng.randrange(9) for _ in range(rng.randint(1, 30))],
+            GenerationConfig(20, rng.choice([0.0, 0.7, 1.2]), rng.choice([0, 5]), seed=each),
+            rng.choice(trees),
+        )
+        for each in range(count)
+    ]
+
+
+TREES = [PNG, TokenTree.chain(3), balanced([3, 2]), TokenTree.chain(0)]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
+    """All trees and settings in one batch; and graphs, in which nothing may wait."""
+    if captured:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1)
+    model = right_now_and_then(target) if grafted else None
+    served = requests(10, TREES)
+    decoder = BatchDecoder(
+        target, NGram(4, [1, 2, 3], model), num_rows=4, max_length=64, max_nodes=10
+    )
+    plain = BatchDecoder(target, num_rows=4, max_length=64)
+    wanted = plain.generate([Request(each.prompt_ids, each.generation) for each in served])
+    outputs = decoder.generate(served)
+    assert [out.tokens for out in outputs] == [out.tokens for out in wanted]
+    assert sum(sum(out.stats.accepted_per_call) for out in outputs) > 5
+
+
+@pytest.mark.parametrize("verifier", ["naive", "multi_step", "traversal"])
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_other_verifiers_judge_them_too(grafted, verifier):
+    """Greedy rows are plain decoding's; `test_verifiers.py` has the distribution of mixed trees."""
+    target = tiny_model(1)
+    drafts = NGram(4, model=right_now_and_then(target) if grafted else None)
+    generation = GenerationConfig(24)
+    decoder = Decoder(target, drafts, balanced([3, 2]), max_length=64, verifier=verifier)
+    assert decoder.generate([5, 6, 5], generation).tokens == (
+        Decoder(target, max_length=64).generate([5, 6, 5], generation).tokens
+    )
+    decoder.generate([5, 6, 5], GenerationConfig(24, temperature=1.0))
+
+
+def test_the_roots_last_child_and_what_is_below_are_n_grams():
+    """Of rows with different trees: one without a second child is the model's."""
+    target = tiny_model(1)
+    model = right_now_and_then(target)
+    trees = [TokenTree.chain(2), PNG, balanced([3, 1]), TokenTree((-1, 0, 0, 1, 1))]
+    drafter = NGram(3, model=model).for_decoder(target, 4, 64, 8)
+    alone = NGram(3, model=model).for_decoder(target, 4, 64, 8)
+    rows = Rows.new(4, 8)
+    for row in range(4):
+        for each in (drafter, alone):
+            each.read(row, torch.tensor([7, 8, 9, 7]))
+        rows.set(row, GenerationConfig())
+        rows.begin(row, 4, 8)
+    forest = Forest.of(trees, target.device)
+    got = drafter.draft(rows, forest, 1, 64, True)
+    models = super(type(alone), alone).draft(rows, forest, 1, 64, True)
+    grafted = [[], [2, 4, 6], [3, 6], [2]]
+    assert [row.nonzero()[:, 0].tolist() for row in got.points] == grafted
+    assert torch.equal(got.tokens[~got.points], models.tokens[~got.points])
+    assert torch.equal(got.logits, models.logits)
+    for row, nodes in enumerate(grafted):
+        if nodes and 9 not in got.tokens[row, list(trees[row].children[0][:-1])]:
+            assert got.tokens[row, nodes].tolist() == [9, 7, 8][: len(nodes)]
+
+
+def test_a_context_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="context is 0"):
+        NGram(0)
