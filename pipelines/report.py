@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason
@@ -21,6 +20,7 @@ from stree_pipelines.evaluation.records import RESULTS_NAME, write_rows
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.lossless import lossless_markdown
 from stree_pipelines.reports.page import page_context
+from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.reports.run_data import (
     COMMAND_NAME,
     CONFIG_NAME,
@@ -34,8 +34,6 @@ from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.table_rows import table6_json
 from stree_pipelines.reports.tables import advise, table6, table6_markdown
-
-TEMPLATES = Path(__file__).parent / "reports" / "templates"
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
@@ -51,7 +49,8 @@ def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
     figure = plots.tau_vs_step(data)
     if figure is not None:
         files["tau_vs_step.svg"] = plots.to_svg(figure, "τ against distillation step")
-    files["report.html"] = render_page(data)
+    page = {**page_context(data), "figures": _figures(data)}
+    files["report.html"] = render_page("report.html.j2", page)
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
@@ -81,19 +80,6 @@ def write_records(data: RunData, out: str | Path) -> list[Path]:
             write_atomically(folder / name, (data.folder / name).read_bytes())
             paths.append(folder / name)
     return paths
-
-
-def render_page(data: RunData) -> str:
-    """The self-contained HTML page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    context = {**page_context(data), "figures": _figures(data)}
-    return environment.get_template("report.html.j2").render(context)
 
 
 def _figures(data: RunData) -> list[dict[str, Any]]:

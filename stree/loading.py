@@ -65,12 +65,12 @@ def load(
         drafter_folder = None if name.folder is None else _folder(name.folder)
         if drafter_folder is not None:
             require_same_tokenizer(target_folder, drafter_folder)
-        if tree is None and (drafter_folder is None or not name.is_folder):
-            tree = TokenTree.paper()
-        elif tree is None:
+        if tree is None and drafter_folder is not None and name.is_folder:
             tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
             if remark:
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
+        elif tree is None:
+            tree = TokenTree.paper()
         elif not isinstance(tree, TokenTree):
             tree = TokenTree.load(tree)
         if tree.num_nodes > 1:

@@ -229,11 +229,10 @@ class Answerer:
             time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
         )
 
-    def release(self, drafter: Drafter | None) -> None:
+    def release(self, drafter: Drafter) -> None:
         """Free a drafter's weights and caches."""
-        if drafter is not None:
-            self._drop(lambda known: known[0] == drafter)
-            self._drafters.pop(drafter, None)
+        self._drop(lambda known: known[0] == drafter)
+        self._drafters.pop(drafter, None)
 
     def _divergence(
         self, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -40,7 +41,6 @@ from stree_pipelines.evaluation.context import (
 from stree_pipelines.evaluation.in_turns import answers_in_turns
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
-    METHODS,
     Drafter,
     EvaluationSettings,
     Job,
@@ -156,7 +156,8 @@ class Evaluation:
                 for group, mine in zip(groups, rounds, strict=True):
                     self._measure(group, mine)
         finally:  # a checkpoint that failed must not leave less memory to the next one
-            self.answerer.release(next((job.drafter for job in jobs if job.drafter), None))
+            for drafter in dict.fromkeys(job.drafter for job in jobs if job.drafter):
+                self.answerer.release(drafter)
         found = {row.key: row for row in self.store.results()}
         rows = [found[job.result_key] for job in jobs]
         require_lossless(rows)
@@ -250,7 +251,7 @@ class Evaluation:
     def _run(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
-        finished: dict[str, list[SampleRow]] = {method: [] for method in METHODS}
+        finished: dict[str, list[SampleRow]] = defaultdict(list)
         num_left = {each.prompt.id: len(each.jobs) for each in rounds}
         first = rounds[0].missing[0]
         label = f"{_label(rounds)}{first.benchmark.name} T={first.temperature:g}"
@@ -363,7 +364,7 @@ def _label(rounds: Sequence[Round]) -> str:
 def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
     """Each method's figures, the tree's first."""
     parts = []
-    for method in reversed(METHODS):
+    for method in reversed(list(finished)):
         samples = finished[method]
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:

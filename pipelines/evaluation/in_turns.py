@@ -22,8 +22,7 @@ def answers_in_turns(answerer: Answerer, rounds: Sequence[Round]) -> Generator[A
     """
     rounds_by_id = {each.prompt.id: each for each in rounds}
     found = {job.method: job for each in rounds for job in each.jobs}
-    methods = dict.fromkeys((AUTOREGRESSIVE, *answerer.settings.methods))
-    jobs = [found[method] for method in methods if method in found]
+    jobs = sorted(found.values(), key=lambda job: job.method != AUTOREGRESSIVE)
     baselines: dict[str, SampleRow] = {}
     early: dict[str, list[tuple[Job, SampleRow]]] = {}  # before their baseline
 

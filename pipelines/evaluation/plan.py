@@ -96,7 +96,7 @@ class Drafter:
         """
         name = DrafterName.parse(str(path))
         if not name.is_folder:
-            model = None if name.folder is None else cls.at(name.folder)
+            model = None if name.folder is None else cls.at(str(name.folder))
             parts = {
                 "model": model and model.sha256, "context": name.context,
                 "corpus": hashlib.sha256(name.corpus_text().encode()).hexdigest(),

@@ -48,6 +48,11 @@ class Cell:
     def __getitem__(self, name: str) -> Any:
         return self.summary[name]
 
+    @classmethod
+    def figures(cls) -> tuple[str, ...]:
+        """The names that a summary has."""
+        return tuple(metrics.summarise([]))
+
     def interval(self, name: str) -> tuple[float, float] | None:
         return self.summary["confidence_intervals"].get(name)
 
@@ -172,14 +177,13 @@ def arrange(data: RunData, store: ResultStore) -> None:
     ]
     data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
     data.temperatures = sorted({row.temperature for row in kept})
-    names = set(metrics.summarise([]))
     num_without = 0
     for row in kept:
         key = (
             labels[_drafter(row)], methods[row.method, row.tree], row.benchmark,
             row.temperature,
         )  # fmt: skip
-        summary = {name: getattr(row, name) for name in names}
+        summary = {name: getattr(row, name) for name in Cell.figures()}
         samples = tuple(store.samples(row))
         if len(samples) != row.num_prompts:
             samples, num_without = (), num_without + 1

@@ -1,0 +1,49 @@
+"""Compare drafters, trees and verifiers on one target, in turns prompt by prompt.
+
+python pipelines/compare.py configs/compare/quickstart.yaml
+The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree and a verifier.
+Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
+stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stree.errors import exit_with_reason
+from stree.files import write_atomically
+from stree_pipelines.command_line import PlainParser
+from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines.reports import arms
+from stree_pipelines.reports.rendering import render_page
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = PlainParser("compare.py", description=__doc__)
+    add = parser.add_argument
+    add("config", help="YAML file of options and arms")
+    add("--out", help="folder of the rows and the pages (default: the file's `out`)")
+    add("--limit", type=int, help="first so many prompts of each benchmark (default: the file's)")
+    add("--batch_size", type=int, help="prompts decoded at once (default: the file's, or 1)")
+    add("--device", help="auto, cpu, cuda or cuda:N (default: the file's, or auto)")
+    add("--overwrite", action="store_true", default=None, help="measure again what exists")
+    options = vars(parser.parse_args(arguments))
+    settings, chosen = read_comparison(options.pop("config"), options)
+    comparison = Comparison(settings, chosen)
+    comparison.announce()
+    try:
+        rows = comparison.evaluate(None)
+        if comparison.workers.is_main:
+            places = arms.places_of(rows, comparison.store)
+            text, folder = arms.markdown(places), Path(settings.out)
+            page = render_page("compare.html.j2", arms.page(places, folder.resolve().name))
+            write_atomically(folder / "comparison.md", text)
+            write_atomically(folder / "comparison.html", page)
+            print(f"{text}\n{folder / 'comparison.md'}\n{folder / 'comparison.html'}")
+    finally:
+        comparison.workers.part()
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

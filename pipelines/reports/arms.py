@@ -1,0 +1,175 @@
+"""A comparison's tables, verdicts and figures: which drafter, tree and verifier wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
+from stree_pipelines.reports import plots
+from stree_pipelines.reports.run_data import Cell
+from stree_pipelines.reports.tables import Table, figure, speed_ratio
+
+PLAIN = "plain decoding"
+HEADS = (
+    "arm", "drafter", "tree", "verifier", "τ", "tokens/s", "speed-up", "speed-up per τ",
+    "nodes a call", "draft", "verify",
+)  # fmt: skip
+INTRO = (
+    "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
+    "plain decoding's of the same prompts in the same process, which each arm answered in turn. "
+    "Nodes: tokens that the target verifies a call. Draft, verify: their shares of a call's time. "
+    "Brackets: 95 % bootstrap intervals over prompts, paired."
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """All arms on a benchmark at a temperature; the plain one is there, too."""
+
+    benchmark: str
+    temperature: float
+    rows: dict[str, ResultRow]
+    cells: dict[str, Cell]
+
+    @property
+    def title(self) -> str:
+        count = next(iter(self.rows.values())).num_prompts
+        return f"{self.benchmark}, T = {self.temperature:g} ({count} prompts)"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who wins: an arm, or plain decoding; and why."""
+
+    winner: str
+    reason: str
+
+
+def places_of(rows: Sequence[ResultRow], store: ResultStore) -> list[Place]:
+    """The rows of one comparison, in their order."""
+    places: dict[tuple[str, float], Place] = {}
+    for row in rows:
+        key = row.benchmark, row.temperature
+        place = places.setdefault(key, Place(*key, {}, {}))
+        summary = {name: getattr(row, name) for name in Cell.figures()}
+        samples = tuple(store.samples(row))
+        place.rows[row.method] = row
+        place.cells[row.method] = Cell(summary, row.num_prompts, (row.samples,), samples)
+    return list(places.values())
+
+
+def table(place: Place) -> Table:
+    lines = [HEADS]
+    for name, row in place.rows.items():
+        cell = place.cells[name]
+        plain = name == AUTOREGRESSIVE
+        lines.append((
+            PLAIN if plain else name,
+            "" if row.checkpoint is None else _drafter(row),
+            row.tree.name if row.tree else "", row.verifier or "",
+            figure(cell["acceptance_length"], cell.interval("acceptance_length")),
+            figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
+            figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),
+            figure(None if plain else cell["speedup_per_tau"], cell.interval("speedup_per_tau")),
+            figure(cell["nodes_per_call"], form=".1f"),
+            _share(cell, "draft"), _share(cell, "verify"),
+        ))  # fmt: skip
+    return Table(place.title, tuple(lines), num_left=4)
+
+
+def verdict(place: Place) -> Verdict:
+    """The fastest, and plain decoding or a chain where nothing is faster beyond noise."""
+    timed = {name: cell for name, cell in place.cells.items() if cell["speedup"]}
+    timed.pop(AUTOREGRESSIVE, None)
+    if not timed:
+        return Verdict("", "No arm was timed beside plain decoding.")
+    best = max(timed, key=lambda name: timed[name]["speedup"])
+    cell = timed[best]
+    interval = cell.interval("speedup")
+    gain = f"{best} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
+    if cell["speedup"] <= 1:
+        return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
+    if interval is None or interval[0] <= 1:
+        return Verdict(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
+    ties = []
+    for name, other in timed.items():
+        between = speed_ratio(cell, other).interval if name != best else None
+        if between is not None and between[0] <= 1 <= between[1]:
+            ties.append(name)
+    chains = [name for name in ties if _is_chain(place.rows[name].tree)]
+    if chains and not _is_chain(place.rows[best].tree):
+        return Verdict(
+            chains[0], f"The chain {chains[0]} wins: {gain}, but they can't be told apart, and a "
+            "chain verifies fewer tokens.",
+        )  # fmt: skip
+    what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
+    beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""
+    return Verdict(best, f"{what} {best} wins: {gain}{beside}.")
+
+
+def markdown(places: Sequence[Place]) -> str:
+    parts = ["# Drafters, trees and verifiers compared\n", f"{INTRO}\n"]
+    for place in places:
+        parts += [table(place).to_markdown(), f"{verdict(place).reason}\n"]
+    return "\n".join(parts)
+
+
+def page(places: Sequence[Place], name: str) -> dict[str, Any]:
+    """Values of the HTML page's template."""
+    environment = next(iter(places[0].rows.values())).environment
+    parts = []
+    for place in places:
+        title = f"Speed-up, {place.title}"
+        parts.append({
+            "title": place.title, "table": table(place), "verdict": verdict(place),
+            "svg": plots.to_svg(speedups(place), title, inline=True),
+        })  # fmt: skip
+    trees = {row.tree for place in places for row in place.rows.values() if row.tree}
+    facts = {
+        "Target": next(iter(places[0].rows.values())).target,
+        "Device": f"{environment.num_processes} × {environment.device}",
+        "Number formats": ", ".join(f"{k} {v}" for k, v in environment.dtypes.items()),
+        "Trees": "\n".join(sorted(f"{tree.name}: {list(tree.parents)}" for tree in trees)),
+        "Commit": environment.git_sha or "not in a clone",
+        "Command": environment.command_line,
+    }
+    return {"name": name, "intro": INTRO, "places": parts, "facts": facts}
+
+
+def speedups(place: Place) -> Figure:
+    """A point an arm with its interval; plain decoding is the line at 1."""
+    drawn, axes = plots.new_figure()
+    names = [name for name in place.cells if name != AUTOREGRESSIVE][::-1]
+    with mpl.rc_context(plots.STYLE):
+        for at, name in enumerate(names):
+            cell = place.cells[name]
+            if cell["speedup"] is None:
+                continue
+            low, high = cell.interval("speedup") or (cell["speedup"],) * 2
+            axes.plot([low, high], [at, at], "-", color=plots.MORE_COLOURS[0])
+            axes.plot(cell["speedup"], at, "o", color=plots.MORE_COLOURS[0])
+        axes.axvline(1.0, color=plots.PLAIN_COLOUR, lw=1.2)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel("times plain decoding")
+    return drawn
+
+
+def _drafter(row: ResultRow) -> str:
+    return Path(row.checkpoint or "").name if row.step is None else f"step {row.step}"
+
+
+def _is_chain(tree: Tree | None) -> bool:
+    return tree is not None and tree.parents == tuple(range(-1, len(tree.parents) - 1))
+
+
+def _share(cell: Cell, part: str) -> str:
+    times = cell["time_ms"]
+    total = sum(times.values())
+    return figure(100 * times.get(part, 0.0) / total if total else None, form=".0f", unit=" %")

@@ -1,0 +1,189 @@
+"""Arms compared on one target: rows that resume, tables that are the samples', honest verdicts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_evaluation import export, make_world
+
+from stree import metrics
+from stree.errors import UsageError
+from stree.tree import TokenTree
+from stree_pipelines import compare
+from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.reports import arms as report
+from stree_pipelines.reports.run_data import Cell
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs/compare").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def content(world, out, **changes) -> dict:
+    drafter = str(export(world, 10))
+    return {
+        "target": str(world / "target"), "out": str(out), "device": "cpu", "ignore_eos": True,
+        "benchmarks": [str(world / "talk.jsonl")], "temperatures": [0.0, 1.0],
+        "max_new_tokens": 10, "limit": 3,
+        "arms": [
+            {"name": "chain", "drafter": drafter, "tree": "chain-2", "verifier": "block"},
+            {"name": "tree", "drafter": drafter, "verifier": "traversal"},
+            {"name": "both", "drafter": f"{drafter}+ngram:3"},
+            {"name": "text", "drafter": "ngram:3", "tree": "chain-3"},
+        ],
+        **changes,
+    }  # fmt: skip
+
+
+def written(folder, what) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "arms.yaml"
+    path.write_text(yaml.safe_dump(what))
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared")
+    compare.main([str(written(out, content(world, out)))])
+    return out
+
+
+def test_every_arm_has_a_row_beside_plain_decoding(done):
+    rows = ResultStore(done).results()
+    names = [AUTOREGRESSIVE, "chain", "tree", "both", "text"]
+    for temperature in (0.0, 1.0):
+        here = [row for row in rows if row.temperature == temperature]
+        assert [row.method for row in here] == names
+        assert [row.verifier for row in here] == [None, "block", "traversal", "coupled", "coupled"]
+        assert all(row.speedup for row in here[1:]) and here[1].lossless == here[2].lossless
+    samples = [ResultStore(done).samples(row) for row in rows]
+    assert all(s.baseline is not None for each in samples[1:5] for s in each)
+
+
+def test_the_table_and_the_page_hold_the_rows_figures(done):
+    store = ResultStore(done)
+    text, page = ((done / f"comparison.{kind}").read_text() for kind in ("md", "html"))
+    for row in store.results():
+        if row.method != AUTOREGRESSIVE:
+            tau = metrics.acceptance_length(store.samples(row))
+            assert f"{tau:.2f}" in text and f"{row.speedup:.2f}×" in text
+            assert f"{row.speedup:.2f}×" in page
+    assert text.count(" wins: ") == 2 and "<svg" in page
+    assert not re.search(r'(?:src|href)="(?!#)', page)  # nothing from elsewhere
+
+
+def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
+    """After one whole row was published and another was lost with half of a third's prompts."""
+    settings, arms = read_comparison(written(tmp_path, content(world, done)), {})
+    asked = []
+    comparison = Comparison(
+        settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
+    )
+    monkeypatch.setattr(
+        comparison.answerer, "make_decoder", lambda *_, **parts: asked.append(parts) or 1 / 0
+    )
+    rows = comparison.evaluate(None)  # all is there: nothing is decoded
+    assert not asked and len(rows) == 10
+    settings, arms = read_comparison(
+        written(tmp_path, content(world, done, arms=content(world, done)["arms"][:1])), {}
+    )
+    fewer = Comparison(settings, arms, workers=Workers(), progress=comparison.progress)
+    assert [row.method for row in fewer.evaluate(None)] == [AUTOREGRESSIVE, "chain"] * 2
+
+
+def test_rounds_that_are_journalled_are_not_asked_again(world, tmp_path):
+    settings, arms = read_comparison(
+        written(tmp_path, content(world, tmp_path / "out", temperatures=[0.0])), {}
+    )
+    comparison = Comparison(
+        settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
+    )
+    jobs = comparison.plan()
+    assert len({job.result_key for job in jobs}) == len({job.decoder_key for job in jobs}) == 5
+    comparison.evaluate(None)
+    samples = comparison.store.samples(comparison.store.results()[2])
+    comparison.store.forget({jobs[2].result_key: jobs[2].samples_name})
+    comparison.store.journal(jobs[2].samples_name, 0, samples[0])
+    left = comparison.rounds([jobs[2]])
+    assert [each.prompt.id for each in left] == [sample.prompt_id for sample in samples[1:]]
+
+
+def place(speedups: dict[str, tuple[float, tuple[float, float]]], done) -> report.Place:
+    """A place whose speed-ups, and the intervals of them, are these; a chain's name ends in it."""
+    rows = {row.method: row for row in ResultStore(done).results()}
+    found = report.Place("sums", 0.0, {}, {})
+    for name, (speedup, interval) in speedups.items():
+        summary = dict.fromkeys(Cell.figures())
+        summary |= {"speedup": speedup, "confidence_intervals": {"speedup": interval}}
+        found.cells[name] = Cell(summary, 3)
+        found.rows[name] = rows["chain" if name.endswith("chain") else "tree"]
+    return found
+
+
+def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
+    slower = place({"a": (0.9, (0.8, 0.95)), "b": (0.7, (0.6, 0.8))}, done)
+    assert report.verdict(slower).reason.startswith("Plain decoding wins: the fastest arm, a is")
+    unsure = place({"a": (1.1, (0.9, 1.3))}, done)
+    assert "may be no gain" in report.verdict(unsure).reason
+    between = {}
+    monkeypatch.setattr(
+        report, "speed_ratio", lambda *_: type("Gain", (), {"interval": between["is"]})
+    )
+    both = place({"tree": (1.5, (1.4, 1.6)), "a chain": (1.4, (1.3, 1.5))}, done)
+    between["is"] = (1.01, 1.1)
+    assert report.verdict(both).winner == "tree"
+    between["is"] = (0.99, 1.1)
+    assert report.verdict(both) == report.Verdict(
+        "a chain", "The chain a chain wins: tree is 1.50× [1.40, 1.60] plain decoding, but they "
+        "can't be told apart, and a chain verifies fewer tokens.",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arms": []}, "wanted at least one"),
+        ({"arms": [{"name": "x"}]}, "wanted name and drafter"),
+        ({"arms": [{"name": "x", "drafter": "d", "size": "2"}]}, "wanted name and drafter"),
+        ({"arms": [{"name": "x", "drafter": 3}]}, "each a text"),
+        ({"arms": [{"name": "autoregressive", "drafter": "d"}]}, "takes part anyhow"),
+        ({"arms": None}, "must hold `arms"),
+        ({"methods": ["stree"]}, "no options of a comparison"),
+        ({"widht": 3}, "no options of a comparison"),
+        ({"target": None}, "does not say target"),
+        ({"max_new_tokens": "many"}, "wrong type"),
+    ],
+)
+def test_a_file_that_is_no_comparison_is_one_line(world, tmp_path, changes, said):
+    with pytest.raises(UsageError, match=said) as got:
+        read_comparison(written(tmp_path, content(world, tmp_path, **changes)), {})
+    assert "\n" not in str(got.value)
+
+
+def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, tmp_path):
+    arms = [{"name": "x", "drafter": "ngram", "tree": "paper", "verifier": "block"}]
+    settings, chosen = read_comparison(written(tmp_path, content(world, tmp_path, arms=arms)), {})
+    with pytest.raises(UsageError, match="judges chains only"):
+        Comparison(settings, chosen, workers=Workers())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_is_a_comparison(path):
+    settings, arms = read_comparison(path, {})
+    assert all(arm.settings(settings).method_tree("stree").num_nodes > 1 for arm in arms)
+
+
+def test_the_shipped_n_gram_tree_is_two_chains_of_six():
+    tree = TokenTree.load(SHIPPED[0].parents[1] / "trees/png-6-2.yaml")
+    assert tree.max_depth == 6 and [len(level) for level in tree.levels] == [1] + [2] * 6
