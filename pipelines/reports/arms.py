@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
@@ -19,12 +20,12 @@ from stree_pipelines.reports.tables import Table, figure, speed_ratio
 PLAIN = "plain decoding"
 HEADS = (
     "arm", "drafter", "tree", "verifier", "τ", "tokens/s", "speed-up", "speed-up per τ",
-    "nodes a call", "draft", "verify",
+    "nodes a call", *metrics.STEP_PARTS,
 )  # fmt: skip
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
     "plain decoding's of the same prompts in the same process, which each arm answered in turn. "
-    "Nodes: tokens that the target verifies a call. Draft, verify: their shares of a call's time. "
+    "Nodes: tokens that the target verifies a call. Draft to host: shares of a call's time. "
     "Brackets: 95 % bootstrap intervals over prompts, paired."
 )
 
@@ -79,7 +80,7 @@ def table(place: Place) -> Table:
             figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),
             figure(None if plain else cell["speedup_per_tau"], cell.interval("speedup_per_tau")),
             figure(cell["nodes_per_call"], form=".1f"),
-            _share(cell, "draft"), _share(cell, "verify"),
+            *(_share(cell, part) for part in metrics.STEP_PARTS),
         ))  # fmt: skip
     return Table(place.title, tuple(lines), num_left=4)
 

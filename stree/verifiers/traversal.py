@@ -120,7 +120,7 @@ def share_out(
         total = left.sum(-1, keepdim=True)
         some = there & (total > 0)
         target = torch.where(some, left / total, target)
-        rest = torch.where(some, total / (total + 1.0 - share), 0.0)
+        rest = torch.where(some, total / (total + (1.0 - share)), 0.0)  # never above 1
         share = torch.where(there, rest, share)
         siblings.take(token, there & ~is_point)
     return torch.cat(shares, -1), share[..., 0], target

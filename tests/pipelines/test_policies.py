@@ -27,7 +27,9 @@ def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
     """Of one folder; plain decoding's rows serve all of them."""
     rows = []
     for verifier in ("coupled", "traversal"):
-        chosen = settings_for(world, tmp_path, limit=2, temperatures=(0.0, 1.0), verifier=verifier)
+        chosen = settings_for(
+            world, tmp_path, limit=1, temperatures=(0.0, 1.0), verifier=verifier, max_new_tokens=6
+        )
         rows.append(quiet(chosen).evaluate(export(world, 10)))
     for verifier, mine in zip(("coupled", "traversal"), rows, strict=True):
         assert {row.verifier for row in mine} == {None, verifier}
@@ -51,7 +53,7 @@ def test_a_verifier_of_chains_is_refused_for_the_tree_at_once(world, tmp_path):
 def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_path):
     name = f"ngram:3,{corpus}"
     name = f"{export(world, 10)}+{name}" if grafted else name
-    chosen = settings_for(world, tmp_path, limit=2, max_new_tokens=24)
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24)
     rows = quiet(chosen).evaluate(name)
     assert [row.checkpoint for row in rows] == [None, name, name]
     assert all(row.lossless is None or row.lossless.share == 1 for row in rows)

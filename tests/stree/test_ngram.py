@@ -83,7 +83,7 @@ def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)
     model = right_now_and_then(target) if grafted else None
-    served = requests(10, TREES)
+    served = requests(6, TREES)
     decoder = BatchDecoder(
         target, NGram(4, [1, 2, 3], model), num_rows=4, max_length=64, max_nodes=10
     )
@@ -91,7 +91,7 @@ def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
     wanted = plain.generate([Request(each.prompt_ids, each.generation) for each in served])
     outputs = decoder.generate(served)
     assert [out.tokens for out in outputs] == [out.tokens for out in wanted]
-    assert sum(sum(out.stats.accepted_per_call) for out in outputs) > 5
+    assert sum(sum(out.stats.accepted_per_call) for out in outputs) > 3
 
 
 @pytest.mark.parametrize("verifier", ["naive", "multi_step", "traversal"])
