@@ -67,7 +67,7 @@ def places_of(rows: Sequence[ResultRow], store: ResultStore) -> list[Place]:
 
 
 def table(place: Place) -> Table:
-    lines = [HEADS]
+    lines: list[tuple[str, ...]] = [HEADS]
     for name, row in place.rows.items():
         cell = place.cells[name]
         plain = name == AUTOREGRESSIVE
