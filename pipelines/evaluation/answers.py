@@ -18,8 +18,10 @@ from stree.engine import Decoder
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.convert import load_config, load_model
+from stree.rows import Rows
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
+from stree_kernels import naive
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.batching import Batch, BatchDecoder
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
@@ -130,7 +132,7 @@ class Answerer:
                 prompt_ids = self._next_prompt_ids(conversation)
                 with _naming(job, conversation):
                     decoder = self.warm_decoder(job, prompt_ids)
-                    output = decoder.generate(prompt_ids, self._generation(job, conversation))
+                    output = decoder.generate(prompt_ids, self._next_generation(job, conversation))
                 self._add_turn(conversation, len(prompt_ids), output)
             yield self._sample(job, conversation)
 
@@ -153,7 +155,7 @@ class Answerer:
                         del batch  # two at once may not fit
                         batch = Batch(self.warm_decoder(job, prompt_ids))
                     conversation = waiting.popleft()
-                    request = Request(prompt_ids, self._generation(job, conversation))
+                    request = Request(prompt_ids, self._next_generation(job, conversation))
                     under_way[batch.admit(request)] = conversation, len(prompt_ids)
                 for report in batch.step():
                     if not report.finish_reason:
@@ -177,13 +179,16 @@ class Answerer:
             for row in under_way:
                 batch.release(row)
 
-    def beside(self, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow) -> SampleRow:
+    def beside(
+        self, job: Job, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow
+    ) -> SampleRow:
         """The sample with what the autoregressive run of its prompt in this process adds: its
-        timing and, at T = 0, how their tokens compare."""
+        timing and how their tokens compare. They are the same at T = 0, and above with the verifier
+        coupled, whose samples are plain decoding's of the same seed."""
         timing = {"baseline": timing_of(baseline)}
-        if sample.temperature > 0:
+        if sample.temperature > 0 and job.verifier != "coupled":
             return sample.model_copy(update=timing)
-        divergence = self._divergence(prompt, sample.turns, baseline.turns)
+        divergence = self._divergence(job, prompt, sample.turns, baseline.turns)
         compared = {"divergence": divergence, "lossless": divergence is None}
         return sample.model_copy(update={**timing, **compared})
 
@@ -235,7 +240,7 @@ class Answerer:
         self._drafters.pop(drafter, None)
 
     def _divergence(
-        self, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]
+        self, job: Job, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]
     ) -> Divergence | None:
         """The first difference; turns after it answer another conversation and say nothing."""
         for index, (mine, theirs) in enumerate(zip(turns, reference, strict=True)):
@@ -249,18 +254,24 @@ class Answerer:
                 position=position,
                 token=_at(mine.tokens, position),
                 autoregressive_token=_at(theirs.tokens, position),
-                logit_gap=self._logit_gap(prefix),
+                logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index)),
             )
         return None
 
     @torch.no_grad()
-    def _logit_gap(self, tokens: list[int]) -> float:
-        """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass."""
+    def _logit_gap(self, tokens: list[int], generation: GenerationConfig) -> float:
+        """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass; when
+        sampling, of what a token is chosen by, at the size of logits."""
         tokens_BT = torch.tensor([tokens], device=self.device)
-        last_BD = self.target.hidden_states(tokens_BT)[:, -1]
-        logits_BV = (last_BD @ self.target.head_weight.T).float()
-        first, second = logits_BV.topk(2, dim=-1).values[0].tolist()
-        return first - second
+        last_BD = self.target.hidden_states(tokens_BT)[:, -1:]
+        logits_BTV = (last_BD @ self.target.head_weight.T).float()
+        rows = Rows.new(1, device=self.device).narrow(0, 1, [generation])
+        rows.set(0, generation)
+        rows.position.fill_(len(tokens) - 1)
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        scores = naive.choice_scores(rows.kept(logits_BTV), depths, rows.sampling)
+        first, second = scores.topk(2, dim=-1).values[0, 0].tolist()
+        return (first - second) * (generation.temperature or 1.0)
 
     def prompt_ids(
         self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
@@ -275,9 +286,11 @@ class Answerer:
         turns = conversation.turns
         return self.prompt_ids(conversation.prompt, turns, len(turns))
 
-    def _generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
-        """Of the conversation's next turn."""
-        prompt, index = conversation.prompt, len(conversation.turns)
+    def _next_generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
+        return self._generation(job, conversation.prompt, len(conversation.turns))
+
+    def _generation(self, job: Job, prompt: BenchmarkPrompt, index: int) -> GenerationConfig:
+        """Of a turn of a prompt."""
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=job.temperature,

@@ -322,7 +322,7 @@ def summarise_lossless(samples: Sequence[SampleRow]) -> Lossless | None:
 
 
 def require_lossless(rows: Sequence[ResultRow]) -> None:
-    """Raise InvariantBroken when a greedy answer differs where rounding cannot be the reason.
+    """Raise InvariantBroken when an answer differs where rounding cannot be the reason.
 
     Two orders of summation give logits that differ by a few hundred roundings of the largest: a
     unit roundoff of 6e-8 in fp32 and logits of some tens make about 1e-4, in fp64 1e-13. Behind

@@ -29,7 +29,7 @@ def answers_in_turns(answerer: Answerer, rounds: Sequence[Round]) -> Generator[A
     def with_baseline(job: Job, sample: SampleRow) -> Answer:
         each = rounds_by_id[sample.prompt_id]
         if each.baseline is not None:
-            sample = answerer.beside(each.prompt, sample, baselines[sample.prompt_id])
+            sample = answerer.beside(job, each.prompt, sample, baselines[sample.prompt_id])
         return each, job, sample
 
     with ExitStack() as stack:

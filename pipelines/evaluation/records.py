@@ -50,10 +50,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Divergence(Record):
-    """Where greedy tokens leave the autoregressive ones, and how close the target's own call was.
+    """Where tokens leave the autoregressive ones, and how close the target's own call was.
 
     `position` counts the turn's new tokens from 0; `logit_gap` is the target's top-1 minus top-2
-    logit after the common prefix.
+    logit after the common prefix, when sampling with the noise that decides.
     """
 
     prompt_id: str
@@ -65,7 +65,7 @@ class Divergence(Record):
 
 
 class Lossless(Record):
-    """Greedy tokens against autoregressive decoding's: share of prompts equal, and each other."""
+    """Tokens against autoregressive decoding's: share of prompts equal, and each other."""
 
     share: Share
     num_prompts: Count

@@ -1,4 +1,4 @@
-"""Every greedy comparison of a run with autoregressive decoding, as Markdown."""
+"""Every comparison of a run's tokens with autoregressive decoding, as Markdown."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def lossless_markdown(run: Path) -> str:
     columns = [name for name in differing(rows) if name != "dtype"]
     parts = [
         "# Losslessness",
-        f"{identical} of {checked} greedy answers are token for token those of autoregressive "
-        "decoding. Where one is not, the gap is the target's own first logit minus its second "
-        "after the common prefix: rounding decides ties.",
+        f"{identical} of {checked} answers are token for token those of autoregressive "
+        "decoding, sampled ones those of the same seed. Where one is not, the gap is the target's "
+        "own first logit (with its noise, when sampling) minus its second after the common prefix: "
+        "rounding decides ties.",
         _checks(rows, columns).to_markdown(),
     ]
     if identical < checked:

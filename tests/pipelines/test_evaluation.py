@@ -34,6 +34,7 @@ from stree.engine import Decoder
 from stree.errors import BadData, CheckpointRefused, InvariantBroken, OutOfMemory, UsageError
 from stree.models.convert import load_model, save_model
 from stree.tokenizer import load_tokenizer
+from stree_kernels import naive
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
 from stree_pipelines.evaluation import answers
@@ -114,9 +115,10 @@ def test_acceptance_orders_the_drafters(complete):
     assert row_of(complete, 10, "vanilla_sd").nodes_per_call == 5
 
 
-def test_greedy_tokens_equal_autoregressive_ones(complete):
+def test_tokens_equal_autoregressive_ones(complete):
+    """At every temperature: samples of the verifier coupled are plain decoding's."""
     for row in complete.results():
-        if row.method == "autoregressive" or row.temperature > 0:
+        if row.method == "autoregressive":
             assert row.lossless is None
         else:
             assert row.lossless.num_prompts == 4
@@ -360,8 +362,10 @@ class Lies:
         return output
 
 
-def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
-    evaluation = quiet(settings_for(world, tmp_path, limit=1), make_decoder=Lies)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path, temperature):
+    settings = settings_for(world, tmp_path, limit=1, temperatures=[temperature])
+    evaluation = quiet(settings, make_decoder=Lies)
     with pytest.raises(InvariantBroken, match=r"prompt a, turn 0, position 3 has token") as fault:
         evaluation.evaluate(export(world, 100))
     assert fault.value.exit_code == 70
@@ -371,17 +375,21 @@ def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path):
         (divergence,) = row.lossless.divergences
         assert (divergence.prompt_id, divergence.turn, divergence.position) == ("a", 0, 3)
         assert divergence.token == divergence.autoregressive_token + 1
-        # The gap by hand: logits of the plain model after the prompt and three tokens.
+        # The gap by hand: logits of the plain model after the prompt and three tokens, and noise.
         answerer = evaluation.answerer
         prompt = answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
         tokens = ResultStore(tmp_path).samples(baseline)[0].turns[0].tokens[:3]
         with torch.no_grad():
-            logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1]
+            logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1].double()
+        if temperature:
+            seed = torch.tensor([prompt_seed(0, row.benchmark, "a", 0)])
+            position = torch.tensor([[len(prompt) + 3]])
+            logits += naive.token_noise(seed, position, len(logits))[0, 0]
         first, second = logits.topk(2).values.tolist()
         assert divergence.logit_gap == pytest.approx(first - second, abs=1e-6)
     # Rows that exist are still no good.
     with pytest.raises(InvariantBroken, match="not lossless"):
-        quiet(settings_for(world, tmp_path, limit=1)).evaluate(export(world, 100))
+        quiet(settings).evaluate(export(world, 100))
 
 
 def test_in_bf16_divergences_are_only_reported(world, tmp_path):

@@ -267,7 +267,7 @@ def test_a_lossless_table_has_a_column_for_what_differs(tmp_path):
     report([str(tmp_path), "--show", "max_new_tokens=61"])
     text = (tmp_path / "lossless.md").read_text()
     assert "| Weights | max_new_tokens | Benchmark" in text
-    assert "60 of 60 greedy answers" in text
+    assert "60 of 60 answers" in text
 
 
 def test_a_row_of_an_evaluation_says_its_whole_setting():
