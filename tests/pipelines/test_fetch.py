@@ -180,7 +180,8 @@ def test_prompts_other_than_the_measured_ones_are_refused(server, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "content", [b"<html>Sign in</html>", b"[1]\n", b"", gzip.compress(b"{}", mtime=0), b"\x1f\x8bnot gzip"]
+    "content",
+    [b"<html>Sign in</html>", b"[1]\n", b"", gzip.compress(b"{}", mtime=0), b"\x1f\x8bnot gzip"],
 )
 def test_a_page_of_something_else_is_no_benchmark(server, tmp_path, content):
     server.files["/" + SOURCES["mt_bench"].path] = content
