@@ -39,7 +39,7 @@ class Prefixes:
         if not 0 < target.length <= len(tokens):
             return
         drafter = None
-        if isinstance(self.drafter, ModelDrafter):
+        if type(self.drafter) is ModelDrafter:  # one that keeps the text beside reads it again
             drafter = self.drafter.cache.narrow(row, 1).save()
             if drafter.length > target.length:
                 drafter = None
