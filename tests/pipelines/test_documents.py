@@ -118,7 +118,7 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
 
 
 def test_architecture_s_examples_decode_as_plainly():
-    """The drafter and the verifier that the page writes; each example's output is the target's."""
+    """What the page writes: drafter, verifier, choice of trees; the output is the target's."""
     text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
     table = torch.full((8, 8, 8), -5.0)
     for token in range(8):
@@ -127,7 +127,7 @@ def test_architecture_s_examples_decode_as_plainly():
     request = Request([5, 6], GenerationConfig(40))
     wanted = Decoder(target, max_length=128).generate(request.prompt_ids, request.generation)
     scope, blocks = {"target": target}, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, scope)  # this repository's own words
         (output,) = scope["decoder"].generate([request])
