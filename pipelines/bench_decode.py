@@ -18,7 +18,7 @@ import torch
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_kernels import ops
 from stree_pipelines.benches import calls
-from stree_pipelines.benches.batches import serve_at, steps_of_rows
+from stree_pipelines.benches.batches import TREES, serve_at, steps_of_rows
 from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.steps import decode_at, graphs
@@ -77,8 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
         raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
     if options.dry_run:
         for line in describe(
-            options.shape, options.what, options.nodes, options.context, device.type == "cuda"
-        ):
+            options.shape, options.what, options.nodes, options.rows, options.context,
+            device.type == "cuda",
+        ):  # fmt: skip
             print(line, flush=True)
         return
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -121,7 +122,7 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def describe(
-    shape: str, what: list[str], nodes: list[int], context: int, on_cuda: bool
+    shape: str, what: list[str], nodes: list[int], rows: list[int], context: int, on_cuda: bool
 ) -> Iterator[str]:
     """What there is to measure, and the memory that it takes at most: one target call's cache at a
     time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
@@ -136,6 +137,10 @@ def describe(
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
+    if {"rows", "serve"} & set(what):
+        most = TREES[-1].num_nodes
+        one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
+        memory[f"caches of {max(rows)} rows"] = max(rows) * one
     counts = ", ".join(map(str, nodes))
     yield model_line("target", target)
     yield model_line("drafter", drafter)

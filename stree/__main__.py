@@ -36,6 +36,7 @@ COMMANDS = {
     "profile": Entry("profile_drafter", "write a drafter's measured profile and model card"),
     "tree": Entry("suggest_tree", "suggest a tree from what a run measured"),
     "report": Entry("report", "write a run's tables, figures and page"),
+    "compare": Entry("compare", "compare drafters, trees and verifiers on one target"),
     "gate": Entry("benchmark_checkpoint", "fail where a checkpoint is worse than its baseline"),
 }
 _WIDTH = max(map(len, COMMANDS))

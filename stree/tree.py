@@ -60,18 +60,23 @@ class TokenTree:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> TokenTree:
-        """A tree by name ("paper", "chain-4", …) or from a YAML file, as in configs/trees/.
+        """A tree by name ("paper", "chain-4", "png-6-2", …) or from a YAML file, as those in
+        configs/trees/.
 
         The file holds `name` and `parents`. Raises `UsageError` when it does not.
         """
         name = str(name_or_path)
         if re.fullmatch(r"chain-[0-9]{1,9}", name):
             return cls.chain(int(name[6:]))
+        if chains := re.fullmatch(r"png-([0-9]{1,3})-([0-9]{1,3})", name):
+            return several_chains(*map(int, chains.groups()))
         if name == "paper":
             return cls.paper()
         path = Path(name)
         if not path.is_file():
-            raise NotFound(f"no tree {name!r}: give paper, chain-N, or the path of a YAML file")
+            raise NotFound(
+                f"no tree {name!r}: give paper, chain-N, png-N-D, or the path of a YAML file"
+            )
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:
@@ -154,6 +159,13 @@ def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
         parents += [node for node in level for _ in range(width)]
         level = list(range(start, len(parents)))
     return TokenTree(tuple(parents), name)
+
+
+def several_chains(num_drafts: int, count: int) -> TokenTree:
+    """`count` chains of num_drafts drafts below one root, which n-grams fill: PNG(n, d) (Snakes and
+    Ladders)."""
+    parents = [-1, *[0] * count, *range(1, (num_drafts - 1) * count + 1)]
+    return TokenTree(tuple(parents[: 1 + num_drafts * count]), f"png-{num_drafts}-{count}")
 
 
 @cache

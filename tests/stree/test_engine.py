@@ -13,7 +13,7 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, g
 from stree.drafters import Drawn, Proposal
 from stree.drafters.model import ModelDrafter
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
-from stree.forest import Forest
+from stree.forest import FAR, Forest
 from stree.models.config import HybridConfig
 from stree.rows import Rows
 from stree.tree import balanced
@@ -122,7 +122,7 @@ def test_greedy_with_model_drafters(tree, drafter):
 @pytest.mark.parametrize("tree", TREES)
 def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     """Each node's children come from the drafter's logits after the sequence and its path, with
-    the noise of their position."""
+    noise of their own where they are judged by these logits."""
     model, tree = tiny_model(4, num_layers=2, attn_layers=attn_layers), TREES[tree]
     drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
     drafter.read(0, torch.tensor(sequence))
@@ -136,7 +136,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
         rows.position[0] = len(sequence) - 1
         rows.block[0, : 1 + len(news)] = torch.tensor([len(news), *news])
         with torch.no_grad():
-            draft = drafter.draft(rows, forest, 8, 64, True)
+            draft = drafter.draft(rows, forest, 8, 64, keep_logits=True)
         assert draft.finite.all() and draft.tokens[0, 0] == sequence[-1]
         for node, children in enumerate(tree.children):
             if not children:
@@ -147,7 +147,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
             drawn_from = draft.logits[0, forest.drawn_by[0, node]]
             torch.testing.assert_close(drawn_from, logits, rtol=0, atol=1e-9)
             if temperature:
-                position = torch.tensor([[len(sequence) + len(path)]])
+                position = torch.tensor([[len(sequence) + node * FAR]])  # a node's own
                 logits = logits + naive.token_noise(torch.tensor([4]), position, 61)[0, 0]
             best = logits.topk(len(children)).indices
             assert draft.tokens[0, list(children)].equal(best)
