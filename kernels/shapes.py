@@ -150,6 +150,10 @@ class Derived:
     xb: Tensor
     steps: Tensor
 
+    def narrow(self, first: int, count: int) -> Derived:
+        """Of some of the sequences only, as views."""
+        return Derived(self.xb.narrow(1, first, count), self.steps.narrow(1, first, count))
+
 
 @dataclass(frozen=True)
 class Topology:

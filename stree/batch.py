@@ -404,9 +404,8 @@ class BatchDecoder:
     def _launch(self, decoding: dict[int, _Sequence], trees: dict[int, TokenTree]) -> None:
         rows, forest, longest, position = self._step_of(decoding, trees)
         clock, drafted = self.phase_clock, forest.num_nodes > 1
-        self.executor.launch(
-            rows, forest, longest, position, clock.mark if clock else _no_mark
-        )  # fmt: skip
+        mark = clock.mark if clock else _no_mark
+        self.executor.launch(rows, forest, longest, position, mark)
         if clock is not None:
             clock.end_call()
         for row, each in decoding.items():

@@ -211,13 +211,11 @@ def generate(
         if streamer is not None:
             stack.callback(streamer.end)
         mask = options.pop("attention_mask", None)
-        asked, _ = asked_for(inputs, generation_config, mask, options, tokenizer)
+        asked, several = asked_for(inputs, generation_config, mask, options, tokenizer)
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
         longest = max(len(prompt) + config.max_new_tokens for prompt, config in asked)
         decoder = Decoder(
             target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
         )
         stack.pop_all()  # from here on the decoder ends it
-    return decoder.generate(
-        inputs, generation_config, attention_mask=mask, streamer=streamer, **options
-    )
+    return decoder._serve(lambda: (asked, several), streamer)

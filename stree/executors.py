@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.forest import Forest, StaticForest
+from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.step import Step
@@ -22,23 +23,6 @@ from stree_kernels import ops
 MAX_KEPT = 16  # envelopes, two graphs each
 BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
 Mark = Callable[[str], None]
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class LastUsed(dict[K, V]):
-    """Holds the `MAX_KEPT` values that were used last: graphs hold memory."""
-
-    def __getitem__(self, key: K) -> V:
-        value = self.pop(key)  # a dict is in the order of insertion
-        super().__setitem__(key, value)
-        return value
-
-    def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
-        if len(self) > MAX_KEPT:
-            del self[next(iter(self))]
 
 
 def executor_of(step: Step) -> Eager | Graphs:
@@ -104,7 +88,7 @@ class Graphs:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reads_lengths_on_device = ops.fused(step.target.device, step.target.dtype)
-        self.envelopes: LastUsed[Any, Envelope] = LastUsed()
+        self.envelopes: LastUsed[Any, Envelope] = LastUsed(MAX_KEPT)
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Level:
         return self.nodes.clamp(min=0).int() * FAR if alone else self.depths
 
 
-@dataclass(frozen=True)
+@dataclass
 class Forest:
     """A tree a row.
 
@@ -121,15 +122,9 @@ class StaticForest(Forest):
     """A forest whose tensors stay where they are while its trees are exchanged, for graphs."""
 
     def __init__(self, forest: Forest) -> None:
-        state = dict(vars(forest))
-        for name in ("parents", "depths", "children", "drawn_by"):
-            state[name] = state[name].clone()
-        state["levels"] = tuple(
-            Level(each.nodes.clone(), each.depths.clone(), each.places.clone())
-            for each in forest.levels
-        )
-        self.__dict__.update(state)
-        self.__dict__["topologies"] = {}
+        levels = tuple(map(_cloned, forest.levels))
+        super().__init__(**{**vars(_cloned(forest)), "levels": levels})
+        self._topologies: dict[tuple[Callable[..., Topology], int], Topology] = {}
 
     def topology(self, width: int) -> Topology:
         return self._static(_topology, width)
@@ -141,25 +136,33 @@ class StaticForest(Forest):
         """Take over the trees of another forest of the same shape."""
         if forest.trees == self.trees:
             return
-        for name in ("parents", "depths", "children", "drawn_by"):
-            getattr(self, name).copy_(getattr(forest, name))
+        _copy(self, forest)
         for mine, theirs in zip(self.levels, forest.levels, strict=True):
-            mine.nodes.copy_(theirs.nodes)
-            mine.places.copy_(theirs.places)
-        for (make, width), mine in self.__dict__["topologies"].items():
-            theirs = make(forest.trees, width, self.device)
-            for name in ("ancestors", "depths", "windows"):
-                getattr(mine, name).copy_(getattr(theirs, name))
-        self.__dict__["trees"] = forest.trees
+            _copy(mine, theirs)
+        for (make, width), topology in self._topologies.items():
+            _copy(topology, make(forest.trees, width, self.device))
+        self.trees = forest.trees
 
     def _static(self, make: Callable[..., Topology], width: int) -> Topology:
-        topologies = self.__dict__["topologies"]
-        if (make, width) not in topologies:
-            given = make(self.trees, width, self.device)
-            topologies[make, width] = Topology(
-                given.ancestors.clone(), given.depths.clone(), given.windows.clone()
-            )
-        return topologies[make, width]
+        if (make, width) not in self._topologies:
+            self._topologies[make, width] = _cloned(make(self.trees, width, self.device))
+        return self._topologies[make, width]
+
+
+T = TypeVar("T", Forest, Level, Topology)
+
+
+def _tensors(of: Forest | Level | Topology) -> dict[str, Any]:
+    return {name: value for name, value in vars(of).items() if isinstance(value, Tensor)}
+
+
+def _cloned(of: T) -> T:
+    return replace(of, **{name: tensor.clone() for name, tensor in _tensors(of).items()})
+
+
+def _copy(mine: T, theirs: T) -> None:
+    for name, tensor in _tensors(mine).items():
+        tensor.copy_(getattr(theirs, name))
 
 
 def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:

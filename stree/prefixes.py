@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stree.drafters.model import ModelDrafter
+from stree.last_used import LastUsed
 from stree.models.cache import HybridCache, SavedPrefix
 
 
@@ -27,8 +28,8 @@ class Prefixes:
     """
 
     def __init__(self, most: int, cache: HybridCache, drafter: Any) -> None:
-        self.most, self.cache, self.drafter = most, cache, drafter
-        self._kept: dict[tuple[int, ...], _Kept] = {}  # the one that was used last is the last
+        self.cache, self.drafter = cache, drafter
+        self._kept: LastUsed[tuple[int, ...], _Kept] = LastUsed(most)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -43,11 +44,7 @@ class Prefixes:
             drafter = self.drafter.cache.narrow(row, 1).save()
             if drafter.length > target.length:
                 drafter = None
-        prefix = tuple(tokens[: target.length])
-        self._kept.pop(prefix, None)
-        self._kept[prefix] = _Kept(target, drafter)
-        if len(self._kept) > self.most:
-            del self._kept[next(iter(self._kept))]
+        self._kept[tuple(tokens[: target.length])] = _Kept(target, drafter)
 
     def load(self, row: int, prompt: list[int]) -> int:
         """Let a row, which is empty, begin with the longest prefix of `prompt` that there is,
@@ -57,7 +54,7 @@ class Prefixes:
         if not fitting:
             return 0
         prefix = max(fitting, key=len)
-        kept = self._kept[prefix] = self._kept.pop(prefix)
+        kept = self._kept[prefix]
         self.cache.narrow(row, 1).load(kept.target)
         if self.drafter is not None:
             read = 0

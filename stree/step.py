@@ -40,9 +40,10 @@ class Step:
     def draft(self, rows: Rows, forest: Forest, longest: int, bound: int) -> Proposal:
         """Fill the rows' trees. longest, the most tokens that any row's block has; bound, as in
         `HybridModel.tree_forward`."""
-        if self.drafter is not None and forest.num_nodes > 1:
-            return self.drafter.draft(rows, forest, longest, bound, self.verifier.reads_logits)
-        return Proposal(rows.root)
+        if not self.drafts(forest):
+            return Proposal(rows.root)
+        assert self.drafter is not None
+        return self.drafter.draft(rows, forest, longest, bound, self.verifier.reads_logits)
 
     @torch.no_grad()
     def verify(

@@ -172,16 +172,3 @@ def several_chains(num_drafts: int, count: int) -> TokenTree:
 def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
     return torch.tensor(values, dtype=torch.long, device=device)
-
-
-@cache
-def parents_of(tree: TokenTree) -> tuple[int, ...]:
-    """Nodes with children, level by level: the order of a draft's laws."""
-    return tuple(node for level in tree.levels for node in level if tree.children[node])
-
-
-@cache
-def law_rows(tree: TokenTree) -> tuple[int, ...]:
-    """(N,) the place of each node in `parents_of`, −1 for a leaf."""
-    rows = {node: row for row, node in enumerate(parents_of(tree))}
-    return tuple(rows.get(node, -1) for node in range(tree.num_nodes))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,25 +53,24 @@ class AttentionCache:
 
 
 @dataclass
-class MambaCache:
-    """A state (B, H, P, S), and raw conv inputs and dt of [committed tail, last tree], twice.
+class RecurrentCache:
+    """What a recurrent layer keeps: a state, and of [committed tail, last tree] raw conv inputs and
+    what steers its gates, twice.
 
     A call writes the new tree into the half that does not hold the last one (`Steering.parity`).
     """
 
-    state: Tensor
+    state: Tensor  # (B, …)
     rows: Tensor  # (2, B, W − 1 + N, C + H)
     derived: Derived | None  # for the fused kernels
-    shape: MixerShape
+    shape: Any
     parity: Tensor  # (1,), shared by all layers
 
-    def narrow(self, first: int, count: int) -> MambaCache:
-        derived = self.derived
-        if derived is not None:
-            xb, steps = (each.narrow(1, first, count) for each in (derived.xb, derived.steps))
-            derived = Derived(xb, steps)
-        state, rows = self.state.narrow(0, first, count), self.rows.narrow(1, first, count)
-        return MambaCache(state, rows, derived, self.shape, self.parity)
+    def narrow(self, first: int, count: int) -> Self:
+        return replace(
+            self, state=self.state.narrow(0, first, count), rows=self.rows.narrow(1, first, count),
+            derived=self.derived and self.derived.narrow(first, count),
+        )  # fmt: skip
 
     @property
     def tail(self) -> Tensor:
@@ -94,6 +93,13 @@ class MambaCache:
         state, tail = saved
         self.state.copy_(state)
         self.tail = tail
+
+
+@dataclass
+class MambaCache(RecurrentCache):
+    """Mamba-2's: a state (B, H, P, S), conv inputs and dt."""
+
+    shape: MixerShape
 
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
@@ -136,28 +142,13 @@ class ShortConvCache:
         self.tail = naive.short_conv_replay(self.rows, self.width - 1, steering)
 
 
-@dataclass(frozen=True)
-class SavedPrefix:
-    """What a cache holds of the first `length` tokens of a sequence, by layer."""
-
-    length: int
-    layers: list[tuple[Tensor, ...]]
-
-
 @dataclass
-class GatedDeltaCache:
-    """A state (B, H, K, V), and of the last tree raw conv inputs and a, behind those of the
-    committed tail, twice, and the updates.
+class GatedDeltaCache(RecurrentCache):
+    """The gated delta rule's: a state (B, H, K, V), conv inputs and a, and the last tree's
+    updates."""
 
-    The halves are as `MambaCache` has them.
-    """
-
-    state: Tensor
-    rows: Tensor  # (2, B, W − 1 + N, C + H)
-    updates: Tensor  # (B, N, H, V)
-    derived: Derived | None  # for the fused kernels
     shape: GatedDeltaShape
-    parity: Tensor  # (1,), shared by all layers
+    updates: Tensor  # (B, N, H, V)
 
     @classmethod
     def empty(
@@ -188,40 +179,12 @@ class GatedDeltaCache:
         return cls(
             zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide),
             zeros(2, batch, shape.tail + max_nodes, shape.num_kept),
-            zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide),
             derived, shape, parity,
+            zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide),
         )  # fmt: skip
 
-    def narrow(self, first: int, count: int) -> GatedDeltaCache:
-        derived = self.derived
-        if derived is not None:
-            xb, steps = (each.narrow(1, first, count) for each in (derived.xb, derived.steps))
-            derived = Derived(xb, steps)
-        state, updates = (each.narrow(0, first, count) for each in (self.state, self.updates))
-        rows = self.rows.narrow(1, first, count)
-        return GatedDeltaCache(state, rows, updates, derived, self.shape, self.parity)
-
-    @property
-    def tail(self) -> Tensor:
-        """The last committed conv inputs, (B, W − 1, C)."""
-        current = self.rows.index_select(0, self.parity)[0]
-        return current[:, : self.shape.tail, : self.shape.num_channels]
-
-    @tail.setter
-    def tail(self, tail: Tensor) -> None:
-        self.rows[self.parity, :, : self.shape.tail, : self.shape.num_channels] = tail[None]
-
-    def reset(self) -> None:
-        self.state.zero_()
-        self.rows[:, :, : self.shape.tail].zero_()
-
-    def save(self, length: int) -> tuple[Tensor, ...]:
-        return self.state.clone(), self.tail.clone()
-
-    def load(self, saved: tuple[Tensor, ...]) -> None:
-        state, tail = saved
-        self.state.copy_(state)
-        self.tail = tail
+    def narrow(self, first: int, count: int) -> Self:
+        return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
 
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
@@ -229,6 +192,14 @@ class GatedDeltaCache:
             self.rows, self.updates, self.state, mixer.weights, self.shape, steering
         )
         self.tail = tail[..., : self.shape.num_channels]
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """What a cache holds of the first `length` tokens of a sequence, by layer."""
+
+    length: int
+    layers: list[tuple[Tensor, ...]]
 
 
 LayerCache = AttentionCache | MambaCache | ShortConvCache | GatedDeltaCache
@@ -366,11 +337,6 @@ class HybridCache:
         self.path[:, : len(path)] = torch.tensor(list(path), device=self.path.device)
         self.path_length.fill_(len(path))
         self.num_committed += len(path)
-
-    def accept(self, path: Tensor, count: Tensor) -> None:
-        """`commit` for each sequence, on the device: the first count (B,) nodes of path (B, M)."""
-        self.path[:, : path.shape[1]] = path
-        self.path_length.copy_(count)
 
     def reserve(self, num_tokens: int) -> None:
         """Check that as many more tokens fit."""

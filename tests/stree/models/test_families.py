@@ -123,7 +123,8 @@ def test_sequences_of_a_batch_see_nothing_of_each_other(root, family, seed):
             assert relative(logits[row, path[-1]], model(line)[0, -1]) <= 1e-9, row
         longest = max(map(len, paths))
         padded = [[*path, *[0] * (longest - len(path))] for path in paths]
-        cache.accept(torch.tensor(padded), torch.tensor([len(path) for path in paths]))
+        cache.path[:, : len(padded[0])] = torch.tensor(padded)
+        cache.path_length.copy_(torch.tensor([len(path) for path in paths]))
 
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))

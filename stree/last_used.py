@@ -1,0 +1,27 @@
+"""A dictionary that holds what was used last: its values take memory."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class LastUsed(dict[K, V]):
+    """Holds the `most` values that were last set or got by []; the one used longest ago goes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __getitem__(self, key: K) -> V:
+        value = self.pop(key)  # a dict is in the order of insertion
+        super().__setitem__(key, value)
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
