@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import DEVICE, comb, normal, relative_error, star, steering_of, topology_of
+from kernel_cases import (
+    DEVICE,
+    comb,
+    compare_calls,
+    normal,
+    relative_error,
+    star,
+    steering_of,
+    topology_of,
+)
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import gated_delta_chain, gated_delta_tree, naive_gated_delta
@@ -106,25 +115,17 @@ def make(shape, N, dtype, batch=2, bias=True, as_chain=False, calls=2):
 
 
 def compare(shape, trees, paths, dtype=torch.float32, **options):
-    N, batch, tolerance = trees[0].num_nodes, len(paths), TOLERANCE[dtype]
-    case = make(shape, N, dtype, batch, **options)
+    N, tolerance = trees[0].num_nodes, TOLERANCE[dtype]
+    case = make(shape, N, dtype, len(paths), **options)
     exact = case.in_fp64()
-    topology = topology_of(trees, shape.width)
-    slots = max(1, *(len(path) for path in paths)) + 1
-    before = steering_of([0] * batch, [[]] * batch, len(trees), slots, parity=1)
-    after = steering_of([0] * batch, paths, len(trees), slots, parity=0)
-    for number, steering in enumerate((before, after)):
-        wanted = exact.call(number, shape, topology, steering)
-        got = case.call(number, shape, topology, steering)
-        assert got.dtype == dtype and got.shape == wanted.shape
-        assert relative_error(got, wanted) < tolerance
+
+    def compare_updates():
         assert relative_error(case.updates[:, :N], exact.updates[:, :N]) < tolerance
         assert case.updates[:, N:].isnan().all()
+
+    steered = compare_calls(case, exact, shape, trees, paths, tolerance, compare_updates)
     assert relative_error(case.state, exact.state) < tolerance
-    used = shape.tail + N
-    assert torch.equal(case.rows[:, :, :used].double(), exact.rows[:, :, :used])  # copies
-    assert case.rows[:, :, used:].isnan().all()
-    return topology, after
+    return steered
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import DEVICE, comb, normal, relative_error, star, steering_of, topology_of
+from kernel_cases import (
+    DEVICE,
+    comb,
+    compare_calls,
+    normal,
+    relative_error,
+    star,
+    steering_of,
+    topology_of,
+)
 
 from stree.tree import TokenTree
 from stree_kernels import chain_scan, naive, tree_scan
@@ -88,24 +97,13 @@ def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, as_chai
 
 
 def compare(shape, trees, paths, dtype=torch.float32, **options):
-    N, batch, tolerance = trees[0].num_nodes, len(paths), TOLERANCE[dtype]
-    case = make(shape, N, dtype, batch, **options)
+    tolerance = TOLERANCE[dtype]
+    case = make(shape, trees[0].num_nodes, dtype, len(paths), **options)
     exact = case.in_fp64()
-    topology = topology_of(trees, shape.width)
-    slots = max(1, *(len(path) for path in paths)) + 1
-    before = steering_of([0] * batch, [[]] * batch, len(trees), slots, parity=1)
-    after = steering_of([0] * batch, paths, len(trees), slots, parity=0)
-    for number, steering in enumerate((before, after)):
-        wanted = exact.call(number, shape, topology, steering)
-        got = case.call(number, shape, topology, steering)
-        assert got.dtype == dtype and got.shape == wanted.shape
-        assert relative_error(got, wanted) < tolerance
+    steered = compare_calls(case, exact, shape, trees, paths, tolerance)
     state_tolerance = TOLERANCE[torch.bfloat16] if case.state.dtype != torch.float32 else tolerance
     assert relative_error(case.state, exact.state) < state_tolerance
-    used = shape.tail + N
-    assert torch.equal(case.rows[:, :, :used].double(), exact.rows[:, :, :used])  # copies
-    assert case.rows[:, :, used:].isnan().all()
-    return topology, after
+    return steered
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")

@@ -29,13 +29,7 @@ from stree_pipelines.evaluation.records import ResultStore
 OF_THE_BATCH = {"batch_size", "decoding_hash", "call_share", "samples", "rows_per_call"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by threads, badly so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,7 @@ STEPS = {"worse": 1, "fair": 10, "better": 100}
 TAU = "acceptance_length=-3%"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from tiny_evaluation import export, make_world, tiny_model
 
 from stree.batch import BatchDecoder, Request
@@ -27,13 +26,7 @@ from stree_pipelines.evaluation.records import read_rows
 CONTINUOUS = Policy("continuous")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by threads, badly so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Clock:

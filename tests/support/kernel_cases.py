@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -60,3 +63,34 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """‖got − wanted‖ / ‖wanted‖ in fp64; NaN when anything is."""
     got, wanted = got.double(), wanted.double()
     return float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def compare_calls(
+    case: Any,
+    exact: Any,
+    shape: Any,
+    trees: list[TokenTree],
+    paths: list[list[int]],
+    tolerance: float,
+    after_each: Callable[[], None] = lambda: None,
+) -> tuple[Topology, Steering]:
+    """Two calls of a recurrent op, the second of which replays `paths` of the first one's trees,
+    beside the same in fp64, `exact`; what is kept is copied, and nothing behind it is touched.
+
+    Returns the trees, and what steered the second call.
+    """
+    N, batch, dtype = trees[0].num_nodes, len(paths), case.projected[0].dtype
+    topology = topology_of(trees, shape.width)
+    slots = max(1, *(len(path) for path in paths)) + 1
+    before = steering_of([0] * batch, [[]] * batch, len(trees), slots, parity=1)
+    after = steering_of([0] * batch, paths, len(trees), slots, parity=0)
+    for number, steering in enumerate((before, after)):
+        wanted = exact.call(number, shape, topology, steering)
+        got = case.call(number, shape, topology, steering)
+        assert got.dtype == dtype and got.shape == wanted.shape
+        assert relative_error(got, wanted) < tolerance
+        after_each()
+    used = shape.tail + N
+    assert torch.equal(case.rows[:, :, :used].double(), exact.rows[:, :, :used])  # copies
+    assert case.rows[:, :, used:].isnan().all()
+    return topology, after
