@@ -75,7 +75,9 @@ def exact_products(dtype: torch.dtype) -> str:
     return "tf32x3" if mixed == "tf32" else mixed
 
 
-@triton.jit
+# Compiled for exactly one new node, the loop over nodes is gone, and with it, in Triton 3.6 on an
+# H200, what keeps the warps' use of shared memory apart: wrong numbers, others at each run
+@triton.jit(do_not_specialize=["num_new"])
 def gated_delta_kernel(
     qk, qk_parity_stride, qk_batch_stride, qk_stride,
     steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,

@@ -44,7 +44,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: obj
 
 def right_now_and_then(target: HybridModel) -> HybridModel:
     """A drafter: the target's weights with noise."""
-    drafter = HybridModel(target.config).to(target.dtype).eval()
+    drafter = HybridModel(target.config).to(target.device, target.dtype).eval()
     drafter.load_state_dict(target.state_dict())
     torch.manual_seed(0)
     with torch.no_grad():
