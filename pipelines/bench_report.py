@@ -243,7 +243,10 @@ def batches_table(rows: list[Row]) -> Table:
 
 def serving_table(rows: list[Row]) -> Table:
     """Total tokens/s of all rows, plain, with the tree, and as measured costs choose."""
-    heads = ("", "plain", "tree", "chosen", "tree ÷ plain", "chosen ÷ plain")
+    heads = (
+        "", "plain", "tree", "chosen", "tree ÷ plain", "chosen ÷ plain",
+        "not hidden by the host, plain / tree",
+    )  # fmt: skip
     ways = ("plain", "tree", "modes")
     lines = [
         (
@@ -251,6 +254,7 @@ def serving_table(rows: list[Row]) -> Table:
             f"{row['context']:,} committed",
             *(f"{row[f'tokens_per_second_{way}']:,.0f}" for way in ways),
             f"{row['speedup_tree']:.2f}", f"{row['speedup_modes']:.2f}",
+            f"{row['host_share_plain']:.1%} / {row['host_share_tree']:.1%}",
         )
         for row in rows
     ]  # fmt: skip

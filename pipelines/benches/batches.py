@@ -19,7 +19,12 @@ from stree.models.hybrid import HybridModel
 from stree.modes import PLAIN, Modes
 from stree.tree import TokenTree
 from stree_pipelines.benches.calls import products, weights_like
-from stree_pipelines.benches.steps import GivenAcceptance, accepted_for, launcher
+from stree_pipelines.benches.steps import (
+    GivenAcceptance,
+    accepted_for,
+    graphs_alone_us,
+    launcher,
+)
 from stree_pipelines.benches.timing import in_turns, side_by_side
 
 Row = dict[str, Any]
@@ -68,12 +73,14 @@ def serve_at(
     num_steps: int,
 ) -> list[Row]:
     """A row a number of rows and τ: total tokens/s of plain decoding, of the paper's tree, and of
-    the mode that is chosen by measured cost, host and acceptance included; prompts are not."""
+    the mode that is chosen by measured cost, host and acceptance included; prompts are not.
+
+    The share of a step that the host does not hide is as in `steps.decode_at`."""
     rows, tree = [], TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
     for count in counts:
         for tau in taus:
-            speeds = {}
+            speeds, shares = {}, {}
             ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree}
             ways["modes"] = Modes(TREES[1:])
             for name, chosen in ways.items():
@@ -82,12 +89,15 @@ def serve_at(
                 if isinstance(chosen, Modes):
                     decoder.measure_costs()
                 length = int(num_steps * (1 if name == "plain" else tau))
-                _tokens_per_second(decoder, context, length)  # warms up
-                speeds[name] = _tokens_per_second(decoder, context, length)
+                _decoded(decoder, context, length)  # warms up
+                speeds[name], us_step = _decoded(decoder, context, length)
+                if isinstance(chosen, TokenTree):
+                    shares[name] = 1 - graphs_alone_us(decoder, context, num_steps) / us_step
             rows.append(dict(
                 what="serve", num_rows=count, tau=tau, context=context,
                 speedup_tree=speeds["tree"] / speeds["plain"],
                 speedup_modes=speeds["modes"] / speeds["plain"],
+                **{f"host_share_{name}": each for name, each in shares.items()},
                 **{f"tokens_per_second_{name}": each for name, each in speeds.items()},
             ))  # fmt: skip
     return rows
@@ -107,8 +117,8 @@ def _decoder(
     )  # fmt: skip
 
 
-def _tokens_per_second(decoder: BatchDecoder, context: int, length: int) -> float:
-    """Of all rows together, from when the last prompt has been read."""
+def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, float]:
+    """Tokens/s of all rows together, from when the last prompt has been read, and µs a step."""
     request = Request([1] * context, GenerationConfig(length, ignore_eos=True))
     rows = [decoder.admit(request) for _ in range(decoder.num_rows)]
     decoder.step()
@@ -116,11 +126,13 @@ def _tokens_per_second(decoder: BatchDecoder, context: int, length: int) -> floa
         decoder.step()
     before = sum(len(decoder.tokens_of(row)) for row in rows)
     started = decoder.now()
-    unfinished = set(rows)
+    unfinished, steps = set(rows), 0
     while unfinished:
+        steps += 1
         unfinished -= {report.row for report in decoder.step() if report.finish_reason}
     seconds = decoder.now() - started
-    return (sum(len(decoder.release(row).tokens) for row in rows) - before) / seconds
+    decoded = sum(len(decoder.release(row).tokens) for row in rows) - before
+    return decoded / seconds, 1e6 * seconds / steps
 
 
 def _memory_bytes(decoder: BatchDecoder, context: int) -> int:

@@ -24,7 +24,7 @@ from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree, index_tensor
 from stree.verifiers.coupled import Coupled
-from stree_pipelines.benches.timing import in_turns, spread
+from stree_pipelines.benches.timing import elapsed_us, in_turns, spread
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 
 TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
@@ -95,7 +95,7 @@ def decode_at(
             name: spread([1e6 * each for each in times[1:]]) for name, times in seconds.items()
         }
         speedup = reached * a_step["plain"]["median"] / a_step["tree"]["median"]
-        gpu_us = _graphs_alone_us(decoder.batch, context, num_steps)
+        gpu_us = graphs_alone_us(decoder.batch, context, num_steps)
         rows.append(dict(
             what="step", context=context, num_nodes=tree.num_nodes, tau=reached,
             us_plain=a_step["plain"], us_tree=a_step["tree"], us_graphs=gpu_us,
@@ -150,16 +150,15 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
     return launch
 
 
-def _graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:
+def graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:
     """A step's time when the host only replays graphs, far ahead of the device."""
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    times, count = [], num_steps // 2
     for _ in range(3):
         launch = launcher(decoder, context)
-        before.record()
-        for _ in range(num_steps // 2):
-            launch()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) * 1e3 / (num_steps // 2))
+
+        def launch_all(launch: Callable[[], None] = launch) -> None:
+            for _ in range(count):
+                launch()
+
+        times.append(elapsed_us(launch_all, decoder.target.device) / count)
     return statistics.median(times)

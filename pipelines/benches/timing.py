@@ -42,7 +42,7 @@ def in_turns(
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
-            elapsed = _elapsed_us(function, device)
+            elapsed = elapsed_us(function, device)
             if turn >= 2:  # the first turns warm up
                 times[name].append(elapsed)
     return {name: spread(each) for name, each in times.items()}
@@ -54,7 +54,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
 
 
-def _elapsed_us(function: Callable[[], object], device: torch.device) -> float:
+def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
+    """By the device's clock, from when the host has had time to be ahead of it."""
     if device.type != "cuda":
         start = time.perf_counter()
         function()

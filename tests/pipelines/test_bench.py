@@ -48,7 +48,6 @@ def test_a_profile_is_saved_and_printed(tmp_path, capsys):
 
 
 def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
-    monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)
     rows = steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 20, 1)
