@@ -21,9 +21,9 @@ from stree_kernels.products import mixed_precision_of, mixed_product, precision_
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 from stree_kernels.tree_conv import convolve
 
-# Nodes and value channels of a head that a program takes at a time, and its warps: for few nodes,
-# and for many. Chosen by the registers that they need, not yet by time on a GPU.
-FEW, MANY = (16, 32, 4), (32, 64, 8)
+# What was fastest on an H200: nodes and value channels of a head that a program takes at a time
+BLOCK_NODES, BLOCK_VALUES = 16, 32
+FEW = 32  # nodes for which two warps are faster than four
 
 
 def gated_delta_tree(
@@ -46,8 +46,7 @@ def gated_delta_tree(
     qk, steps = derived.xb, derived.steps
     num_slots = min(qk.shape[2], steps.shape[3], updates.shape[1])
     assert state.stride(3) == updates.stride(3) == 1 and num_slots >= first + num_new
-    block_n, most_values, num_warps = FEW if num_new <= FEW[0] else MANY
-    block_v = max(16, min(most_values, triton.next_power_of_2(shape.value_dim)))
+    block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
     gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
         qk, qk.stride(0), qk.stride(1), qk.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
@@ -62,9 +61,9 @@ def gated_delta_tree(
         HEADS_A_KEY=shape.num_heads // shape.num_key_heads, K_CHANNEL=shape.conv_dims[0],
         SCALE=shape.key_dim**-0.5, EPS=NORM_EPS, REPLAY=first == 0,
         BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_V=block_v,
-        BLOCK_N=block_n,
+        BLOCK_N=BLOCK_NODES,
         PRECISION=precision_of(kept), MIXED=exact_products(kept.dtype),
-        num_stages=1, num_warps=num_warps, **overlapping(kept),
+        num_stages=1, num_warps=2 if num_new <= FEW else 4, **overlapping(kept),
     )  # fmt: skip
     return y
 

@@ -87,38 +87,36 @@ def main(arguments: list[str] | None = None) -> None:
     require_green(TESTS)
     with ops.current(device), naming_what_does_not_fit(LESS):
         rows = measure(options, device)
-    write_rows(options.out, [{"shape": options.shape, **row} for row in rows], device)
+        write_rows(options.out, ({"shape": options.shape, **row} for row in rows), device)
 
 
-def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
+def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     target = random_target(options.shape, device)
     context, repeats = options.context, options.repeats
-    rows: list[dict[str, Any]] = []
     if "calls" in options.what:
-        rows += calls.calls(target, options.nodes, context, repeats)
+        yield from calls.calls(target, options.nodes, context, repeats)
     if "profiles" in options.what:
         nodes = [each for each in options.nodes if each in PROFILED_NODES]
-        rows += calls.profiles(target, nodes, context, 5)
+        yield from calls.profiles(target, nodes, context, 5)
     if "draft" in options.what:
-        rows += calls.draft(random_drafter(options.shape, device), context, repeats)
+        yield from calls.draft(random_drafter(options.shape, device), context, repeats)
     if "unrolled" in options.what:
-        rows += calls.unrolled(target, context, max(5, repeats // 5))
+        yield from calls.unrolled(target, context, max(5, repeats // 5))
     if "memory" in options.what:
-        rows += calls.memory(target, 64)
+        yield from calls.memory(target, 64)
     if "steps" in options.what:
         drafter = random_drafter(options.shape, device)
-        rows += decode_at(target, drafter, options.taus, context, options.num_steps, 3)
+        yield from decode_at(target, drafter, options.taus, context, options.num_steps, 3)
     if "graphs" in options.what:
         drafter = random_drafter(options.shape, device)
-        rows += graphs(target, drafter, context, repeats)
+        yield from graphs(target, drafter, context, repeats)
     if "rows" in options.what:
         drafter = random_drafter(options.shape, device)
-        rows += steps_of_rows(target, drafter, options.rows, context, repeats)
+        yield from steps_of_rows(target, drafter, options.rows, context, repeats)
     if "serve" in options.what:
         drafter = random_drafter(options.shape, device)
         taus, counts = options.taus, options.rows
-        rows += serve_at(target, drafter, counts, taus, context, options.num_steps)
-    return rows
+        yield from serve_at(target, drafter, counts, taus, context, options.num_steps)
 
 
 def describe(

@@ -20,7 +20,7 @@ from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
-MAX_KEPT = 16  # envelopes, two graphs each
+MAX_KEPT = 32  # envelopes, two graphs each: a plain one, a chain and a tree for up to 64 rows
 BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
 Mark = Callable[[str], None]
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
+from stree.models.cache import SavedPrefix
 from stree.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -155,8 +157,13 @@ def measure_costs(
     costs = Costs()
     counts = {decoder.num_rows}
     counts |= {1 << power for power in range((decoder.num_rows - 1).bit_length())}
+    tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
+    first = decoder.cache.narrow(0, 1)
+    first.reset()
+    decoder.target.prefill(tokens[None], decoder.cache.at(0))
+    prefix = first.save()
     for count, tree in itertools.product(sorted(counts), trees):
-        costs.catch_up = _pretend(decoder, count, context)
+        costs.catch_up = _begin_after(decoder, count, prefix, tokens)
         forest = Forest.of([tree] * count, decoder.target.device)
         rows = decoder.rows.narrow(0, count, [GenerationConfig()])
         for step in range(num_steps + 2):
@@ -171,18 +178,18 @@ def measure_costs(
     return costs
 
 
-def _pretend(decoder: BatchDecoder, count: int, context: int) -> float:
-    """Let rows have read `context` tokens; the seconds that the drafter took for the last one's."""
-    device = decoder.target.device
-    tokens, seconds = torch.zeros(context, dtype=torch.long, device=device), 0.0
+def _begin_after(decoder: BatchDecoder, count: int, prefix: SavedPrefix, tokens: Tensor) -> float:
+    """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
+    seconds = 0.0
     for row in range(count):
-        decoder.cache.narrow(row, 1).reset()
+        cache = decoder.cache.narrow(row, 1)
+        cache.reset()
+        cache.load(prefix)
         decoder.rows.set(row, GenerationConfig())
-        decoder.target.prefill(tokens[None], decoder.cache.at(row))
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = decoder.now()
             decoder.drafter.read(row, tokens)
             seconds = decoder.now() - started
-        decoder.rows.begin(row, context, 0)
+        decoder.rows.begin(row, len(tokens), 0)
     return seconds

@@ -5,7 +5,7 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,10 @@ TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 def steps_of_rows(
     target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
-) -> list[Row]:
+) -> Iterator[Row]:
     """A row a number of rows and tree: µs of the graphs of a step, of the products of as many rows
     in turns with them, and the bound: these, and the time that states and keys take to be read and
     written at the bandwidth of this run."""
-    rows = []
     bandwidth = _bytes_per_us(target.device)
     weights = weights_like(target)
     for count in counts:
@@ -54,14 +53,13 @@ def steps_of_rows(
             times |= side_by_side(floor, target.device, repeats)
             memory_us = _memory_bytes(decoder, context) / bandwidth
             bound = times["floor"]["median"] + memory_us
-            rows.append(dict(
+            yield dict(
                 what="rows", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
                 context=context, us_memory=memory_us,
                 over_bound=times["target"]["median"] / bound,
                 **{f"us_{name}": each for name, each in times.items()},
-            ))  # fmt: skip
+            )  # fmt: skip
             del decoder, envelope, functions
-    return rows
 
 
 def serve_at(
@@ -71,36 +69,37 @@ def serve_at(
     taus: Sequence[float],
     context: int,
     num_steps: int,
-) -> list[Row]:
+) -> Iterator[Row]:
     """A row a number of rows and τ: total tokens/s of plain decoding, of the paper's tree, and of
     the mode that is chosen by measured cost, host and acceptance included; prompts are not.
 
     The share of a step that the host does not hide is as in `steps.decode_at`."""
-    rows, tree = [], TREES[-1]
+    tree = TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
+    ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree, "modes": Modes(TREES[1:])}
     for count in counts:
+        verifier = GivenAcceptance(accepted_for(1, tree.max_depth), target.device)
+        decoders = {
+            name: _decoder(target, drafter, way, count, longest, verifier)
+            for name, way in ways.items()
+        }
+        decoders["modes"].measure_costs()
         for tau in taus:
+            verifier.accepted.copy_(torch.tensor(accepted_for(tau, tree.max_depth)))
             speeds, shares = {}, {}
-            ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree}
-            ways["modes"] = Modes(TREES[1:])
-            for name, chosen in ways.items():
-                verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
-                decoder = _decoder(target, drafter, chosen, count, longest, verifier)
-                if isinstance(chosen, Modes):
-                    decoder.measure_costs()
+            for name, decoder in decoders.items():
                 length = int(num_steps * (1 if name == "plain" else tau))
                 _decoded(decoder, context, length)  # warms up
                 speeds[name], us_step = _decoded(decoder, context, length)
-                if isinstance(chosen, TokenTree):
+                if name != "modes":
                     shares[name] = 1 - graphs_alone_us(decoder, context, num_steps) / us_step
-            rows.append(dict(
+            yield dict(
                 what="serve", num_rows=count, tau=tau, context=context,
                 speedup_tree=speeds["tree"] / speeds["plain"],
                 speedup_modes=speeds["modes"] / speeds["plain"],
                 **{f"host_share_{name}": each for name, each in shares.items()},
                 **{f"tokens_per_second_{name}": each for name, each in speeds.items()},
-            ))  # fmt: skip
-    return rows
+            )  # fmt: skip
 
 
 def _decoder(

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,13 @@ def require_green(tests: list[str]) -> None:
         raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
 
 
-def write_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """Save rows and print them."""
-    save_rows(path, rows, device)
+def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device) -> None:
+    """Print rows, each when it is there, and save all that there are so far."""
+    done = []
     for row in rows:
-        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()))
+        done.append(row)
+        save_rows(path, done, device)
+        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
 
 
 def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:

@@ -290,7 +290,7 @@ def test_no_number_when_red(tmp_path, monkeypatch):
 
 def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
-    rows = batches.steps_of_rows(target, drafter, [1, 3], 8, 2)
+    rows = list(batches.steps_of_rows(target, drafter, [1, 3], 8, 2))
     assert [(row["num_rows"], row["num_nodes"]) for row in rows] == [
         (count, nodes) for count in (1, 3) for nodes in (1, 3, 13)
     ]
@@ -298,7 +298,7 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     assert one > 0 and three > one  # the bandwidth is measured anew
     assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
                for row in rows)  # fmt: skip
-    served = batches.serve_at(target, drafter, [2], [1.5], 8, 10)
+    served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
     assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
     timing.save_rows(
         tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *served)], CPU
