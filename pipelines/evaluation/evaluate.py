@@ -362,12 +362,13 @@ def _label(rounds: Sequence[Round]) -> str:
 
 
 def _so_far(finished: Mapping[str, Sequence[SampleRow]]) -> str:
-    """Each method's figures, the tree's first."""
-    parts = []
+    """Each method's figures, the tree's first; the three of a comparison fit 80 columns."""
+    parts: list[str] = []
     for method in reversed(list(finished)):
         samples = finished[method]
         tau, speed = metrics.acceptance_length(samples), metrics.tokens_per_second(samples)
         if tau is not None and speed is not None:
             drafts = "" if method == AUTOREGRESSIVE else f"τ {tau:.2f}, "
-            parts.append(f"{method} {drafts}{speed:.1f} tok/s")
+            digits, unit = 0 if speed >= 100 else 1, "" if parts else " tok/s"
+            parts.append(f"{method} {drafts}{speed:.{digits}f}{unit}")
     return "; ".join(parts)

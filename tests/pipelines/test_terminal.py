@@ -14,7 +14,7 @@ from tiny_run import distill_arguments, make_workspace
 
 from stree_pipelines import distill
 
-FIGURES = re.compile(r"loss \d+\.\d{4}  simulated acceptance 0\.\d{3}  [\d,]+ tokens/s")
+FIGURES = re.compile(r"loss \d+\.\d{4}  acceptance 0\.\d{3}  [\d,]+ tok/s")
 BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")
 
 
@@ -53,7 +53,7 @@ def test_at_160_columns_a_run_shows_its_figures_to_the_end(workspace, tmp_path):
 def test_at_80_columns_ctrl_c_saves_and_says_how_to_go_on(workspace, tmp_path):
     run_dir = tmp_path / "run"
     command = on_terminal(workspace, run_dir, 5000)
-    shown = run_on_terminal(command, 80, keys=[(" tokens/s", CTRL_C)])
+    shown = run_on_terminal(command, 80, keys=[(" tok/s", CTRL_C)])
     assert shown.code == 130, shown.lines
     assert {bar[2] for bar in bars_of(shown, 80)} == {"5000"}
     assert any(line.startswith("interrupted: stopping where") for line in shown.lines)

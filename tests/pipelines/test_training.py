@@ -147,7 +147,7 @@ def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_pat
     assert {"argv", "git_sha", "seed"} <= command.keys()
     assert list((run_dir / "tensorboard").glob("events.*"))
     output = capsys.readouterr().out
-    assert "step 30/30  loss " in output and "tokens/s  ETA 0:00" in output
+    assert "step 30/30  loss " in output and "tok/s  ETA 0:00" in output
 
 
 def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
