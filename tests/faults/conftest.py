@@ -108,7 +108,7 @@ def make_evaluation(training, tmp_path_factory, *more: str) -> Evaluation:
         "--target", str(training.workspace / "target"),
         "--checkpoint", *(str(training.whole / f"drafter/step-{s:08d}") for s in (5, 15)),
         "--benchmarks", str(folder / "sums.jsonl"), "--temperatures", "0", "1",
-        "--max-new-tokens", "12", "--device", "cpu", "--ignore-eos", *more,
+        "--max-new-tokens", "6", "--device", "cpu", "--ignore-eos", *more,
     )  # fmt: skip
     command = Evaluation(training.forks, options).run(folder / "whole")
     assert command.poll() == 0, command

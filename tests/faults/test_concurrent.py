@@ -35,7 +35,10 @@ def test_a_second_training_in_a_folder_is_refused(training, tmp_path):
     run_dir = tmp_path / "run"
     first = training.start(run_dir, before=("planted:pause", {"at_step": 4}))
     forked.wait_until(lambda: bool(steps_in(run_dir / "checkpoints")), lambda: str(first))
-    second = training.run(run_dir, output=tmp_path / "second.out")
+    patience = {"name": "stree_pipelines.training.run_folder:LOCK_PATIENCE_S", "value": 0.5}
+    second = training.run(
+        run_dir, output=tmp_path / "second.out", before=("planted:set_to", patience)
+    )
     assert second.poll() == 2
     assert f"error: another training is running in {run_dir}: wait" in second.text()
     (run_dir / "go on").touch()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import forked
 import pytest
+from lanes import lanes
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
-    lanes,
     leftovers,
     logged_steps,
     table_without_timings,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import forked
 import pytest
+from lanes import lanes
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
-    lanes,
     last_logged,
     leftovers,
     steps_in,
@@ -31,7 +31,7 @@ KILLS = 5
 pytestmark = pytest.mark.timeout(1200)  # a busy machine only; a chain takes half a minute
 
 
-@pytest.mark.parametrize("seed", lanes(quick=3, long=20))
+@pytest.mark.parametrize("seed", lanes(quick=2, long=20))
 def test_training_killed_anywhere_goes_on_as_if_nothing_had_been(training, tmp_path, seed, figures):
     moments = random.Random(seed)
     num_folders, num_kills = 1, 0
@@ -145,7 +145,7 @@ def test_a_kill_at_each_place_leaves_the_old_or_the_new(training, tmp_path, plac
 # Evaluation
 
 
-@pytest.mark.parametrize("seed", lanes(quick=3, long=20))
+@pytest.mark.parametrize("seed", lanes(quick=1, long=20))
 def test_an_evaluation_killed_anywhere_ends_with_the_same_table(
     evaluation, tmp_path, seed, figures
 ):

@@ -38,7 +38,7 @@ def test_training(training, tmp_path, fault, call):
 def test_evaluation(evaluation, tmp_path, fault):
     function, reason = fault
     call = "stree.models.hybrid:HybridModel.forest_forward"
-    command = evaluation.run(tmp_path / "out", before=(function, {"call": call, "nth": 60}))
+    command = evaluation.run(tmp_path / "out", before=(function, {"call": call, "nth": 30}))
     assert command.poll() == 71, command
     (said,) = (line for line in command.text().splitlines() if reason in line)
     assert "step-00000005 failed: sums: " in said and "lower max_new_tokens" in said

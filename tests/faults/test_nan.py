@@ -47,7 +47,7 @@ def test_rows_that_are_not_finite_are_told_by_prompt_and_step(evaluation, tmp_pa
     """In the first of two checkpoints. What was finished stays, the other checkpoint is evaluated,
     and the same command, when the reason is gone, adds what is missing."""
     out = tmp_path / "out"
-    command = evaluation.run(out, before=("planted:spoil_rows", {"model": model, "nth": 60}))
+    command = evaluation.run(out, before=("planted:spoil_rows", {"model": model, "nth": 30}))
     assert command.poll() == 70, command
     said = command.text()
     assert re.search(

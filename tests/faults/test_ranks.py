@@ -16,11 +16,11 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from lanes import lanes
 from ports import free_port
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
-    lanes,
     last_logged,
     steps_in,
 )

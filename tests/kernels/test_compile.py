@@ -21,7 +21,7 @@ def test_all_kernels_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--capability", "90", "--nodes", "16"],
+        [sys.executable, SCRIPT, "--capability", "90", "--nodes", "16", "--spills", "gated_delta"],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_all_kernels_compile(tmp_path):
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
     # What does not fit the registers would go to memory and back
-    assert all(line[3] == "0" for line in lines if line[0].startswith("gated_delta"))
+    assert all(line[4] == "0" for line in lines if line[0].startswith("gated_delta"))
     # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
     tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
     assert len(tops) >= 6 and max(tops) < 3000

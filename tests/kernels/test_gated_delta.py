@@ -26,6 +26,7 @@ from kernel_cases import (
     steering_of,
     topology_of,
 )
+from lanes import quick_first
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import gated_delta_chain, gated_delta_tree, naive_gated_delta
@@ -40,20 +41,6 @@ SHAPES = {
 TREES = [TokenTree.chain(0), star(17), balanced([2, 2, 2, 2]), comb(33)]
 LARGE_TREES = [TokenTree.chain(99), comb(256), star(256), TokenTree.chain(255)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 4 * 2**-8}
-
-
-def quick_first(quick, all_of_them):
-    """Arguments of a test: some, and with the `long` marker the others too."""
-    others = [each for each in all_of_them if each not in quick]
-    return [
-        pytest.param(*each, id=identifier(each), marks=pytest.mark.long if each in others else [])
-        for each in (*quick, *others)
-    ]
-
-
-def identifier(arguments):
-    named = (f"{a.name}-{a.num_nodes}" if isinstance(a, TokenTree) else a for a in arguments)
-    return "-".join(map(str, named))
 
 
 @dataclass

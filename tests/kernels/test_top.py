@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import DEVICE, normal
+from lanes import quick_first
 
 from stree_kernels import naive, top
 from stree_kernels.shapes import Sampling
@@ -62,8 +63,14 @@ def sampling_of(temperatures):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocabulary", [5, 1024, 2901])
+@pytest.mark.parametrize(
+    "vocabulary, dtype",
+    quick_first(
+        [(5, torch.bfloat16), (1024, torch.float32), (2901, torch.bfloat16)],
+        [(vocabulary, dtype) for vocabulary in (5, 1024, 2901)
+         for dtype in (torch.float32, torch.bfloat16)],
+    ),
+)  # fmt: skip
 def test_rows_that_sample(vocabulary, dtype):
     """Kernel and twin choose the same tokens, for each sequence by its own settings."""
     wide = normal(3, 6, vocabulary + 3, dtype=dtype)

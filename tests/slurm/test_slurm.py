@@ -1,4 +1,4 @@
-"""The scripts of slurm/ on a real cluster: preempted twice, the run is the uninterrupted one."""
+"""The scripts of slurm/ on a real cluster: a preempted run is requeued and finishes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,49 +66,72 @@ def kill_rank(rank: int, run_dir: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, tmp_path):
-    """Stopped by the signal that comes before the time is up, by Slurm, and by a task's death. The
-    embedded default, with shorter rows."""
-    docs, preempted, whole = tmp_path / "docs", tmp_path / "run-1", tmp_path / "run-2"
+@pytest.fixture
+def submit(cluster, tmp_path) -> Callable[[Path], str]:
+    """Starts a training of two nodes in a run folder: the embedded default, with shorter rows."""
+    docs = tmp_path / "docs"
     corpus.main([str(docs)])
     for name in ("train", "valid"):
         lines = (docs / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (docs / f"{name}.jsonl").write_text("".join(lines[:1000]), encoding="utf-8")
+    return lambda run_dir: cluster.sbatch(
+        "--nodes=2", "slurm/distill.sh", "--config", "configs/distill/quickstart.yaml",
+        "--run_dir", str(run_dir), "--data.train", str(docs / "train.jsonl"),
+        "--data.valid", str(docs / "valid.jsonl"), "--data.sequence_length", "64",
+        "--data.batch_size", "1", "--trainer.max_steps", str(STEPS),
+        "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
+        # Saves nothing of its own accord: what is there to go on from, the signal has saved.
+        "--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0",
+    )  # fmt: skip
 
-    def submit(run_dir: Path) -> str:
-        return cluster.sbatch(
-            "--nodes=2", "slurm/distill.sh", "--config", "configs/distill/quickstart.yaml",
-            "--run_dir", str(run_dir), "--data.train", str(docs / "train.jsonl"),
-            "--data.valid", str(docs / "valid.jsonl"), "--data.sequence_length", "64",
-            "--data.batch_size", "1", "--trainer.max_steps", str(STEPS),
-            "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
-            # Saves nothing of its own accord: what is there to go on from, the signal has saved.
-            "--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0",
-        )  # fmt: skip
 
+def wait_for_step(step: int, cluster: SlurmCluster, job: str, run_dir: Path) -> None:
+    wait_until(
+        lambda: last_step(run_dir) >= step,
+        lambda: f"step {step}\n{cluster.output_of(job)}",
+        timeout_s=120,
+    )
+
+
+def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path) -> int:
+    """What --signal=USR1@300 sends, and to whom; the step that was saved for it."""
+    cluster.run("scancel", "--signal=USR1", job)
+    wait_until(lambda: len(checkpoints(run_dir)) == 1, lambda: cluster.output_of(job), 60)
+    (saved,) = checkpoints(run_dir)
+    assert 10 <= saved < STEPS
+    return saved
+
+
+def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(run_dir)
+    wait_for_step(10, cluster, job, run_dir)
+    saved = send_usr1(cluster, job, run_dir)
+    cluster.wait_for_success(job)
+    assert cluster.state_of(job)["Restarts"] == "1"
+    output = cluster.output_of(job)
+    assert f"SIGUSR1 after step {saved};" in output
+    assert output.count("resuming from") == 1 and output.count("rows on 2 processes\n") == 2
+    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long  # twelve starts of Python
+def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(cluster, submit, tmp_path):
+    """Stopped by the signal that comes before the time is up, by Slurm, and by a task's death."""
+    preempted, whole = tmp_path / "run-1", tmp_path / "run-2"
     job, reference = submit(preempted), submit(whole)
     evaluation = cluster.sbatch(
         "--nodes=2", "--array=1", f"--dependency=afterok:{job}", "slurm/eval_spec.sh",
-        "--run", f"{tmp_path}/run-%a", "--benchmarks", str(docs / "prompts.jsonl"),
+        "--run", f"{tmp_path}/run-%a", "--benchmarks", str(tmp_path / "docs/prompts.jsonl"),
         "--limit", "4", "--temperatures", "0", "--max-new-tokens", "8", "--device", "cpu",
     )  # fmt: skip
 
-    def wait_for_step(step: int) -> None:
-        wait_until(
-            lambda: last_step(preempted) >= step,
-            lambda: f"step {step}\n{cluster.output_of(job)}",
-            timeout_s=120,
-        )
-
-    wait_for_step(10)
-    cluster.run("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends, and to whom
-    wait_until(lambda: len(checkpoints(preempted)) == 1, lambda: cluster.output_of(job), 60)
-    (first,) = checkpoints(preempted)
-    assert 10 <= first < STEPS
-    wait_for_step(first + 10)
+    wait_for_step(10, cluster, job, preempted)
+    first = send_usr1(cluster, job, preempted)
+    wait_for_step(first + 10, cluster, job, preempted)
     cluster.run("scontrol", "requeue", job)
     wait_until(lambda: len(checkpoints(preempted)) == 2, lambda: cluster.output_of(job), 60)
-    wait_for_step(checkpoints(preempted)[-1] + 10)
+    wait_for_step(checkpoints(preempted)[-1] + 10, cluster, job, preempted)
     kill_rank(1, preempted)
     cluster.wait_for_success(reference)
     cluster.wait_for_success(job)

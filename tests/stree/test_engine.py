@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from lanes import quick_first
 from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
@@ -96,8 +97,14 @@ def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("drafter", ["recurrent", "hybrid", "itself"])
-@pytest.mark.parametrize("tree", ["chain-4", "paper", "interleaved"])
+@pytest.mark.parametrize(
+    "tree, drafter",
+    quick_first(
+        [("chain-4", "recurrent"), ("paper", "hybrid"), ("interleaved", "itself")],
+        [(tree, drafter) for tree in ("chain-4", "paper", "interleaved")
+         for drafter in ("recurrent", "hybrid", "itself")],
+    ),
+)  # fmt: skip
 def test_greedy_with_model_drafters(tree, drafter):
     target = tiny_model(1)
     model = {

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from captures import living_captures
+from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -36,10 +37,16 @@ def requests(count: int) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verifier", ["coupled", "multi_step", "naive", "traversal"])
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize(
+    "num_rows, verifier",
+    quick_first(
+        [(5, "coupled"), (1, "multi_step"), (5, "naive"), (1, "traversal")],
+        [(num_rows, verifier) for verifier in ("coupled", "multi_step", "naive", "traversal")
+         for num_rows in (1, 5)],
+    ),
+)  # fmt: skip
 def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
-    target, served = tiny_model(1), requests(12)
+    target, served = tiny_model(1), requests(8)
     drafter = right_now_and_then(target)
 
     def serve():

@@ -196,13 +196,13 @@ def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
     GenerationConfig(4, 0.9), GenerationConfig(4, 1.4, top_k=2), GenerationConfig(4, 1.0, top_p=0.7)
 ], ids=str)  # fmt: skip
 def test_sampled_answers_follow_the_targets_distribution(setting):
-    """3000 seeds through a tree: four tokens of several calls, as one draw.
+    """2000 seeds through a tree: four tokens of several calls, as one draw.
 
     χ² over the 81 answers; its bound has a false-alarm rate of one in a million.
     """
     torch.manual_seed(11)
     table = torch.randn(2, 3, 3, 3, dtype=torch.float64)
-    target, count = TableTarget(table[0]), 3000
+    target, count = TableTarget(table[0]), 2000
     decoder = BatchDecoder(
         target, TableDrafter(table[1]), TokenTree((-1, 0, 0, 1)), num_rows=100, max_length=16
     )

@@ -19,6 +19,7 @@ from enumerated import (
     plain_distribution,
     random_case,
 )
+from lanes import quick_first
 from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_law, tiny_model
 
 import stree.verifiers.multi_step
@@ -65,10 +66,13 @@ def test_acceptance_of_drafts_that_were_not_drawn():
     assert got == pytest.approx(float(p[siblings].sum()), abs=1e-12)
 
 
-@pytest.mark.parametrize("drafter_layers", [(), (1,)], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize(
-    "tree",
-    [TokenTree.chain(2), pytest.param(TokenTree((-1, 0, 0, 1)), marks=pytest.mark.long)], ids=str,
+    "tree, drafter_layers",
+    quick_first(
+        [(TokenTree.chain(2), (1,))],
+        [(tree, layers) for tree in (TokenTree.chain(2), TokenTree((-1, 0, 0, 1)))
+         for layers in ((), (1,))],
+    ),
 )  # fmt: skip
 def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch):
     """The same proof through `HybridModel` and `ModelDrafter`: caches, replay and drafts included.

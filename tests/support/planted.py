@@ -135,6 +135,13 @@ def pause(at_step: int) -> None:
     _replace(name, lambda original: _preceded(original, at_step, wait))
 
 
+def set_to(name: str, value: Any) -> None:
+    """Give a module's constant ("module:NAME") another value."""
+    module, constant = name.split(":")
+    assert hasattr(importlib.import_module(module), constant)
+    setattr(sys.modules[module], constant, value)
+
+
 def die_inside_a_save(nth: int, line: int) -> None:
     """SIGKILL when the nth save has executed so many lines of stree/files.py."""
     lines: list[int] = []

@@ -8,7 +8,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 from tiny_run import metric_rows
 
 from stree.files import verify_manifest
@@ -20,14 +19,6 @@ ROW_TIMINGS = {
 }  # fmt: skip
 # What shares a prompt's batch depends on what was left to do, and its share of calls with it.
 SAMPLE_TIMINGS = {"prefill_s", "decode_s", "time_ms", "baseline", "call_share"}
-
-
-def lanes(quick: int, long: int) -> list:
-    """Seeds of a test: `quick` of them in `make test`, all of the `long` in `make test-long`."""
-    return [
-        pytest.param(seed, marks=[pytest.mark.long] if seed >= quick else [])
-        for seed in range(long)
-    ]
 
 
 def steps_in(folder: Path) -> list[int]:
