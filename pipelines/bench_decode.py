@@ -3,11 +3,13 @@
 python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
+python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,19 +21,25 @@ from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_kernels import ops
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.batches import TREES, serve_at, steps_of_rows
-from stree_pipelines.benches.models import SHAPES, drafter_config, random_drafter, random_target
+from stree_pipelines.benches.models import (
+    SHAPES,
+    drafter_config,
+    random_drafter,
+    random_target,
+    target_config,
+)
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import MemoryNeeds, model_line
-from stree_pipelines.estimates import cache_bytes, decoding_memory, num_parameters
+from stree_pipelines.estimates import cache_bytes, decoding_memory
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
     "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
-    "stree/test_graphs.py",
+    "kernels/test_gated_delta.py", "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
@@ -44,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_decode.py", description=__doc__)
     add = parser.add_argument
     add("out", type=str, help="file to write, JSON lines")
-    add("--shape", type=str, default="8b", help=f"one of {', '.join(SHAPES)}")
+    add("--shape", type=str, default="8b", help=f"one of {', '.join(SHAPES)}, or several")
     add("--what", type=list[str], default=list(WHAT), help=f"of {', '.join(WHAT)}")
     add("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128], help="for calls")
     add("--taus", type=list[float], default=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], help="for steps")
@@ -56,9 +64,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     device = device_of(options.device)
-    for name, known in ((options.shape, SHAPES), *((each, WHAT) for each in options.what)):
-        if name not in known:
-            raise UsageError(f"{name!r} is not one of {', '.join(known)}")
+    shapes = options.shape.split(",")
+    for names, known in ((shapes, SHAPES), (options.what, WHAT)):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"{name!r} is not one of {', '.join(known)}")
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
@@ -76,22 +86,41 @@ def main(arguments: list[str] | None = None) -> None:
     if "steps" in options.what and not (options.taus and all(t >= 1 for t in options.taus)):
         raise UsageError(f"--taus: wanted numbers of at least 1, got {options.taus}")
     if options.dry_run:
-        for line in describe(
-            options.shape, options.what, options.nodes, options.rows, options.context,
-            device.type == "cuda",
-        ):  # fmt: skip
-            print(line, flush=True)
+        _say_what_it_takes(shapes, options, device)
         return
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device; --device cpu --shape tiny tries the script")
+    _say_what_it_takes(shapes, options, device)
     require_green(TESTS)
     with ops.current(device), naming_what_does_not_fit(LESS):
-        rows = measure(options, device)
-        write_rows(options.out, ({"shape": options.shape, **row} for row in rows), device)
+        write_rows(options.out, _rows_of(shapes, options, device), device)
 
 
-def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    target = random_target(options.shape, device)
+def _rows_of(shapes: list[str], options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    for shape in shapes:
+        for row in measure(shape, options, device):
+            yield {"shape": shape, **row}
+        _release_memory(device)
+
+
+def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) -> None:
+    for shape in shapes:
+        for line in describe(
+            shape, options.what, options.nodes, options.rows, options.context,
+            device.type == "cuda",
+        ):  # fmt: skip
+            print(line, flush=True)
+
+
+def _release_memory(device: torch.device) -> None:
+    """For the next shape: models and graphs point at each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    target = random_target(shape, device)
     context, repeats = options.context, options.repeats
     if "calls" in options.what:
         yield from calls.calls(target, options.nodes, context, repeats)
@@ -99,22 +128,22 @@ def measure(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
         nodes = [each for each in options.nodes if each in PROFILED_NODES]
         yield from calls.profiles(target, nodes, context, 5)
     if "draft" in options.what:
-        yield from calls.draft(random_drafter(options.shape, device), context, repeats)
+        yield from calls.draft(random_drafter(shape, device), context, repeats)
     if "unrolled" in options.what:
         yield from calls.unrolled(target, context, max(5, repeats // 5))
     if "memory" in options.what:
         yield from calls.memory(target, 64)
     if "steps" in options.what:
-        drafter = random_drafter(options.shape, device)
+        drafter = random_drafter(shape, device)
         yield from decode_at(target, drafter, options.taus, context, options.num_steps, 3)
     if "graphs" in options.what:
-        drafter = random_drafter(options.shape, device)
+        drafter = random_drafter(shape, device)
         yield from graphs(target, drafter, context, repeats)
     if "rows" in options.what:
-        drafter = random_drafter(options.shape, device)
+        drafter = random_drafter(shape, device)
         yield from steps_of_rows(target, drafter, options.rows, context, repeats)
     if "serve" in options.what:
-        drafter = random_drafter(options.shape, device)
+        drafter = random_drafter(shape, device)
         taus, counts = options.taus, options.rows
         yield from serve_at(target, drafter, counts, taus, context, options.num_steps)
 
@@ -124,12 +153,12 @@ def describe(
 ) -> Iterator[str]:
     """What there is to measure, and the memory that it takes at most: one target call's cache at a
     time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
-    target, drafter = SHAPES[shape], drafter_config(shape)
+    target, drafter = target_config(shape), drafter_config(shape)
     memory = decoding_memory(
         target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
     )
     if "calls" in what:
-        memory["floor's weights"] = torch.bfloat16.itemsize * num_parameters(target)
+        memory["floor's weights"] = calls.floor_bytes(target, max(nodes))
     if "unrolled" in what:
         nodes_each = calls.UNROLLED_DEPTH + 1
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
@@ -140,7 +169,7 @@ def describe(
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
         memory[f"caches of {max(rows)} rows"] = max(rows) * one
     counts = ", ".join(map(str, nodes))
-    yield model_line("target", target)
+    yield model_line(f"target {shape}", target)
     yield model_line("drafter", drafter)
     yield f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
     needs = MemoryNeeds(memory, on_cuda)

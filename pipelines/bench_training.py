@@ -28,7 +28,7 @@ from stree.models.convert import save_model
 from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
 from stree_pipelines.benches.intervals import interval
-from stree_pipelines.benches.models import SHAPES, random_model
+from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows
 from stree_pipelines.command_line import CommandParser
@@ -37,8 +37,8 @@ from stree_pipelines.estimates import training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.sharding import require_supported
 
-TINY = SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
-TARGETS = {**SHAPES, "tiny": TINY}
+TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
+TARGETS = {**OWN_SHAPES, "tiny": TINY}
 TESTS = ["pipelines/test_losses.py", "pipelines/test_scaling.py"]
 ALONE = ("auto", 1)
 

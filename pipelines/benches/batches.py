@@ -18,7 +18,7 @@ from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
 from stree.modes import PLAIN, Modes
 from stree.tree import TokenTree
-from stree_pipelines.benches.calls import products, weights_like
+from stree_pipelines.benches.calls import Floor
 from stree_pipelines.benches.steps import (
     GivenAcceptance,
     accepted_for,
@@ -38,7 +38,7 @@ def steps_of_rows(
     in turns with them, and the bound: these, and the time that states and keys take to be read and
     written at the bandwidth of this run."""
     bandwidth = _bytes_per_us(target.device)
-    weights = weights_like(target)
+    floor = Floor(target, max(counts) * TREES[-1].num_nodes)
     for count in counts:
         for tree in TREES:
             decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
@@ -49,8 +49,8 @@ def steps_of_rows(
             if envelope.draft is not None:
                 functions = {"draft": envelope.draft.replay, **functions}
             times = in_turns(functions, target.device, repeats)
-            floor = {"floor": products(weights, count * tree.num_nodes)}
-            times |= side_by_side(floor, target.device, repeats)
+            products = {"floor": floor.products(count * tree.num_nodes)}
+            times |= side_by_side(products, target.device, repeats)
             memory_us = _memory_bytes(decoder, context) / bandwidth
             bound = times["floor"]["median"] + memory_us
             yield dict(

@@ -5,15 +5,18 @@ same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.models.cache import GatedDeltaCache, HybridCache, MambaCache
+from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.models.layer import Layer
+from stree.models.mlp import Experts
 from stree.models.parts import Part
 from stree.rows import Rows
 from stree.tree import TokenTree, balanced
@@ -28,11 +31,11 @@ UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
     """µs of a target call over N nodes, beside one step and the floor."""
     rows = []
-    weights = weights_like(target)
+    floor = Floor(target, max(nodes))
     for num_nodes in nodes:
         functions = {
-            "floor": products(weights, num_nodes),
-            "step_floor": products(weights, 1),
+            "floor": floor.products(num_nodes),
+            "step_floor": floor.products(1),
             "step": _tree_call(target, TokenTree.chain(0), context),
             "tree": _tree_call(target, _star(num_nodes), context),
         }
@@ -112,29 +115,78 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
     )]  # fmt: skip
 
 
-def weights_like(model: HybridModel) -> list[Tensor]:
-    """Weights of the shapes of one call's matrix products, in order, those of one input as one: of
-    their own, so that reading them leaves no weight of the model's in a cache."""
-    parts = [module for module in model.modules() if isinstance(module, Part)]
-    shapes = [together for part in parts for together in part.products()]
-    sizes = [
-        (sum(each.out_features for each in together), together[0].in_features)
-        for together in shapes
-    ]
+def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
+    """Rows and columns of the weights of one call's matrix products over so many nodes, those of
+    one input as one. Of experts, the weights that random routing chooses, as two products."""
+    sizes = []
+
+    def add(*together: nn.Linear) -> None:
+        sizes.append((sum(each.out_features for each in together), together[0].in_features))
+
+    def add_part(part: Part) -> None:
+        for together in part.products():
+            add(*together)
+        if isinstance(part, Experts):
+            chosen = round(chosen_experts(part.config, num_nodes))
+            (_, inner, width), outer = part.up.shape, part.down.shape[2]
+            sizes.extend([(chosen * inner, width), (width, chosen * outer)])
+
+    for layer in cast(list[Layer], model.model.layers):
+        for block in layer.blocks:
+            if block.shared is not None:
+                for module in model.model.shared_blocks[block.shared].modules():
+                    if isinstance(module, Part):
+                        add_part(module)
+                for module in layer.shared_use.modules():
+                    if isinstance(module, nn.Linear):
+                        add(module)
+            for kind in block.parts:
+                add_part(layer.part(kind))
     vocab_size, width = model.head_weight.shape
-    sizes.append((vocab_size, width))
-    return [
-        torch.empty(size, device=model.device, dtype=model.dtype).normal_(std=0.02)
-        for size in sizes
-    ]
+    return [*sizes, (vocab_size, width)]
 
 
-def products(weights: list[Tensor], num_nodes: int) -> Callable[[], object]:
-    """The product of each weight with as many rows as there are nodes, and nothing else."""
-    rows = {
-        weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1)) for weight in weights
-    }
-    return lambda: [ops.linear(rows[weight.shape[1]], weight) for weight in weights]
+def chosen_experts(config: HybridConfig, num_nodes: int) -> float:
+    """How many experts of a layer so many tokens choose together, on average, if each chooses at
+    random."""
+    unchosen = 1 - config.experts_per_token / config.num_experts
+    return config.num_experts * (1 - unchosen**num_nodes)
+
+
+class Floor:
+    """One call's matrix products and nothing else, with weights of their own, so that reading them
+    leaves no weight of the model's in a cache.
+
+    most_nodes, the most that there will be products over.
+    """
+
+    def __init__(self, model: HybridModel, most_nodes: int) -> None:
+        self.model = model
+        self.weights = [
+            torch.empty(rows * columns, device=model.device, dtype=model.dtype).normal_(std=0.02)
+            for rows, columns in product_sizes(model, most_nodes)
+        ]
+
+    def products(self, num_nodes: int) -> Callable[[], object]:
+        """The product of each weight with as many rows as there are nodes."""
+        weights = [
+            weight[: rows * columns].view(rows, columns)
+            for weight, (rows, columns) in zip(
+                self.weights, product_sizes(self.model, num_nodes), strict=True
+            )
+        ]
+        inputs = {
+            weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1))
+            for weight in weights
+        }
+        return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in weights]
+
+
+def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
+    """Of a `Floor`'s weights in bf16."""
+    with torch.device("meta"):
+        sizes = product_sizes(HybridModel(config), most_nodes)
+    return torch.bfloat16.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
 def _star(num_nodes: int) -> TokenTree:
@@ -160,7 +212,8 @@ def _tree_call(
 ) -> Callable[[], Tensor]:
     num_nodes = tree.num_nodes
     cache = _filled_cache(model, context, num_nodes, batch)
-    tokens = torch.ones(batch, num_nodes, dtype=torch.long, device=model.device)
+    # Different ones, so that they choose different experts
+    tokens = torch.randint(model.config.vocab_size, (batch, num_nodes), device=model.device)
 
     def call() -> Tensor:
         cache.length.fill_(context)  # stays, however often this runs

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from stree.models.config import HybridConfig
+from stree.models.convert import kept_dtype
 from stree.models.hybrid import HybridModel
+from stree_pipelines.benches.published import PUBLISHED, published
 
 _MAMBA_IN_LLAMA = HybridConfig(
     vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
@@ -29,7 +33,8 @@ _TINY = _CHAT.replace(
     num_heads=2, num_kv_heads=1, head_dim=16, num_ssm_heads=2, ssm_head_dim=16, d_state=16,
     num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2,
 )  # fmt: skip
-SHAPES = {"8b": _MAMBA_IN_LLAMA, "mamba2-2.7b": _MAMBA2, "chat": _CHAT, "tiny": _TINY}
+OWN_SHAPES = {"8b": _MAMBA_IN_LLAMA, "mamba2-2.7b": _MAMBA2, "chat": _CHAT, "tiny": _TINY}
+SHAPES = (*OWN_SHAPES, *PUBLISHED)
 DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
     "8b": dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
                num_b_groups=2, num_c_groups=8, gated_norm_groups=8),
@@ -40,25 +45,44 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
 }  # fmt: skip
 
 
+def target_config(shape: str) -> HybridConfig:
+    return OWN_SHAPES[shape] if shape in OWN_SHAPES else published(shape).model
+
+
+def drafter_config(shape: str) -> HybridConfig:
+    """Of a published model, the 8B's drafter over its vocabulary."""
+    own = shape if shape in OWN_SHAPES else "8b"
+    config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
+    return config.replace(vocab_size=target_config(shape).vocab_size)
+
+
 def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
-    """A model of random bf16 weights, made where it runs."""
+    """A model of random weights, made where it runs: in bf16, but for those that a checkpoint that
+    is loaded in bf16 has in fp32, too."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            return HybridModel(config).eval()
+            model = HybridModel(config).eval()
     finally:
         torch.set_default_dtype(default)
+    _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16))
+    return model
 
 
 def random_target(shape: str, device: torch.device) -> HybridModel:
-    return random_model(SHAPES[shape], device)
-
-
-def drafter_config(shape: str) -> HybridConfig:
-    return SHAPES[shape].replace(num_layers=2, attn_layers=(), **DRAFTERS[shape])
+    model = random_model(target_config(shape), device)
+    if shape in PUBLISHED:
+        source = published(shape).rename(())
+        _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16, source(name)))
+    return model
 
 
 def random_drafter(shape: str, device: torch.device) -> HybridModel:
     return random_model(drafter_config(shape), device)
+
+
+def _keep_wide(model: HybridModel, dtype_of: Callable[[str], torch.dtype]) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtype_of(name))

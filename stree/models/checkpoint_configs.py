@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,19 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
         raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
     values = CheckedJson.load(directory / "config.json")
-    layout = _layout_of(values)
+    checkpoint = _read(values, _layout_of(values))
+    return replace(checkpoint, model=_with_generation_eos(directory, checkpoint.model))
+
+
+def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
+    """What a config.json of transformers' own layouts says, without a folder.
+
+    Raises CheckpointRefused as `read_checkpoint_config`.
+    """
+    return _read(values, _layout_by_type(values))
+
+
+def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
     for name in ("auto_map", "trust_remote_code"):
         values.refuse_if_set(name, "code that comes with a checkpoint is not run")
@@ -78,7 +90,7 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     values.refuse_unread(layout.without_effect)
-    return CheckpointConfig(layout, _with_generation_eos(directory, model), padded, rename)
+    return CheckpointConfig(layout, model, padded, rename)
 
 
 def _layout_of(values: CheckedJson) -> Layout:
@@ -95,6 +107,11 @@ def _layout_of(values: CheckedJson) -> Layout:
         return _MAMBA_IN_LLAMA
     if kind is None and "ssm_cfg" in values and "d_model" in values:
         return _STATE_SPACES
+    return _layout_by_type(values)
+
+
+def _layout_by_type(values: CheckedJson) -> Layout:
+    kind = values.get("model_type")
     for layout in (_LLAMA, _MAMBA2, *FAMILIES):
         if layout.matches(values):
             return layout

@@ -90,8 +90,7 @@ def load_model(
         weights = {}
         for name, source in sources.items():
             tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
-            kept_in = _widened(dtype) if source.wide else _dtype_of(name, dtype)
-            weights[name] = tensor.to(device, kept_in, copy=True)
+            weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
     return model.eval()
 
@@ -123,7 +122,7 @@ def save_model(
         )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     formats = {
-        name: tensor.dtype if dtype is None else _dtype_of(name, dtype)
+        name: tensor.dtype if dtype is None else kept_dtype(name, dtype)
         for name, tensor in state.items()
     }
     sizes = {name: state[name].numel() * formats[name].itemsize for name in state}
@@ -200,12 +199,10 @@ def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path)
         )
 
 
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    return _widened(dtype) if name.endswith(_ALWAYS_FP32) else dtype
-
-
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def kept_dtype(name: str, dtype: torch.dtype, source: Source | None = None) -> torch.dtype:
+    """What a parameter is kept in by a model that is loaded in `dtype`."""
+    wide = name.endswith(_ALWAYS_FP32) or (source is not None and source.wide)
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 def _some(names: Iterable[str]) -> str:

@@ -7,11 +7,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES, random_reference
 from process_group import run_together
+from torch import nn
 
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
+from stree.models.mlp import Experts
 from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
-from stree_pipelines.benches import batches, intervals, models, profiles, steps, timing
+from stree_pipelines.benches import (
+    batches,
+    calls,
+    intervals,
+    models,
+    profiles,
+    published,
+    steps,
+    timing,
+)
+from stree_pipelines.estimates import num_parameters
 
 CPU = torch.device("cpu")
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
@@ -21,10 +34,9 @@ ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 def test_rows(tmp_path):
     rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
     options = SimpleNamespace(
-        shape="tiny", what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8,
-        repeats=2,
-    )  # fmt: skip
-    rows += bench_decode.measure(options, CPU)
+        what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8, repeats=2
+    )
+    rows += bench_decode.measure("tiny", options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
@@ -38,6 +50,105 @@ def test_rows(tmp_path):
         assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
     kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
     assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
+
+
+@pytest.fixture
+def tiny_published(monkeypatch):
+    """A tiny model of each family in the place of the published ones."""
+    tiny = {
+        name: json.loads(random_reference(name, seed=0).config.to_json_string())
+        for name in FAMILIES
+    }
+    monkeypatch.setattr(published, "PUBLISHED", tiny)
+    monkeypatch.setattr(models, "PUBLISHED", tiny)
+    monkeypatch.setitem(models.DRAFTERS, "8b", models.DRAFTERS["tiny"])
+    monkeypatch.setitem(models.OWN_SHAPES, "8b", models.OWN_SHAPES["tiny"])
+    return tiny
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (list(FAMILIES), ["calls"]), (["granite"], ["calls", "draft", "steps"]),
+        pytest.param(list(FAMILIES), ["calls", "draft", "steps"], marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_families_are_measured_one_after_the_other(
+    names, what, tiny_published, captured_on_cpu, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(bench_decode, "SHAPES", tuple(tiny_published))
+    monkeypatch.setattr(bench_decode, "require_green", lambda tests: None)
+    monkeypatch.setattr(bench_decode, "CAPTURED", ())
+    monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
+    bench_decode.main([
+        str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
+        "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
+        "--repeats", "1", "--num_steps", "2",
+    ])  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
+    assert [(line["shape"], line["what"]) for line in lines] == [
+        (name, row) for name in names for each in what for row in rows_of[each]
+    ]
+    assert all(line["tau"] == 2 for line in lines if line["what"] == "step")
+    printed = capsys.readouterr().out
+    assert all(f"target {name}: " in printed for name in names)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_floor_reads_every_weight_that_a_call_reads(tiny_published, name):
+    model = models.random_target(name, CPU)
+    head = model.head_weight.numel()
+    read = 0 if model.config.num_shared_blocks else head * model.config.tie_embeddings
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features > 1:  # but for gates of one number
+            read += module.weight.numel()
+        elif isinstance(module, Experts):
+            read += module.up.numel() + module.down.numel()
+    if model.config.num_shared_blocks:  # of which each use reads them again
+        uses = [block.shared for layer in model.model.layers for block in layer.blocks]
+        read = head + sum(
+            each.weight.numel() for each in model.model.layers.modules()
+            if isinstance(each, nn.Linear)
+        ) + sum(
+            each.weight.numel() for used in uses if used is not None
+            for each in model.model.shared[used].modules() if isinstance(each, nn.Linear)
+        )  # fmt: skip
+    sizes = calls.product_sizes(model, 1000)
+    assert sum(rows * columns for rows, columns in sizes) == read
+    one_token = sum(rows * columns for rows, columns in calls.product_sizes(model, 1))
+    assert (one_token < read) == (model.config.num_experts > 0)
+
+
+def test_experts_that_tokens_choose_at_random():
+    config = models.target_config("granite-4.0-h-tiny")
+    torch.manual_seed(0)
+    drawn = torch.rand(2000, 16, config.num_experts).topk(config.experts_per_token).indices
+    distinct = [len(set(tokens.flatten().tolist())) for tokens in drawn]
+    assert calls.chosen_experts(config, 16) == pytest.approx(np.mean(distinct), rel=0.01)
+    assert calls.chosen_experts(config, 1) == pytest.approx(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("granite-4.0-h-tiny", 7), ("granite-4.0-h-small", 32), ("nemotron-h-8b", 8.1),
+        ("falcon-h1-7b", 7.6), ("bamba-9b", 9.8), ("zamba2-7b", 7.4), ("qwen3.5-9b", 9),
+        ("lfm2-1.2b", 1.17),
+    ],
+)  # fmt: skip
+def test_published_models_have_their_size(name, billions):
+    parameters = num_parameters(models.target_config(name))
+    assert parameters == pytest.approx(1e9 * billions, rel=0.01)
+    assert models.drafter_config(name).vocab_size == models.target_config(name).vocab_size
+
+
+def test_random_weights_have_a_loaded_models_types(tiny_published):
+    dtypes: dict[str, set] = {}
+    for name, tensor in models.random_target("qwen3_5", CPU).named_parameters():
+        dtypes.setdefault(name.split(".")[-2], set()).add(tensor.dtype)
+    assert dtypes["post_attention_layernorm"] == {torch.float32}  # 1 + w
+    assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
 
 
 def test_a_profile_is_saved_and_printed(tmp_path, capsys):
