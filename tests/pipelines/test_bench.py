@@ -79,7 +79,6 @@ def test_families_are_measured_one_after_the_other(
     monkeypatch.setattr(bench_decode, "SHAPES", tuple(tiny_published))
     monkeypatch.setattr(bench_decode, "require_green", lambda tests: None)
     monkeypatch.setattr(bench_decode, "CAPTURED", ())
-    monkeypatch.setattr(steps, "_graphs_alone_us", lambda *_: 1.0)
     bench_decode.main([
         str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
         "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
