@@ -66,11 +66,12 @@ from stree_pipelines.training.run_folder import (
     describe_code,
     hash_of_config,
     prepare_run_folder,
+    removing_what_was_refused,
     require_same_run,
     take_run_folder,
 )
 from stree_pipelines.training.sharding import require_supported
-from stree_pipelines.training.trackers import naming_missing_packages, start_tracker
+from stree_pipelines.training.trackers import make_tracker, start_tracker
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,  # steps count, not passes over the data
@@ -123,6 +124,7 @@ class TrainingCLI(LightningCLI):
     restarts = 0  # without progress; the main process knows
 
     def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
+        self.trackers: list[Logger] = []
         with ExitStack() as self._until_the_end:
             self._run(model_class, args)
 
@@ -247,6 +249,7 @@ class TrainingCLI(LightningCLI):
             return
         if self.options["run_dir"] is None:
             raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
+        self._make_trackers()
         if not self.options["dry_run"]:
             self._take_folder()
         require_same_run(self.run_dir, self.config_dump)
@@ -257,8 +260,17 @@ class TrainingCLI(LightningCLI):
         elif not self.is_finished:
             self._prepare_run()
 
+    def _make_trackers(self) -> None:
+        """The loggers of trainer.logger, which come beside our own: before a folder is made and a
+        model is loaded, since the package of one may be missing."""
+        given = self.options["trainer"]["logger"]
+        if not isinstance(given, bool):
+            self.trackers = [make_tracker(each) for each in _as_list(given)]
+            self.options["trainer"]["logger"] = None
+
     @rank_zero_only
     def _take_folder(self) -> None:
+        self._until_the_end.enter_context(removing_what_was_refused(self.run_dir))
         self._until_the_end.enter_context(take_run_folder(self.run_dir))
 
     @rank_zero_only
@@ -294,8 +306,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Load models only where something is to be trained."""
         if not self.options["show_mask"] and not self.is_finished:
-            with naming_missing_packages():
-                super().instantiate_classes()
+            super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.options["show_mask"]:
@@ -359,7 +370,7 @@ class TrainingCLI(LightningCLI):
             callbacks.append(TrainingBar())
         try:
             return super().instantiate_trainer(
-                logger=own + self._given_loggers,
+                logger=own + self.trackers,
                 callbacks=callbacks,
                 plugins=plugins + _as_list(trainer_options.get("plugins")),
                 default_root_dir=str(self.run_dir),
@@ -373,12 +384,6 @@ class TrainingCLI(LightningCLI):
                 f"trainer: {error}; see trainer.accelerator, trainer.devices and "
                 "trainer.strategy (python pipelines/doctor.py says what is here)"
             ) from error
-
-    @property
-    def _given_loggers(self) -> list[Logger]:
-        """Those of trainer.logger, which come beside our own."""
-        given = self._get(self.config_init, "trainer").get("logger")
-        return [each for each in _as_list(given) if isinstance(each, Logger)]
 
     def before_fit(self) -> None:
         self._prepare_data(self.model.exported.config.vocab_size)
@@ -395,7 +400,7 @@ class TrainingCLI(LightningCLI):
         checkpoints = self._callback(TrainingCheckpoints)
         checkpoints.run_dir = self.run_dir
         checkpoints.manifest_extra = identity
-        for logger in self._given_loggers:
+        for logger in self.trackers:
             start_tracker(logger, self.config_dump, self._until_the_end)
         self.trainer.callbacks += [  # type: ignore[attr-defined]
             WatchOwnText(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)

@@ -10,9 +10,11 @@ import errno
 import fcntl
 import io
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +24,7 @@ import yaml
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import BadData, CannotWrite, UsageError
+from stree.errors import BadData, CannotWrite, CheckpointRefused, UsageError
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.plain_data import parse_yaml, read_text
 from stree_pipelines.command_line import typed_command
@@ -47,6 +49,7 @@ FREE_OPTIONS = {
     "model": {"target_placement", "activation_checkpointing"},
 }
 LOCK_NAME, LOCK_PATIENCE_S = ".lock", 10.0
+GIVEN = {LOCK_NAME, "config.yaml", "command.json"}
 COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "divergence", "cross_entropy", "tokens_seen",
@@ -110,6 +113,19 @@ def take_run_folder(run_dir: Path) -> IO[str]:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
         return file
+
+
+@contextmanager
+def removing_what_was_refused(run_dir: Path) -> Iterator[None]:
+    """A run that is refused in here (exit codes 2, 65, 66) before its first step leaves no folder
+    where there was none: all that is in it is what the next command gives anew."""
+    is_new = not run_dir.exists()
+    try:
+        yield
+    except (UsageError, BadData, CheckpointRefused):
+        if is_new and {each.name for each in run_dir.glob("*")} <= GIVEN:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def prepare_run_folder(run_dir: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

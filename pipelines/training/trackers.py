@@ -4,32 +4,34 @@ and whatever else Lightning has one for."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from jsonargparse import Namespace
+from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from stree.errors import UsageError, first_line
 
-_MISSING_PACKAGE = re.compile(
-    r"class_path '(?:\w+\.)*(?P<name>\w+)':\s+Requirement '(?P<package>[^']+)' not met"
-)
+_MISSING_PACKAGE = re.compile(r"(?:Requirement|Module not found:) '(?P<package>[^']+)'")
 
 
-@contextmanager
-def naming_missing_packages() -> Iterator[None]:
-    """Turn jsonargparse's pages about a logger whose package is not installed into one line."""
+def make_tracker(given: Namespace) -> Logger:
+    """A logger from its class_path and init_args.
+
+    Raises `UsageError` when the package that it needs is not installed.
+    """
+    options = given.as_dict()
     try:
-        yield
-    except ValueError as error:
+        return instantiate_class((), {"init_args": {}, **options})
+    except ModuleNotFoundError as error:
+        name = options["class_path"].rpartition(".")[2]
         missing = _MISSING_PACKAGE.search(str(error))
-        if missing is None:
-            raise
+        package = missing["package"] if missing else error.name
         raise UsageError(
-            f"{missing['name']} needs {missing['package']}, which is not installed: "
-            f"pip install '{missing['package']}'"
+            f"{name} needs {package}, which is not installed: pip install '{package}'"
         ) from error
 
 

@@ -114,6 +114,7 @@ def test_a_package_that_is_not_installed_is_one_line(given, workspace, tmp_path,
         distill.main(
             distill_arguments(workspace, tmp_path / "run", "--trainer.logger", given, steps=1)
         )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_logger_that_cannot_start_is_one_line(told, workspace, tmp_path, monkeypatch):
@@ -122,8 +123,16 @@ def test_a_logger_that_cannot_start_is_one_line(told, workspace, tmp_path, monke
 
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     given = ("--trainer.logger", "WandbLogger")
-    with pytest.raises(UsageError, match=r"WandbLogger cannot start: No API key configured\.; "):
-        distill.main(distill_arguments(workspace, tmp_path / "run", *given, steps=1))
+    arguments = distill_arguments(workspace, tmp_path / "run", *given, steps=1)
+    refusal = r"WandbLogger cannot start: No API key configured\.; "
+    with pytest.raises(UsageError, match=refusal):
+        distill.main(arguments)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").touch()  # a folder that was there stays
+    with pytest.raises(UsageError, match=refusal):
+        distill.main(arguments)
+    assert (tmp_path / "run/notes.txt").exists()
 
 
 def test_lightning_s_banners_are_left_out(workspace, tmp_path, capfd):
