@@ -124,6 +124,26 @@ def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed,
     assert_same_run(run_dir, pair.whole)
 
 
+def test_ctrl_c_reaches_all_ranks_and_they_save_one_step(pair, tmp_path):
+    """A terminal sends it to every process of a command at once."""
+    run_dir = tmp_path / "run"
+    ranks = pair.start(run_dir, before=[("planted:pause", {"at_step": 4})] * 2)
+    wait_for(ranks, lambda: last_logged(run_dir) >= 3)
+    for rank in ranks:
+        rank.send(INT)
+    wait_for(ranks, lambda: "interrupted: stopping" in ranks[0].text())
+    (run_dir / "go on").touch()
+    assert [rank.wait() for rank in ranks] == [130, 130], ranks
+    assert steps_in(run_dir / "checkpoints") == [4]
+    for rank in ranks:
+        assert "error: interrupted after step 4; " in rank.text()
+        assert "to go on, run: " in rank.text() and "Traceback" not in rank.text()
+    assert not (run_dir / "restarts.json").exists()
+    assert pair.run(run_dir) == [0, 0]
+    (run_dir / "go on").unlink()
+    assert_same_run(run_dir, pair.whole)
+
+
 def rank_is_training(rank: forked.Command) -> bool:
     """Whether it handles SIGUSR1 by now, by the system's own account."""
     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
