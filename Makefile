@@ -9,7 +9,7 @@ CHAT_TRAIN ?= HuggingFaceH4/ultrachat_200k:train_sft
 CHAT_VALID ?= HuggingFaceH4/ultrachat_200k:test_sft
 CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit 50000
 
-.PHONY: help quickstart chat test test-long check clean
+.PHONY: help quickstart chat test test-long check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ $(VENV)/ready: pyproject.toml
 $(VENV)/ready-dev: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
+
+docs: $(VENV)/ready  ## the documentation as a site, in build/site/index.html
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	mkdir -p build/packages
+	ln -sfn ../../stree build/packages/stree
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment, runs, data and build folders
 	rm -rf $(VENV) runs data build *.egg-info
