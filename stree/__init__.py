@@ -1,5 +1,7 @@
 """Speculative tree decoding for state-space and hybrid language models."""
 
+from pathlib import Path
+
 import stree.threads  # noqa: F401  (before torch is loaded)
 
 from stree.batch import BatchDecoder, Request
@@ -9,11 +11,15 @@ from stree.loading import load
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes
+from stree.transformers_decoder import TransformersDecoder, from_transformers
 from stree.tree import TokenTree
 
 __version__ = "0.1.0"
 
+CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers' custom_generate
+
 __all__ = [
+    "CUSTOM_GENERATE",
     "BatchDecoder",
     "Decoder",
     "GenerationConfig",
@@ -23,7 +29,9 @@ __all__ = [
     "Modes",
     "Request",
     "TokenTree",
+    "TransformersDecoder",
     "__version__",
+    "from_transformers",
     "generate",
     "load",
 ]

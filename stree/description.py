@@ -16,7 +16,7 @@ def described(target: Any, drafter: Any, tree: TokenTree) -> str:
     """The models' sizes, and the tree between them."""
     if drafter is None:
         return f"the target alone, {_size(target)}"
-    model = getattr(drafter, "model", drafter)
+    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", drafter)
     return f"{_size(target)}, drafter {_size(model)}, tree {tree.name} of {tree.num_nodes} nodes"
 
 

@@ -219,12 +219,23 @@ def _join(projections: Sequence[nn.Linear]) -> None:
 
 
 def _one_above_the_other(tensors: list[Tensor]) -> Tensor:
+    first, sizes = tensors[0], [tensor.shape[0] for tensor in tensors]
+    if _lie_one_above_the_other(tensors):  # halves of a projection that is stored fused
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
     joined = torch.cat([tensor.detach() for tensor in tensors])
-    for tensor, piece in zip(
-        tensors, joined.split([tensor.shape[0] for tensor in tensors]), strict=True
-    ):
+    for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
         tensor.data = piece
     return joined
+
+
+def _lie_one_above_the_other(tensors: list[Tensor]) -> bool:
+    storage, address = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == address
+        if not (same and tensor.is_contiguous()):
+            return False
+        address += tensor.nbytes
+    return True
 
 
 def _lie_in(joined: Joined, projections: Sequence[nn.Linear]) -> bool:

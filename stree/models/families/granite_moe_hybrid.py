@@ -10,16 +10,7 @@ from stree.errors import CheckpointRefused
 from stree.models import config_keys, config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
-from stree.models.sources import (
-    Layout,
-    Make,
-    Rename,
-    Source,
-    after_each_other,
-    half,
-    scaled,
-    translated,
-)
+from stree.models.sources import Layout, Rename, Source, half, scaled, translated
 
 KINDS = {
     "linear_attention": "mamba", "mamba": "mamba",
@@ -33,7 +24,11 @@ WORDS = {
     ".mlp.up_proj.": ".shared_mlp.input_linear.",
     ".mlp.down_proj.": ".shared_mlp.output_linear.",
 }
-CLOSING = (".o_proj.", ".out_proj.", ".mlp.down_proj.", ".experts.down")  # end a branch
+IN_MEMORY = {  # what newer versions call stored experts once they are loaded
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+}
 
 
 def spec(values: CheckedJson) -> HybridConfig:
@@ -71,7 +66,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         num_layers=num_layers,
         layer_types=tuple(f"{mixer} {after}" for mixer in mixers),
         intermediate_size=values.integer("shared_intermediate_size", 1024),
-        rms_norm_eps=eps,
+        rms_norm_eps=eps / _branch(values) ** 2,
         tie_embeddings=values.boolean("tie_word_embeddings", False),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -89,26 +84,31 @@ def spec(values: CheckedJson) -> HybridConfig:
     )
 
 
-def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+def _branch(values: CheckedJson) -> float:
+    """What each branch is multiplied with before it joins the residual stream x. Ours is x divided
+    by it: branches join as they are, embeddings begin it divided by it, and norms, which make the
+    same of it but for their epsilon, have that divided by its square. No large weight changes."""
     branch = config_parts.factor(values, "residual_multiplier")
-    embedding = config_parts.factor(values, "embedding_multiplier")
+    if branch < 0:
+        raise CheckpointRefused(f"{values.path} has residual_multiplier = {branch}, wanted above 0")
+    return branch
+
+
+def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    embedding = config_parts.factor(values, "embedding_multiplier") / _branch(values)
     # The last norm's weight carries what logits are divided by, so that a tied head stays tied
     logits = 1 / config_parts.factor(values, "logits_scaling")
     logits /= embedding if config.tie_embeddings else 1
+    makes = {"model.embed_tokens.weight": scaled(embedding), "model.norm.weight": scaled(logits)}
     fused = (2 * config.intermediate_size, config.d_model)
 
     def source(name: str) -> Source:
-        place = (translated(name, WORDS),)
-        steps: list[Make] = []
-        if name == "model.embed_tokens.weight":
-            steps.append(scaled(embedding))
-        if name == "model.norm.weight":
-            steps.append(scaled(logits))
-        if any(word in name for word in CLOSING):
-            steps.append(scaled(branch))
+        place = translated(name, WORDS)
+        if place not in stored and translated(place, IN_MEMORY) in stored:
+            place = translated(place, IN_MEMORY)
         if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
-            return Source(place, half(".up_proj." in name), fused)
-        return Source(place, after_each_other(*steps))
+            return Source((place,), half(".up_proj." in name), fused)
+        return Source((place,), makes.get(name, scaled(1)))
 
     return source
 

@@ -135,6 +135,9 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
         for ours, shape in (("up", (inner, latent)), ("down", (latent, inner))):
             if name.endswith(f".experts.{ours}"):
                 layer = place.removesuffix(f".experts.{ours}")
+                together = f"{layer}.mixer.experts.{ours}_proj"
+                if together in stored:  # as newer versions have it once it is loaded
+                    return Source((together,))
                 experts = range(config.num_experts)
                 names = (f"{layer}.mixer.experts.{i}.{ours}_proj.weight" for i in experts)
                 return Source(tuple(names), stacked, shape)

@@ -1,0 +1,329 @@
+"""A door from transformers: its `generate`, asked of a model that it has loaded, with speculation.
+
+transformers itself reads the arguments, by its own rules and defaults, and hands over prompts,
+logits processors and stopping criteria; only the loop over tokens is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.batch import BatchDecoder, Request
+from stree.description import described, placed
+from stree.drafters import Drafter
+from stree.drafters.naming import DrafterName
+from stree.drafters.ngram import NGram
+from stree.errors import UsageError
+from stree.generation import GenerationConfig, GenerationOutput
+from stree.models.convert import load_model
+from stree.models.hybrid import HybridModel
+from stree.models.shared import shared_model
+from stree.prompts import prompts_of
+from stree.tree import TokenTree
+from stree.verifiers import Verifier
+
+_PLAIN = {  # what else asks for another search, or another answer
+    "num_beams": 1, "penalty_alpha": 0.0, "prompt_lookup_num_tokens": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False,
+    "return_dict_in_generate": False,
+}  # fmt: skip
+LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them large enough
+_KEPT = "_stree_decoder"
+# Arguments of transformers' generate that are neither settings nor its model's
+_TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria",
+          "logits_processor", "prefix_allowed_tokens_fn", "tokenizer")  # fmt: skip
+
+
+def from_transformers(
+    model: Any,
+    drafter: Any = None,
+    tree: TokenTree | str | None = None,
+    *,
+    verifier: str | Verifier = "coupled",
+) -> TransformersDecoder:
+    """A decoder whose `generate` is `model.generate`, with drafts.
+
+    Args: model, of any supported family, loaded by transformers on one device: its tensors are
+    shared (`stree.models.shared`). drafter, a checkpoint's folder or another name that `stree.load`
+    takes, a model of ours or of transformers, n-grams; None decodes without. tree, a tree or its
+    name (default with a drafter: the paper's).
+    Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
+    """
+    target = shared_model(model)
+    return TransformersDecoder(model, target, _drafter(drafter, target), _tree(tree), verifier)
+
+
+def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Drafter | None:
+    if isinstance(given, str | os.PathLike):
+        name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
+        own = None if name.folder is None else load_model(name.folder, target.device, target.dtype)
+        return name.make(own, _no_tokens)
+    if given is None or isinstance(given, HybridModel | NGram) or hasattr(given, "draft"):
+        return given
+    return shared_model(given)
+
+
+def _no_tokens(text: str) -> list[int]:
+    if text:
+        raise UsageError("n-grams of a file need a tokenizer: give stree.drafters.ngram.NGram ids")
+    return []
+
+
+def _tree(given: TokenTree | str | None) -> TokenTree | None:
+    return given if given is None or isinstance(given, TokenTree) else TokenTree.load(given)
+
+
+class TransformersDecoder:
+    """A model of transformers, the same weights as `target`, and what drafts for it.
+
+    outputs, what the last `generate` did for each prompt: tokens, and statistics such as τ.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        target: HybridModel,
+        drafter: HybridModel | NGram | Drafter | None = None,
+        tree: TokenTree | None = None,
+        verifier: str | Verifier = "coupled",
+    ) -> None:
+        self.model, self.target, self.drafter = model, target, drafter
+        default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
+        self.tree, self.verifier = tree or default, verifier
+        if drafter is None and self.tree.num_nodes > 1:
+            raise UsageError(f"{tree} needs a drafter to fill it")
+        self.outputs: list[GenerationOutput] = []
+        self._batch: BatchDecoder | None = None
+
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.tree)
+        return f"TransformersDecoder({models}, {placed(self.target)})"
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Any:
+        """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
+        padded with the padding token; greedy, the same tokens.
+
+        Sampling follows the same distribution; seeds come from PyTorch's generator, so
+        `torch.manual_seed` repeats it, with other tokens than transformers'. A stopping criterion
+        is asked about one sequence at a time, after each of its tokens, without scores. A streamer
+        takes one prompt. Raises `UsageError`, naming it, for what cannot be honoured: beams,
+        penalties and other logits processors, outputs beside tokens, inputs that are no tokens.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        with ExitStack() as stack:
+            streamer = given.pop("streamer", None)
+            if streamer is not None:
+                stack.callback(streamer.end)  # whatever happens: somebody may wait for it
+            _require_supported(given, generation_config, self.model.generation_config)
+            generation_config = _stop_strings_as_criterion(generation_config, given)
+            # transformers gives neither streamer nor tokenizer to another's loop
+            decode = partial(self._decode, streamer)
+            return self.model.generate(inputs, generation_config, custom_generate=decode, **given)
+
+    def _decode(
+        self,
+        streamer: Any,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **prepared: Any,
+    ) -> Tensor:
+        """What transformers calls in place of its own loop, with all that it has prepared."""
+        if streamer is not None and len(input_ids) > 1:
+            raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        settings = _settings_of(logits_processor, generation_config)
+        stops = _Stops(stopping_criteria, input_ids.shape[1])
+        prompts, _ = prompts_of(input_ids, _left_padding(prepared.get("attention_mask")))
+        requests = []
+        for prompt in prompts:
+            seed = int(torch.randint(2**62, ())) if settings else 0
+            generation = GenerationConfig(
+                stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
+                ignore_eos=not stops.eos_ids, **settings,
+            )  # fmt: skip
+            requests.append(Request(prompt, generation))
+        rows = self._serve(requests, input_ids, stops, streamer)
+        longest = max(map(len, rows))
+        padding = generation_config._pad_token_tensor
+        shape = (len(rows), longest)
+        new = input_ids.new_full(shape, 0 if padding is None else int(padding))
+        for row, tokens in enumerate(rows):
+            new[row, : len(tokens)] = torch.tensor(tokens)
+        return torch.cat([input_ids, new], dim=1)
+
+    def _serve(
+        self, requests: list[Request], input_ids: Tensor, stops: _Stops, streamer: Any
+    ) -> list[list[int]]:
+        """The new tokens of each request."""
+        batch = self._batch_for(requests)
+        tokens: list[list[int]] = [[] for _ in requests]
+        ends: list[int | None] = [None] * len(requests)  # after so many tokens
+        served = {batch.admit(request): index for index, request in enumerate(requests)}
+        outputs: dict[int, GenerationOutput] = {}
+        try:
+            while served:
+                for report in batch.step():
+                    if report.error is not None:
+                        raise report.error
+                    index = served[report.row]
+                    for token in report.tokens:
+                        tokens[index].append(token)
+                        if streamer is not None and ends[index] is None:
+                            streamer.put(torch.tensor([token]))
+                        if ends[index] is None and stops.asked(input_ids[index], tokens[index]):
+                            ends[index] = len(tokens[index])
+                    if report.finish_reason:
+                        ends[index] = ends[index] or len(tokens[index])
+                        outputs[index] = batch.release(report.row)
+                        del served[report.row]
+                # Without an EOS, transformers lets sequences go on until the last one stops
+                last = None if None in ends else max(end for end in ends if end is not None)
+                for row, index in list(served.items()):
+                    wanted = ends[index] if stops.eos_ids else last
+                    if wanted is not None and len(tokens[index]) >= wanted:
+                        outputs[index] = batch.release(row)
+                        del served[row]
+        finally:
+            for row in served:
+                batch.release(row)
+        self.outputs = [outputs[index] for index in range(len(requests))]
+        if stops.eos_ids:
+            return [row[:end] for row, end in zip(tokens, ends, strict=True)]
+        last = max(end for end in ends if end is not None)
+        return [row[:last] for row in tokens]
+
+    def _batch_for(self, requests: Sequence[Request]) -> BatchDecoder:
+        """Buffers that are large enough; those of the last call where they are."""
+        longest = self.tree.max_depth + 1 + max(
+            len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
+        )  # fmt: skip
+        batch = self._batch
+        if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
+            num_rows = max(len(requests), batch.num_rows if batch else 0)
+            # No longer than the target's positions, which would warn of what nobody asked for
+            rounded = -(-longest // LENGTH_STEP) * LENGTH_STEP
+            rounded = max(longest, min(rounded, self.target.config.max_position_embeddings))
+            length = max(rounded, batch.max_length if batch else 0)
+            self._batch = batch = None  # before there is another one
+            batch = BatchDecoder(
+                self.target, self.drafter, self.tree,
+                num_rows=num_rows, max_length=length, verifier=self.verifier,
+            )  # fmt: skip
+            self._batch = batch
+        return batch
+
+
+class _Stops:
+    """transformers' stopping criteria: lengths and ends of sequence as ours, others asked."""
+
+    def __init__(self, criteria: Any, prompt_length: int) -> None:
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        if not lengths:
+            raise UsageError("generate was given no length at which to stop: give max_new_tokens")
+        self.max_new_tokens = min(lengths) - prompt_length
+        ends = [each for each in criteria if isinstance(each, EosTokenCriteria)]
+        self.eos_ids = tuple(sorted({int(i) for each in ends for i in each.eos_token_id}))
+        own = (MaxLengthCriteria, EosTokenCriteria)
+        self.others = [each for each in criteria if not isinstance(each, own)]
+
+    def asked(self, prompt: Tensor, tokens: list[int]) -> bool:
+        """Whether a criterion ends a sequence (T,) here."""
+        if not self.others:
+            return False
+        so_far = torch.cat([prompt, prompt.new_tensor(tokens)])[None]
+        return any(bool(torch.as_tensor(each(so_far, None)).any()) for each in self.others)
+
+
+def _settings_of(processors: Any, generation_config: Any) -> dict[str, Any]:
+    """Ours for logits processors, of which transformers makes a list; empty when greedy."""
+    from transformers.generation import logits_process as theirs
+
+    asked: dict[str, Any] = {"temperature": 1.0} if generation_config.do_sample else {}
+    for each in processors:
+        known = type(each) in (
+            theirs.TemperatureLogitsWarper, theirs.TopKLogitsWarper, theirs.TopPLogitsWarper
+        )  # fmt: skip
+        if not known or not asked:
+            raise UsageError(
+                f"generate cannot honour {type(each).__name__}: leave out what asks for it"
+            )
+        ours = {field.name for field in fields(GenerationConfig)}
+        asked |= {name: value for name, value in vars(each).items() if name in ours}
+    return asked
+
+
+def _stop_strings_as_criterion(generation_config: Any, given: dict[str, Any]) -> Any:
+    """Let stop strings, in the arguments or the config, be one of the stopping criteria; returns
+    the config without them."""
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    tokenizer = given.pop("tokenizer", None)
+    strings = given.pop("stop_strings", None) or getattr(generation_config, "stop_strings", None)
+    if not strings:
+        return generation_config
+    if tokenizer is None:
+        raise UsageError("stop_strings need the tokenizer: pass tokenizer= beside them")
+    criteria = [*given.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
+    given["stopping_criteria"] = StoppingCriteriaList(criteria)
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
+    return generation_config
+
+
+def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
+    """Raise `UsageError` for an argument that is no setting and not taken, and for settings, the
+    first that is given counts, of another search than token by token or answer than ids."""
+    from transformers import GenerationConfig as Theirs
+
+    known = {*_TAKEN, *vars(Theirs())}
+    refused = {name: value for name, value in arguments.items() if name not in known}
+    for name, neutral in _PLAIN.items():
+        said = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        value = next((each for each in said if each is not None), neutral)
+        if value != neutral:
+            refused[name] = value
+    if refused:
+        told = ", ".join(f"{name} = {value!r:.40}" for name, value in refused.items())
+        raise UsageError(f"generate cannot honour {told}: leave it out")
+
+
+def _left_padding(mask: Tensor | None) -> Tensor | None:
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise UsageError("attention_mask pads at the right: wanted padding at the left")
+    return mask
+
+
+def generate(
+    model: Any,
+    *,
+    drafter: Any = None,
+    tree: TokenTree | str | None = None,
+    verifier: str | Verifier = "coupled",
+    **arguments: Any,
+) -> Any:
+    """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
+    the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
+    next call with the same ones."""
+    made_of = (drafter, tree, verifier, model.device, model.dtype)
+    kept = model.__dict__.get(_KEPT)
+    if kept is None or kept[0] != made_of:
+        model.__dict__.pop(_KEPT, None)  # its buffers go before there are others
+        kept = made_of, from_transformers(model, drafter, tree, verifier=verifier)
+        model.__dict__[_KEPT] = kept
+    return kept[1].generate(**arguments)
