@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from documented import Command, commands_in, require_parse
+from families import random_reference
 from tiny_run import write_conversations
 from toys import TableTarget
 
 from stree import Decoder, GenerationConfig, Request
 from stree.models.convert import load_config, save_model
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import drafter_config_from
+from stree.models.shared import shared_model
+from stree.models.slicing import drafter_config_from, slice_drafter
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.evaluation.benchmarks import CORPUS_PREFIX
 from stree_pipelines.evaluation.records import ResultStore
@@ -115,6 +117,22 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
         exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
         assert capsys.readouterr().out.strip()
+
+
+def test_readme_s_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer(REPOSITORY / TARGET)
+    granite = random_reference("granite", 1, vocab=len(tokenizer))
+    for saved in (granite, tokenizer):
+        saved.save_pretrained("ibm-granite/granite-4.0-h-tiny")
+    save_model(slice_drafter(shared_model(granite), [0]), "runs/granite/drafter/latest")
+    text = README.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
+    code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
+    names: dict = {}
+    exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
+    printed = capsys.readouterr().out
+    assert "The json module" in printed and "acceptance length" in printed
+    assert names["ids"].shape[0] == 2 and len(code.splitlines()) <= 12
 
 
 def test_architecture_s_examples_decode_as_plainly():
