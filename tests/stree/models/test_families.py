@@ -11,10 +11,12 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, VOCAB, random_reference
+from toys import right_now_and_then
 
 from stree.engine import Decoder
 from stree.errors import CheckpointRefused
 from stree.generation import GenerationConfig
+from stree.models.cache import AttentionCache, GatedDeltaCache
 from stree.models.convert import load_model, save_model
 from stree.models.slicing import slice_drafter
 from stree.tree import TokenTree, balanced
@@ -137,12 +139,83 @@ def test_greedy_trees_are_lossless(root, family, seed):
     for _ in range(tokens):
         wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
     generation = GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
-    drafter = slice_drafter(model, [0, model.config.num_layers - 1]).double().eval()
-    for tree in TREES[-3:] if seed else TREES[-3:-2]:
+    drafter = right_now_and_then(model)
+    if not seed:
+        drafter = slice_drafter(model, [0, model.config.num_layers - 1]).double().eval()
+    accepted = 0
+    for tree in TREES if seed else TREES[5:6]:
         decoder = Decoder(model, drafter, tree, max_length=128)
-        assert decoder.generate(prompt, generation).tokens == wanted[len(prompt) :], tree
+        out = decoder.generate(prompt, generation)
+        assert out.tokens == wanted[len(prompt) :], tree
+        accepted += sum(out.stats.accepted_per_call)
+    assert accepted > 0 or not seed
     decoder = Decoder(model, max_length=128)
     assert decoder.generate(prompt, generation).tokens == wanted[len(prompt) :]
+
+
+def buffers(cache):
+    """What a cache holds of the committed tokens."""
+    used = cache.num_committed
+    for layer in cache.layers:
+        if isinstance(layer, AttentionCache):
+            yield from (layer.keys[:, :, :used], layer.values[:, :, :used])
+        else:
+            yield layer.tail
+            if hasattr(layer, "state"):
+                yield layer.state
+
+
+def poison(cache):
+    """NaN wherever nothing valid is: a read of it cannot hide."""
+    for layer in cache.layers:
+        if isinstance(layer, AttentionCache):
+            layer.keys[:, :, cache.num_committed :] = torch.nan
+            layer.values[:, :, cache.num_committed :] = torch.nan
+        else:
+            tail = layer.tail
+            layer.rows.fill_(torch.nan)
+            layer.tail = tail
+            if isinstance(layer, GatedDeltaCache):
+                layer.updates.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [
+        pytest.param(TokenTree((-1, 0, 0, 2)), 2, id="small-2"),
+        *(
+            pytest.param(tree, length, id=f"{tree.name}-{length}", marks=pytest.mark.long)
+            for tree in TREES
+            for length in (1, 7)
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_state_after_every_path_is_that_of_its_tokens(root, family, tree, length):
+    """Wherever a tree's path ends that is accepted: keys, tails and states are those of the tokens
+    read at once, and the next token's logits are right, too."""
+    model = in_fp64(root, family, length % 2)
+    draw = torch.Generator().manual_seed(length)
+    prompt = torch.randint(VOCAB, (1, length), generator=draw)
+    nodes = torch.randint(VOCAB, (1, tree.num_nodes), generator=draw)
+    for leaf in range(tree.num_nodes):
+        path = tree.path_to(leaf)
+        cache, again = (model.new_cache(max_length=40, max_nodes=16) for _ in range(2))
+        model.prefill(prompt, cache)
+        poison(cache)
+        assert model.tree_forward(nodes, tree, cache).isfinite().all()
+        cache.commit(path)
+        model.settle(cache)
+        accepted = torch.cat([prompt, nodes[:, path]], dim=1)
+        model.prefill(accepted, again)
+        pairs = zip(buffers(cache), buffers(again), strict=True)
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+        poison(cache)
+        after = model.tree_forward(torch.tensor([[5]]), TREES[0], cache, bound=cache.num_slots)
+        whole = model(torch.cat([accepted, torch.tensor([[5]])], dim=1))[:, -1:]
+        assert relative(after, whole) <= 1e-9, leaf
 
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 8)))
