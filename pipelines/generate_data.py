@@ -136,7 +136,8 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
-    kept = that_fit(prompts, options["max_length"], options["max_new_tokens"], tree)
+    room = min(options["max_length"], config.num_positions or options["max_length"])
+    kept = that_fit(prompts, room, options["max_new_tokens"], tree)
     if len(kept) < len(prompts):
         progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
     spec = GenerationSpec(

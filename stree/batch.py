@@ -35,7 +35,6 @@ from stree.generation import (
     require_room,
     require_target,
     require_whole,
-    warn_beyond_positions,
 )
 from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes, measure_costs
@@ -140,7 +139,6 @@ class BatchDecoder:
     ) -> None:
         require_target(target)
         require_whole("max_length", max_length)
-        warn_beyond_positions(target.config, max_length)
         require_whole("num_rows", num_rows)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
@@ -214,8 +212,7 @@ class BatchDecoder:
             raise UsageError(f"{deepest} needs a drafter to fill it")
         for each in self.modes.trees if tree is None and self.modes else (deepest,):
             verifiers.require_tree(self.verifier, each)
-        vocabulary = self.target.config.vocab_size
-        require_room(prompt, generation, deepest, vocabulary, self.max_length)
+        require_room(prompt, generation, deepest, self.target.config, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()

@@ -31,7 +31,7 @@ class Decoder:
 
     Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`); without
     one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
-    max_length, the longest sequence, prompt included; beyond the target's positions it warns.
+    max_length, the longest sequence, prompt included, but none goes beyond the target's positions.
     tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
     Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
     fingerprints in their checkpoints' manifests).

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -226,36 +224,18 @@ def require_whole(name: str, value: Any) -> None:
         raise UsageError(f"{name} is {value!r}, wanted a whole number of at least 1")
 
 
-def warn_beyond_positions(config: HybridConfig, max_length: int) -> None:
-    """Angles are computed for any position, as transformers does it: beyond those that a target
-    was made for the text gets worse, and nothing breaks."""
-    if config.attn_layers and max_length > config.max_position_embeddings:
-        warnings.warn(
-            f"max_length is {max_length}, and the target was made for "
-            f"{config.max_position_embeddings} positions: beyond them it decodes on, but its "
-            "attention was not trained there",
-            stacklevel=_frames_in_here(),
-        )
-
-
-def _frames_in_here() -> int:
-    """How many callers up the first one outside this package is, for warnings."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("stree."):
-        frame, count = frame.f_back, count + 1
-    return count
-
-
 def require_room(
     prompt: Sequence[int],
     generation: GenerationConfig,
     tree: TokenTree,
-    vocabulary: int,
+    target: HybridConfig,
     max_length: int,
 ) -> None:
-    """Raises `UsageError` when a request does not fit a decoder for max_length tokens, or names
-    tokens that its target does not have."""
-    needed = len(prompt) + generation.max_new_tokens + tree.max_depth + 1
+    """Raises `UsageError` when a request does not fit a decoder for max_length tokens, goes beyond
+    its target's positions, or names tokens that the target does not have."""
+    vocabulary, positions = target.vocab_size, target.num_positions
+    longest = len(prompt) + generation.max_new_tokens
+    needed = longest + tree.max_depth + 1
     if not prompt:
         raise UsageError("the prompt is empty; give at least one token")
     if needed > max_length:
@@ -263,6 +243,12 @@ def require_room(
             f"a prompt of {len(prompt)} tokens, max_new_tokens = {generation.max_new_tokens} and a "
             f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
             f"with {max_length}"
+        )
+    if positions is not None and longest > positions:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens = {generation.max_new_tokens} "
+            f"need {longest} positions, the target was made for {positions}: shorten one, or raise "
+            "max_position_embeddings in the target's config.json where it is known to go on"
         )
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
         raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")

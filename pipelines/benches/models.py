@@ -15,7 +15,7 @@ _MAMBA_IN_LLAMA = HybridConfig(
     vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
     intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=500000.0,
     num_ssm_heads=32, ssm_head_dim=128, d_state=128, num_x_groups=8, num_b_groups=8,
-    num_c_groups=32, gated_norm_groups=32,
+    num_c_groups=32, gated_norm_groups=32, max_position_embeddings=131072,
 )  # fmt: skip
 _MAMBA2 = HybridConfig(
     vocab_size=50288, d_model=2560, num_layers=64, tie_embeddings=True,

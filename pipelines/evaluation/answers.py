@@ -17,6 +17,7 @@ from stree.batch import Request
 from stree.engine import Decoder
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
+from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.rows import Rows
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
@@ -104,12 +105,32 @@ class Answerer:
         with _naming(job, Conversation(prompt)):
             self.warm_decoder(job, self.prompt_ids(prompt))
 
+    @property
+    def _target_config(self) -> HybridConfig:
+        return load_config(self.settings.target) if self._target is None else self._target.config
+
+    def require_positions(self) -> None:
+        """Refuse now, not after an hour, a conversation whose answers may be longer than what the
+        target was made for."""
+        positions = self._target_config.num_positions
+        if positions is None:
+            return
+        for benchmark in self.benchmarks:
+            for prompt in benchmark.prompts:
+                new = len(prompt.turns) * self.settings.max_new_tokens
+                given = self._num_given(prompt)
+                if given + new > positions:
+                    raise UsageError(
+                        f"{benchmark.name} prompt {prompt.id} has {given} tokens, and answers of "
+                        f"up to {new}: the target was made for {positions} positions; lower "
+                        "max_new_tokens, or leave the prompt out"
+                    )
+
     def require_end(self) -> None:
         """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
         would say that they had."""
-        model = self._target
-        config = load_config(self.settings.target) if model is None else model.config
-        if not self.settings.ignore_eos and not eos_token_ids(config, self.tokenizer):
+        known = eos_token_ids(self._target_config, self.tokenizer)
+        if not self.settings.ignore_eos and not known:
             raise UsageError(
                 f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
                 "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
@@ -371,13 +392,19 @@ class Answerer:
     def max_length(self) -> int:
         """Room for about every conversation, with answers that come back as twice as many tokens
         as were generated."""
-        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
-        longest = 0
-        for prompt in (prompt for benchmark in self.benchmarks for prompt in benchmark.prompts):
-            last = len(prompt.turns) - 1
-            num_given = len(self.prompt_ids(prompt, [silence] * last, last))
-            longest = max(longest, num_given + (2 * last + 1) * self.settings.max_new_tokens)
+        new = self.settings.max_new_tokens
+        longest = max(
+            self._num_given(prompt) + (2 * len(prompt.turns) - 1) * new
+            for benchmark in self.benchmarks
+            for prompt in benchmark.prompts
+        )
         return longest + MAX_NODES
+
+    def _num_given(self, prompt: BenchmarkPrompt) -> int:
+        """Tokens of a conversation to whose turns nothing was answered."""
+        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
+        last = len(prompt.turns) - 1
+        return len(self.prompt_ids(prompt, [silence] * last, last))
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:

@@ -97,6 +97,7 @@ class Evaluation:
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
         self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
         self.answerer.require_end()
+        self.answerer.require_positions()
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()

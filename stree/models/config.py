@@ -125,6 +125,12 @@ class HybridConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 
+    @property
+    def num_positions(self) -> int | None:
+        """The longest sequence that the model was made for; None where nothing has a position."""
+        has_positions = self.attn_layers and self.rotary_dim != 0
+        return self.max_position_embeddings if has_positions else None
+
     def __post_init__(self) -> None:
         for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

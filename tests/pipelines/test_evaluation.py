@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 from damage import flip_last_byte
 from tiny_evaluation import (
     export,
@@ -628,6 +629,18 @@ def test_a_drafter_of_another_tokenizer_is_refused(world, tmp_path):
 def test_settings_that_make_no_sense_are_refused(world, tmp_path, changes, message):
     with pytest.raises(UsageError, match=message):
         settings_for(world, tmp_path, **changes)
+
+
+def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tmp_path):
+    """Two turns of up to 2,048 tokens each, and the questions, in 4,096 positions; without
+    attention there are none."""
+    settings = settings_for(world, tmp_path, max_new_tokens=2048)
+    quiet(settings)
+    refusal = (
+        r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
+    )
+    with pytest.raises(UsageError, match=refusal):
+        quiet(settings, target_model=toys.tiny_model(1, torch.float32))
 
 
 def test_an_unknown_tree_is_refused_at_start(world, tmp_path):

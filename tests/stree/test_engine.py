@@ -2,7 +2,6 @@
 
 import random
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -404,23 +403,24 @@ def test_a_length_of_nothing_is_refused(max_length):
         Decoder(tiny_model(1), max_length=max_length)
 
 
-def test_more_than_the_target_s_positions_is_told_once_and_decoded():
-    """Equal to one pass over the whole sequence there, too; without attention nothing has a place,
-    so nothing is told."""
+def test_nothing_goes_beyond_the_target_s_positions():
+    """To the last one everything does; where nothing has a position there is none."""
     target = tiny_model(1, max_position_embeddings=16)
-    with pytest.warns(
-        UserWarning, match="max_length is 40, and the target was made for 16"
-    ) as said:
-        decoder = Decoder(target, max_length=40)
-        out = decoder.generate([1, 2, 3], GenerationConfig(30))
-    assert len(said) == 1 and said[0].filename == __file__
-    with torch.no_grad():
-        whole = target(torch.tensor([[1, 2, 3, *out.tokens]]))[0]
-    assert whole[2:-1].argmax(-1).tolist() == out.tokens
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Decoder(target, max_length=16)
-        Decoder(tiny_model(1, attn_layers=(), max_position_embeddings=16), max_length=40)
+    decoder = Decoder(target, max_length=40)
+    refusal = "3 tokens and max_new_tokens = 14 need 17 positions, the target was made for 16"
+    with pytest.raises(UsageError, match=refusal):
+        decoder.generate([1, 2, 3], GenerationConfig(14))
+    with pytest.raises(UsageError, match=refusal):
+        decoder.generate([1, 2, 3], max_length=17)
+    with pytest.raises(UsageError, match=refusal):
+        generate(target, [1, 2, 3], GenerationConfig(14))
+    drafter, last = tiny_model(2, attn_layers=()), GenerationConfig(13)
+    wanted = decoder.generate([1, 2, 3], last).tokens
+    assert len(wanted) == 13
+    assert generate(target, [1, 2, 3], last, drafter=drafter).tokens == wanted
+    for changes in (dict(attn_layers=()), dict(rotary_dim=0)):
+        unbounded = tiny_model(1, max_position_embeddings=16, **changes)
+        Decoder(unbounded, max_length=40).generate([1, 2, 3], GenerationConfig(30))
 
 
 def test_what_does_not_fit_is_named(monkeypatch):

@@ -254,11 +254,7 @@ def test_a_tree_may_be_a_path(workspace, drafter, tmp_path):
         stree.load(workspace / "target", drafter, tree=tmp_path / "absent.yaml", device="cpu")
 
 
-def test_beyond_the_target_s_positions_it_warns_and_decodes(workspace):
-    """Nothing breaks there, as in transformers; what is written there is another matter."""
-    decoder = load_quietly(workspace / "target", max_length=4096)
-    with pytest.warns(UserWarning, match="max_length is 4097, and the target was made for 4096"):
-        longer = stree.load(workspace / "target", device="cpu", max_length=4097)
-    settings = stree.GenerationConfig(max_new_tokens=4, ignore_eos=True)
-    prompt = decoder.tokenizer("What is 1 plus 2?")["input_ids"]
-    assert longer.generate(prompt, settings).tokens == decoder.generate(prompt, settings).tokens
+def test_beyond_the_target_s_positions_it_refuses(workspace):
+    decoder = load_quietly(workspace / "target", max_length=9000)
+    with pytest.raises(UsageError, match="the target was made for 4096: shorten one, or raise"):
+        decoder.complete("What is 1 plus 2?", max_new_tokens=4096)
