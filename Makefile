@@ -9,6 +9,9 @@ CHAT_TRAIN ?= HuggingFaceH4/ultrachat_200k:train_sft
 CHAT_VALID ?= HuggingFaceH4/ultrachat_200k:test_sft
 CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit 50000
 
+# What a file's tests share is made once when one worker has them all; in tests/conftest.py's order
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help quickstart chat test test-long check docs clean
 
 help:  ## this list
@@ -35,10 +38,10 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt on public chats: o
 	$(BIN)/python pipelines/report.py $(CHAT)
 
 test: $(VENV)/ready-dev  ## set up, and run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS)
 
 test-long: $(VENV)/ready-dev  ## all of them, kills, signals and disks at many more moments: 10 to 20 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .

@@ -636,9 +636,7 @@ def test_what_may_go_beyond_the_target_s_positions_is_refused_at_start(world, tm
     attention there are none."""
     settings = settings_for(world, tmp_path, max_new_tokens=2048)
     quiet(settings)
-    refusal = (
-        r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
-    )
+    refusal = r"talk prompt b has \d+ tokens, and answers of up to 4096: the target was made"
     with pytest.raises(UsageError, match=refusal):
         quiet(settings, target_model=toys.tiny_model(1, torch.float32))
 
