@@ -238,17 +238,17 @@ def require_room(
     needed = longest + tree.max_depth + 1
     if not prompt:
         raise UsageError("the prompt is empty; give at least one token")
-    if needed > max_length:
-        raise UsageError(
-            f"a prompt of {len(prompt)} tokens, max_new_tokens = {generation.max_new_tokens} and a "
-            f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
-            f"with {max_length}"
-        )
     if positions is not None and longest > positions:
         raise UsageError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens = {generation.max_new_tokens} "
             f"need {longest} positions, the target was made for {positions}: shorten one, or raise "
             "max_position_embeddings in the target's config.json where it is known to go on"
+        )
+    if needed > max_length:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens, max_new_tokens = {generation.max_new_tokens} and a "
+            f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
+            f"with {max_length}"
         )
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
         raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")

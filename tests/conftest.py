@@ -5,8 +5,10 @@ Triton reads the variable when it is first imported, which any library may do: s
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import forked
 import pytest
 import torch
 from captures import Event, Replayed
@@ -36,6 +38,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("faults survived")
         for name, value in {**totals, **largest}.items():
             terminalreporter.line(f"{value:6g}  {name}")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[forked.Forks]:
+    """Commands in processes of their own, without what importing takes."""
+    with forked.forks() as started:
+        yield started
 
 
 @pytest.fixture

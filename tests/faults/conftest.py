@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,6 @@ from run_checks import table_without_timings
 from tiny_run import distill_arguments, make_workspace
 
 STEPS, INTERVAL = 15, 3
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[forked.Forks]:
-    with forked.forks() as started:
-        yield started
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from lanes import quick_first
 from tiny_evaluation import (
     PROMPTS,
     export,
@@ -220,7 +221,7 @@ class Watched(BatchDecoder):
         return super().admit(request)
 
 
-@pytest.mark.parametrize("survived", [12, 30, 52])
+@pytest.mark.parametrize("survived", quick_first([(30,)], [(12,), (52,)]))
 def test_a_kill_loses_what_is_under_way_and_no_more(world, tmp_path, survived, batched):
     settings = settings_for(world, tmp_path, batch_size=3)
     with pytest.raises(Killed):

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lanes import quick_first
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree.errors import CheckpointRefused, Interrupted, Preempted, UsageError
@@ -169,7 +170,7 @@ def test_old_checkpoints_go_and_the_newest_stay(workspace, tmp_path):
 # Resuming
 
 
-@pytest.mark.parametrize("step", [1, 4, 7])
+@pytest.mark.parametrize("step", quick_first([(4,)], [(1,), (7,)]))
 def test_resuming_at_a_step_gives_the_uninterrupted_run(
     step, workspace, uninterrupted, copy_of_run
 ):

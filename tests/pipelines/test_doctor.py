@@ -123,6 +123,7 @@ def test_a_target_that_is_none_is_refused(tmp_path):
         doctor.main(["--target", str(tmp_path)])
 
 
+@pytest.mark.long  # test_stree_command.py and the tests above have the same in one process
 def test_as_a_script_with_its_exit_codes(tmp_path):
     command = [sys.executable, str(Path(doctor.__file__)), "--run_dir", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -12,9 +12,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from damage import flip_last_byte
+from forked import wait_until
 from tiny_run import (
     ARCHITECTURE,
     VOCAB_SIZE,
@@ -182,19 +180,16 @@ def test_the_estimate_is_what_the_disk_gets(workspace, tmp_path, capsys):
 # How it is made
 
 
-def test_killed_at_any_time_it_becomes_the_same(workspace, tmp_path):
+def test_killed_at_any_time_it_becomes_the_same(forks, workspace, tmp_path):
     arguments = ["--top_k", "8", *SHARDED]
     make_cache(workspace, tmp_path / "whole", *arguments)
     killed = tmp_path / "killed"
-    command = [sys.executable, cache_teacher.__file__]
-    running = subprocess.Popen(
-        [*command, *cache_arguments(workspace, killed, *arguments)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    running = forks.start(
+        Path(cache_teacher.__file__), cache_arguments(workspace, killed, *arguments),
+        tmp_path / "out",
     )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not list(killed.glob("train/shard-*")) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    running.send_signal(signal.SIGKILL)
+    wait_until(lambda: bool(list(killed.glob("train/shard-*"))), lambda: str(running))
+    running.send(signal.SIGKILL)
     running.wait()
     there = sorted(killed.glob("train/shard-*"))
     assert there

@@ -356,6 +356,7 @@ def test_rows_stop_with_a_reason_on_a_full_disk(tmp_path):
         metrics.log_metrics({"loss": 1.0}, 2)
 
 
+@pytest.mark.long  # a process of its own, as in tests/pipelines/test_terminal.py
 def test_help_works_from_any_folder(tmp_path):
     """As a script: `python pipelines/distill.py`, with pipelines/ first on the path."""
     command = [sys.executable, distill.__file__, "fit", "--help"]
