@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from stree.generation import (
     require_whole,
 )
 from stree.models.hybrid import HybridModel
+from stree.models.joint import require_backtracking
 from stree.modes import Costs, Modes, measure_costs
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
@@ -120,7 +122,9 @@ class BatchDecoder:
     once. max_length, the longest sequence, prompt included. max_nodes, those of the largest tree of
     any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by name
     (`stree.verifiers.named`) or one of your own. num_prefixes, how many of the prefixes that
-    `release` keeps are held, each with the memory of a state and its keys.
+    `release` keeps are held, each with the memory of a state and its keys. backtracking, "replay"
+    of what the target's last call has kept, or "joint": the accepted path is fed again ahead of the
+    next trees (`stree.models.joint`), which takes less memory and more rows of each product.
     Raises `UsageError` when target, drafter and verifier do not fit each other, `OutOfMemory`.
     """
 
@@ -136,6 +140,7 @@ class BatchDecoder:
         tokenizer: Any = None,
         verifier: str | Verifier = "coupled",
         num_prefixes: int = 0,
+        backtracking: str = "replay",
     ) -> None:
         require_target(target)
         require_whole("max_length", max_length)
@@ -149,6 +154,14 @@ class BatchDecoder:
         tree = tree.largest if isinstance(tree, Modes) else tree
         self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
+        new_cache = target.new_cache
+        if require_backtracking(backtracking) == "joint" and drafter is not None:
+            if not isinstance(target, HybridModel):
+                raise UsageError(
+                    f'backtracking "joint" is for a HybridModel, the target is a '
+                    f'{type(target).__name__}: take "replay"'
+                )
+            new_cache = partial(new_cache, backtracking=backtracking)
         fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
         with naming_what_does_not_fit(
             f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
@@ -158,7 +171,7 @@ class BatchDecoder:
                 drafter = ModelDrafter(drafter, num_rows, max_length, self.max_nodes)
             elif isinstance(drafter, NGram):
                 drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
-            self.cache = target.new_cache(max_length, self.max_nodes, num_rows)
+            self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
         verifiers.require_fit(self.verifier, drafter)
         verifiers.require_tree(self.verifier, tree)
@@ -405,8 +418,9 @@ class BatchDecoder:
         self.executor.launch(rows, forest, longest, position, mark)
         if clock is not None:
             clock.end_call()
-        for row, each in decoding.items():
-            each.longest = trees[row].max_depth + 1
+        for row, each in self._sequences.items():
+            each.longest = trees[row].max_depth + 1 if row in decoding else 1
+        for each in decoding.values():
             each.behind = each.behind or (self.drafter is not None and not drafted)
         launched = {row: (each, trees[row]) for row, each in decoding.items()}
         self._launched.append(_Launch(launched, drafted))
@@ -420,7 +434,7 @@ class BatchDecoder:
         root = TokenTree.chain(0, "root")
         forest = Forest.of([trees.get(row, root) for row in range(batch)], self.target.device)
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
-        longest = max(each.longest for each in decoding.values())
+        longest = max(each.longest for each in self._sequences.values())
         # Steps that are still on their way commit at most a block each
         on_their_way = [
             sum(step.rows[row][1].max_depth + 1 for step in self._launched if row in step.rows)

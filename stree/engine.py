@@ -33,6 +33,7 @@ class Decoder:
     one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
     max_length, the longest sequence, prompt included, but none goes beyond the target's positions.
     tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
+    backtracking, "replay" or "joint", as in `BatchDecoder`.
     Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
     fingerprints in their checkpoints' manifests).
     """
@@ -46,6 +47,7 @@ class Decoder:
         max_length: int = 2048,
         tokenizer: Any = None,
         verifier: str | Verifier = "coupled",
+        backtracking: str = "replay",
     ) -> None:
         if drafter is None and tree is not None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
@@ -54,6 +56,7 @@ class Decoder:
         self.batch = BatchDecoder(
             target, drafter, tree,
             num_rows=1, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
+            backtracking=backtracking,
         )  # fmt: skip
         self.target, self.drafter, self.tree = target, self.batch.drafter, self.batch.tree
         self.max_length, self.tokenizer = max_length, tokenizer

@@ -45,16 +45,18 @@ class Eager:
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """Start a step of some rows.
 
-        longest and position, the most tokens of any active row's block, and where its root stands
-        at most; mark is told when a phase ends.
+        longest, the most tokens of any row's block, and so nodes of its accepted path; position,
+        where the root of any active row stands at most; mark is told when a phase ends.
         """
         bound = position + forest.num_nodes
+        longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
             longest = max(1, int(torch.where(rows.active, rows.block[:, 0], 0).max()))
+            longest_path = None
         proposal = self.step.draft(rows, forest, longest, bound)
         mark("draft")
         report = new_report(rows, forest)
-        self.step.verify(rows, forest, proposal, bound, report, mark)
+        self.step.verify(rows, forest, proposal, bound, report, mark, longest_path)
         self.reports.append(report)
 
     def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> None:
@@ -155,7 +157,8 @@ class Envelope:
         else:
             proposal = step.draft(rows, self.forest, longest, bound)
         self.rest = Capture(
-            device, lambda: step.verify(rows, self.forest, proposal, bound, self.report)
+            device,
+            lambda: step.verify(rows, self.forest, proposal, bound, self.report, longest=longest),
         )
         rows.active.copy_(active)
 

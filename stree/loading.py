@@ -16,6 +16,7 @@ from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, require_whole
 from stree.models.convert import load_model
+from stree.models.joint import require_backtracking
 from stree.speculation_profile import load_profile
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
@@ -35,6 +36,7 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048,
     verifier: str | Verifier = "coupled",
+    backtracking: str = "replay",
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
@@ -46,7 +48,7 @@ def load(
     for n-grams, which have no profile.
     temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
     of the weights, also by name. max_length, the longest sequence, prompt included. verifier, as
-    in `stree.verifiers.named`.
+    in `stree.verifiers.named`. backtracking, "replay" or "joint", as in `BatchDecoder`.
     Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
     not there, `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
     than the target's.
@@ -56,6 +58,7 @@ def load(
     device, dtype = find_device(device), _floating_point(dtype)
     require_whole("max_length", max_length)
     verifier = named(verifier)
+    require_backtracking(backtracking)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = _folder(target)
     tokenizer = load_tokenizer(target_folder)
@@ -87,8 +90,9 @@ def load(
             stacklevel=2,
         )
     return Decoder(
-        model, drafting, tree, max_length=max_length, tokenizer=tokenizer, verifier=verifier
-    )
+        model, drafting, tree, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
+        backtracking=backtracking,
+    )  # fmt: skip
 
 
 def find_device(device: torch.device | str) -> torch.device:

@@ -54,14 +54,17 @@ class Step:
         bound: int,
         report: Tensor,
         mark: Callable[[str], None] = lambda phase: None,
+        longest: int | None = None,
     ) -> None:
         """Judge the drafts with one call of the target, and commit what is accepted.
 
         Writes the rows' blocks and positions, the cache's paths, and report (B, 2 + 2·M): 1 when
         all of a row's logits were finite, 0 when the target's were not, −1 when the drafter's; how
-        many tokens are new, the tokens, and the accepted nodes. mark is told when a phase ends.
+        many tokens are new, the tokens, and the accepted nodes. mark is told when a phase ends;
+        longest, the most nodes of any path that was accepted last (None: only the device knows).
         """
         cache = self.cache.narrow(0, len(rows.active))
+        cache.longest_path = longest
         logits = self.target.forest_forward(proposal.tokens, forest, cache, bound)
         mark("verify")
         self.verifier.accept(logits, proposal, forest, rows, cache, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,10 +92,12 @@ class Attention(Part):
         if self.normed:
             scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
             qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
-        y = ops.attend_tree(
-            qkv, cache.keys, cache.values, cache.rotary,
-            call.topology, call.steering, call.first, call.bound, self.scale,
-        )  # fmt: skip
+
+        def attend(nodes: Tensor, *where: Any) -> Tensor:
+            kept = (cache.keys, cache.values, cache.rotary)
+            return ops.attend_tree(nodes, *kept, *where, call.bound, self.scale)
+
+        y = call.over_nodes(cache, attend, qkv)
         if self.gated:
             y = ops.sigmoid_gated(y, gate)
         return project_parts(y, self.o_proj)

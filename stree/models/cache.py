@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from stree.errors import UsageError
+from stree.forest import Forest
 from stree.models.config import HybridConfig
+from stree.models.joint import LastTree, require_backtracking
 from stree.models.rotary import rotary_angles
+from stree.tree import TokenTree
 from stree_kernels import naive, naive_gated_delta, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
@@ -46,6 +50,14 @@ class AttentionCache:
         for cache, each in zip((self.keys, self.values), saved, strict=True):
             cache[:, :, : each.shape[2]] = each
 
+    def sharing(self, other: AttentionCache) -> AttentionCache:
+        """Keys and values are each layer's own."""
+        return self
+
+    def begin_joint(self) -> None: ...
+
+    def end_joint(self) -> None: ...
+
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
@@ -53,38 +65,92 @@ class AttentionCache:
 
 
 @dataclass
-class RecurrentCache:
-    """What a recurrent layer keeps: a state, and of [committed tail, last tree] raw conv inputs and
-    what steers its gates, twice.
+class ConvCache:
+    """What the conv of a layer reads: of [committed tail, last tree] its raw inputs, twice.
 
     A call writes the new tree into the half that does not hold the last one (`Steering.parity`).
+    With joint attainment the rows serve all layers alike, and each has its tail beside.
     """
 
-    state: Tensor  # (B, …)
-    rows: Tensor  # (2, B, W − 1 + N, C + H)
-    derived: Derived | None  # for the fused kernels
-    shape: Any
+    rows: Tensor  # (2, B, W − 1 + N, C or more)
     parity: Tensor  # (1,), shared by all layers
+    own_tail: Tensor | None = field(default=None, kw_only=True)  # (B, W − 1, C)
 
-    def narrow(self, first: int, count: int) -> Self:
-        return replace(
-            self, state=self.state.narrow(0, first, count), rows=self.rows.narrow(1, first, count),
-            derived=self.derived and self.derived.narrow(first, count),
-        )  # fmt: skip
+    def tail_shape(self) -> tuple[int, int]:
+        """W − 1 and C."""
+        raise NotImplementedError
 
     @property
     def tail(self) -> Tensor:
         """The last committed conv inputs, (B, W − 1, C)."""
-        current = self.rows.index_select(0, self.parity)[0]
-        return current[:, : self.shape.tail, : self.shape.num_channels]
+        return self._lent_tail if self.own_tail is None else self.own_tail
 
     @tail.setter
     def tail(self, tail: Tensor) -> None:
-        self.rows[self.parity, :, : self.shape.tail, : self.shape.num_channels] = tail[None]
+        if self.own_tail is None:
+            length, channels = self.tail_shape()
+            self.rows[self.parity, :, :length, :channels] = tail[None]
+        else:
+            self.own_tail.copy_(tail)
+
+    def narrow(self, first: int, count: int) -> Self:
+        tail = self.own_tail
+        return replace(
+            self, rows=self.rows.narrow(1, first, count),
+            own_tail=None if tail is None else tail.narrow(0, first, count),
+        )  # fmt: skip
 
     def reset(self) -> None:
+        self.rows[:, :, : self.tail_shape()[0]].zero_()
+        if self.own_tail is not None:
+            self.own_tail.zero_()
+
+    def sharing(self, other: Self) -> Self:
+        """The same with the rows of another layer, and a tail beside."""
+        tail = torch.zeros_like(self.tail, memory_format=torch.contiguous_format)
+        return replace(self, rows=other.rows, own_tail=tail)
+
+    @property
+    def _lent_tail(self) -> Tensor:
+        length, channels = self.tail_shape()
+        return self.rows.index_select(0, self.parity)[0, :, :length, :channels]
+
+    def begin_joint(self) -> None:
+        """Lay the tail where the ops read it."""
+        assert self.own_tail is not None
+        length, channels = self.tail_shape()
+        self.rows[0, :, :length, :channels] = self.own_tail
+
+    def end_joint(self) -> None:
+        """Take the tail that they have left."""
+        assert self.own_tail is not None
+        length, channels = self.tail_shape()
+        self.own_tail.copy_(self.rows[0, :, :length, :channels])
+
+
+@dataclass
+class RecurrentCache(ConvCache):
+    """What a recurrent layer keeps: a state, and beside the conv's inputs what steers its gates."""
+
+    state: Tensor  # (B, …)
+    derived: Derived | None  # for the fused kernels
+    shape: Any
+
+    def tail_shape(self) -> tuple[int, int]:
+        return self.shape.tail, self.shape.num_channels
+
+    def narrow(self, first: int, count: int) -> Self:
+        return replace(
+            super().narrow(first, count), state=self.state.narrow(0, first, count),
+            derived=self.derived and self.derived.narrow(first, count),
+        )  # fmt: skip
+
+    def reset(self) -> None:
+        super().reset()
         self.state.zero_()
-        self.rows[:, :, : self.shape.tail].zero_()
+
+    def sharing(self, other: Self) -> Self:
+        return replace(super().sharing(other), derived=other.derived)
 
     def save(self, length: int) -> tuple[Tensor, ...]:
         return self.state.clone(), self.tail.clone()
@@ -108,28 +174,13 @@ class MambaCache(RecurrentCache):
 
 
 @dataclass
-class ShortConvCache:
-    """A short convolution's inputs of [committed tail, last tree], twice, as `MambaCache` has
-    them."""
+class ShortConvCache(ConvCache):
+    """A short convolution's inputs of [committed tail, last tree], and no state."""
 
-    rows: Tensor  # (2, B, W − 1 + N, C)
     width: int  # of the convolution
-    parity: Tensor  # (1,), shared by all layers
 
-    def narrow(self, first: int, count: int) -> ShortConvCache:
-        return ShortConvCache(self.rows.narrow(1, first, count), self.width, self.parity)
-
-    @property
-    def tail(self) -> Tensor:
-        """The last committed inputs, (B, W − 1, C)."""
-        return self.rows.index_select(0, self.parity)[0, :, : self.width - 1]
-
-    @tail.setter
-    def tail(self, tail: Tensor) -> None:
-        self.rows[self.parity, :, : self.width - 1] = tail[None]
-
-    def reset(self) -> None:
-        self.rows[:, :, : self.width - 1].zero_()
+    def tail_shape(self) -> tuple[int, int]:
+        return self.width - 1, self.rows.shape[-1]
 
     def save(self, length: int) -> tuple[Tensor, ...]:
         return (self.tail.clone(),)
@@ -177,14 +228,16 @@ class GatedDeltaCache(RecurrentCache):
                 zeros(2, batch, 2, max_nodes, heads, dtype=torch.float32),
             )
         return cls(
-            zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide),
-            zeros(2, batch, shape.tail + max_nodes, shape.num_kept),
-            derived, shape, parity,
+            zeros(2, batch, shape.tail + max_nodes, shape.num_kept), parity,
+            zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide), derived, shape,
             zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide),
         )  # fmt: skip
 
     def narrow(self, first: int, count: int) -> Self:
         return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
+
+    def sharing(self, other: Self) -> Self:
+        return replace(super().sharing(other), updates=other.updates)
 
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
@@ -210,7 +263,8 @@ class HybridCache:
 
     `layers` has them in the order of `HybridConfig.mixers` over all layers.
 
-    Args: batch sequences of at most max_length committed tokens, trees of at most max_nodes.
+    Args: batch sequences of at most max_length committed tokens, trees of at most max_nodes;
+    backtracking, whether calls replay the accepted path, or feed it again (`stree.models.joint`).
     States are fp32, or fp64 in an fp64 model: in bf16 they drift over thousands of tokens.
     """
 
@@ -223,6 +277,7 @@ class HybridCache:
         batch: int = 1,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        backtracking: str = "replay",
     ) -> None:
         self.max_length = max_length
         self.max_nodes = max_nodes
@@ -243,6 +298,11 @@ class HybridCache:
         self.steering = Steering(
             self.length, self.path, self.path_length, self.variant, self.parity
         )
+        self.longest_path: int | None = None  # what the host knows of path_length: the most
+        self.last_tree: LastTree | None = None
+        if require_backtracking(backtracking) == "joint":
+            path = Forest.of([TokenTree.chain(max_nodes - 1)], self.parity.device)
+            self.last_tree = LastTree.empty(batch, path.topology(config.d_conv), self.parity)
         rotary = None
         if config.attn_layers:
             positions = torch.arange(self.num_slots, device=device)
@@ -264,11 +324,11 @@ class HybridCache:
             derived = None
             if ops.fused(rows.device, dtype, max(shape.head_dim, shape.d_state)):
                 derived = _derived(shape, batch, max_nodes, rows)
-            return MambaCache(state, rows, derived, shape, self.parity)
+            return MambaCache(rows, self.parity, state, derived, shape)
 
         def short_conv() -> ShortConvCache:
             rows = kept_rows(config.d_conv, config.d_model)
-            return ShortConvCache(rows, config.d_conv, self.parity)
+            return ShortConvCache(rows, self.parity, config.d_conv)
 
         def gated_delta() -> GatedDeltaCache:
             shape = config.gated_delta_shape
@@ -281,8 +341,12 @@ class HybridCache:
             "attention": attention, "mamba": mamba, "short_conv": short_conv,
             "gated_delta": gated_delta,
         }  # fmt: skip
-        for layer in range(config.num_layers):
-            self.layers += [make[kind]() for kind in config.mixers(layer)]
+        alike: dict[str, Any] = {}
+        for kind in chain.from_iterable(map(config.mixers, range(config.num_layers))):
+            layer = make[kind]()
+            if self.last_tree is not None:
+                layer = layer.sharing(alike.setdefault(kind, layer))
+            self.layers.append(layer)
         self.num_committed = 0  # the host's count, the pending path included
 
     @property
@@ -297,6 +361,7 @@ class HybridCache:
         view.steering = Steering(
             view.length, view.path, view.path_length, view.variant, self.parity
         )
+        view.last_tree = self.last_tree and self.last_tree.narrow(first, count)
         view.layers = [layer.narrow(first, count) for layer in self.layers]
         return view
 

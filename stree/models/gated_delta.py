@@ -6,6 +6,8 @@ C conv channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -85,10 +87,12 @@ class GatedDeltaNet(Part):
 
     def tree(self, x: Tensor, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
         projected = project_together(x, self.products()[0])
-        y = ops.gated_delta_tree(
-            projected, cache.rows, cache.derived, cache.updates, cache.state, self.weights,
-            self.shape, call.topology, call.steering, call.first,
-        )  # fmt: skip
+
+        def rule(nodes: Tensor, *where: Any) -> Tensor:
+            kept = (cache.rows, cache.derived, cache.updates, cache.state)
+            return ops.gated_delta_tree(nodes, *kept, self.weights, self.shape, *where)
+
+        y = call.over_nodes(cache, rule, projected)
         z = projected[..., : self.shape.d_inner]
         y = ops.gate_normed(y, z, self.norm.weight, self.norm.eps)
         return project_parts(y, self.out_proj)

@@ -20,6 +20,7 @@ from stree.forest import Forest
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.gated_delta import GatedDeltaNet
+from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
 from stree.models.mamba import Mamba2
 from stree.models.mlp import Experts
@@ -198,12 +199,14 @@ class HybridModel(nn.Module):
                 if isinstance(module, Part):
                     module.pack()
 
-    def new_cache(self, max_length: int, max_nodes: int, batch: int = 1) -> HybridCache:
+    def new_cache(
+        self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
+    ) -> HybridCache:
         """Static buffers for `batch` sequences of max_length tokens and trees of max_nodes."""
         self.pack()
         return HybridCache(
             self.config, max_length, max_nodes,
-            batch=batch, device=self.device, dtype=self.dtype,
+            batch=batch, device=self.device, dtype=self.dtype, backtracking=backtracking,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -289,27 +292,42 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`.
         """
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
-        call = TreeCall(
-            topology, cache.steering, first, bound or used, cache.layers,
-            self.model.embed_tokens.weight, tokens, nodes, self.model.shared_blocks,
-        )  # fmt: skip
+        model = dict(embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks)
+        if cache.last_tree is None:
+            call = TreeCall(
+                topology, cache.steering, first, bound or used, cache.layers,
+                tokens=tokens, nodes=nodes, **model,
+            )  # fmt: skip
+        else:
+            call = JointCall.of(tokens, topology, cache, bound or used, **model)
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
         _, hidden = call.add_norm(x, y, self.model.norm)
-        if first == 0:
-            ops.advance(cache.steering, hidden)
-        return hidden
+        return call.end(hidden)
 
     @torch.no_grad()
     @on_own_gpu
     def settle(self, cache: HybridCache) -> None:
-        """Replay the accepted path that is pending, if any, into states, tails and keys."""
+        """Bring the accepted path that is pending, if any, into states, tails and keys."""
+        if cache.last_tree is not None:
+            return self._read_path(cache)
         mixers = dict(self.model.mixers())
         for slot, layer_cache in enumerate(cache.layers):
             layer_cache.settle(mixers.get(slot), cache.steering)
         cache.length += cache.path_length
         cache.path_length.zero_()
+
+    def _read_path(self, cache: HybridCache) -> None:
+        """`settle` where nothing of the last tree is kept but its tokens; of several sequences,
+        the paths must be equally long."""
+        assert cache.last_tree is not None
+        count = int(cache.path_length.max())
+        if count:
+            assert bool((cache.path_length == count).all())
+            cache.path_length.zero_()
+            cache.num_committed -= count
+            self._extend(cache.last_tree.on(cache.path[:, :count]), cache)
 
     def _rotary(self, positions: Tensor) -> Tensor | None:
         """(2, B, T, 1, D / 2) for positions (B, T); None without attention."""

@@ -6,6 +6,8 @@ differ in the two ops in the middle.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -119,10 +121,12 @@ class Mamba2(Part):
 
     def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
         projected = project(x, self.in_proj)
-        y = ops.mamba_tree(
-            projected, cache.rows, cache.derived, cache.state, self.weights, self.shape,
-            call.topology, call.steering, call.first,
-        )  # fmt: skip
+
+        def scan(nodes: Tensor, *where: Any) -> Tensor:
+            kept = (cache.rows, cache.derived, cache.state)
+            return ops.mamba_tree(nodes, *kept, self.weights, self.shape, *where)
+
+        y = call.over_nodes(cache, scan, projected)
         z = projected[..., : self.shape.d_inner]
         if self._gates_first:
             norm = self.norm

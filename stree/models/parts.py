@@ -9,7 +9,7 @@ piece that goes on from a cache (`Extension`), or over nodes of token trees (`Tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,16 @@ class TreeCall:
 
     def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
+
+    def over_nodes(self, cache: Any, op: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """What a mixer's op(x, topology, steering, first) gives for the nodes, (B, Q, …)."""
+        return op(x, self.topology, self.steering, self.first)
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """After all layers: hidden states (B, Q, D) of the nodes that were asked for."""
+        if self.first == 0:
+            ops.advance(self.steering, hidden)
+        return hidden
 
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
         return project_parts(x, projection)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,8 +43,10 @@ class ShortConv(Part):
 
     def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
         B, C, values = project(x, self.in_proj).chunk(3, dim=-1)
-        y = ops.short_conv_tree(
-            B * values, cache.rows, self.conv.weight[:, 0], self.conv.bias,
-            call.topology, call.steering, call.first,
-        )  # fmt: skip
+
+        def conv(nodes: Tensor, *where: Any) -> Tensor:
+            weights = (self.conv.weight[:, 0], self.conv.bias)
+            return ops.short_conv_tree(nodes, cache.rows, *weights, *where)
+
+        y = call.over_nodes(cache, conv, B * values)
         return project_parts(C * y, self.out_proj)

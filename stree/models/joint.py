@@ -1,0 +1,113 @@
+"""Joint attainment and advancement (Snakes and Ladders, section 3.2): the other way to backtrack.
+
+Replay keeps what a tree's call has computed, and advances the states along the accepted path when
+the next call begins. Here the path's tokens are fed again ahead of the next tree, in the same
+products: every layer goes over the path as a chain from the state before it, advances the state
+along as much of it as counts, and goes on to the tree from there. What is left between two calls
+is the state, the conv tail and the tokens of the tree, so all layers share what a call computes.
+
+Shapes: B sequences, P nodes of the longest path, N of the tree, K slots of a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.errors import UsageError
+from stree.models.parts import TreeCall
+from stree_kernels.shapes import Steering, Topology
+
+BACKTRACKING = ("replay", "joint")
+
+
+def require_backtracking(name: str) -> str:
+    """Raises `UsageError` for what is no way to backtrack."""
+    if name not in BACKTRACKING:
+        raise UsageError(f"backtracking is {name!r}, wanted one of {', '.join(BACKTRACKING)}")
+    return name
+
+
+@dataclass(frozen=True)
+class LastTree:
+    """What a cache remembers of the last tree to feed its path again: tokens (B, K); and what never
+    changes: a chain (B, K) of places, its topology, no nodes (B,), and the two parities (1,)."""
+
+    tokens: Tensor
+    chain: Tensor
+    topology: Topology
+    none: Tensor
+    parities: tuple[Tensor, Tensor]
+
+    @classmethod
+    def empty(cls, batch: int, topology: Topology, parity: Tensor) -> LastTree:
+        """topology, of a chain of K nodes; parity, the cache's, which joint calls leave alone."""
+        slots = topology.depths.shape[1]
+        tokens = torch.zeros(batch, slots, dtype=torch.long, device=parity.device)
+        chain = torch.arange(slots, device=parity.device).repeat(batch, 1)
+        return cls(tokens, chain, topology, torch.zeros_like(chain[:, 0]), (parity, 1 - parity))
+
+    def narrow(self, first: int, count: int) -> LastTree:
+        tokens, chain, none = (
+            each.narrow(0, first, count) for each in (self.tokens, self.chain, self.none)
+        )
+        return replace(self, tokens=tokens, chain=chain, none=none)
+
+    def on(self, path: Tensor) -> Tensor:
+        """The tokens at the nodes of path (B, P)."""
+        return self.tokens.gather(1, path)
+
+    def steerings(self, after: Steering) -> tuple[Steering, Steering]:
+        """Of the path's nodes, which nothing is accepted before, and of the tree's after them."""
+        first, second = self.parities
+        return (
+            Steering(after.length, self.chain, self.none, self.none, first),
+            Steering(after.length, self.chain, after.path_length, after.variant, second),
+        )
+
+
+@dataclass(kw_only=True)
+class JointCall(TreeCall):
+    """A call over [path, tree]; `steering` and `topology` are the tree's."""
+
+    chain: Topology
+    before: Steering
+    path_nodes: int
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, topology: Topology, cache: Any, bound: int, **model: Any
+    ) -> JointCall:
+        """Of the tree's tokens (B, N), which take the last ones' place, after the path of those."""
+        last, longest = cache.last_tree, cache.longest_path
+        if longest is None:
+            longest = max(1, int(cache.path_length.max()))
+        fed = torch.cat([last.on(cache.path[:, :longest]), tokens], dim=1)
+        last.tokens[:, : tokens.shape[1]] = tokens
+        before, after = last.steerings(cache.steering)
+        return cls(
+            topology, after, 0, bound + longest, cache.layers, tokens=fed, nodes=None,
+            chain=last.topology, before=before, path_nodes=longest, **model,
+        )  # fmt: skip
+
+    def over_nodes(self, cache: Any, op: Callable[..., Tensor], x: Tensor) -> Tensor:
+        cache.begin_joint()
+        path, tree = x[:, : self.path_nodes], x[:, self.path_nodes :]
+        y = torch.cat(
+            [
+                op(path, self.chain, self.before, 0),
+                op(tree, self.topology, self.steering, 0),
+            ],
+            dim=1,
+        )
+        cache.end_joint()
+        return y
+
+    def end(self, hidden: Tensor) -> Tensor:
+        self.steering.length.add_(self.steering.path_length)
+        self.steering.path_length.zero_()
+        return hidden[:, self.path_nodes :].contiguous()
