@@ -1,7 +1,8 @@
 """Compare drafters, trees and verifiers on one target, in turns prompt by prompt.
 
 python pipelines/compare.py configs/compare/quickstart.yaml
-The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree and a verifier.
+The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree, a verifier
+and a way to backtrack.
 Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
 stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
 """

@@ -40,6 +40,12 @@ def build_parser() -> CommandParser:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
+    add(
+        "--backtracking",
+        type=str,
+        default="replay",
+        help="replay what the last call has kept of the accepted path, or joint: feed it again",
+    )
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4,
         help="drafts a call of vanilla_sd (the paper's N = 5 counts the root)")  # fmt: skip
     add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")

@@ -342,6 +342,7 @@ class Answerer:
                 max_length=room,
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,
+                backtracking=job.backtracking,
             )
             self._decoders[key] = room, decoder
         return decoder

@@ -22,17 +22,19 @@ from stree_pipelines.evaluation.plan import (
     make_job,
 )
 
-_KEYS = ("name", "drafter", "tree", "verifier")
+_KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter (as `eval_spec.py --checkpoint` names it), a tree and a verifier, by a name."""
+    """A drafter (as `eval_spec.py --checkpoint` names it), a tree, a verifier and a way to
+    backtrack, by a name."""
 
     name: str
     drafter: str
     tree: str = EvaluationSettings.tree
     verifier: str = EvaluationSettings.verifier
+    backtracking: str = EvaluationSettings.backtracking
 
     @classmethod
     def of(cls, content: Any, number: int) -> Arm:
@@ -46,13 +48,16 @@ class Arm:
         unknown, missing = content.keys() - set(_KEYS), {"name", "drafter"} - content.keys()
         if unknown or missing:
             raise UsageError(
-                f"arm {number} has {sorted(map(str, content))}, wanted name and drafter, and tree "
-                "and verifier where they are not the paper's and coupled"
+                f"arm {number} has {sorted(map(str, content))}, wanted name and drafter, and tree, "
+                "verifier and backtracking where they are not the paper's, coupled and replay"
             )
         return cls(**{**content, "drafter": input_path(content["drafter"])})
 
     def settings(self, common: EvaluationSettings) -> EvaluationSettings:
-        return replace(common, methods=(TREE,), tree=self.tree, verifier=self.verifier)
+        return replace(
+            common, methods=(TREE,), tree=self.tree, verifier=self.verifier,
+            backtracking=self.backtracking,
+        )  # fmt: skip
 
 
 def read_comparison(

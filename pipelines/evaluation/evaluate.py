@@ -285,6 +285,7 @@ class Evaluation:
             method=job.method,
             tree=Tree(name=job.tree.name, parents=job.tree.parents) if job.tree else None,
             verifier=job.verifier if job.tree else None,
+            backtracking=job.backtracking if job.tree else None,
             benchmark=job.benchmark.name,
             prompts_hash=job.benchmark.prompts_hash,
             temperature=job.temperature,

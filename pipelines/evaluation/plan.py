@@ -13,6 +13,7 @@ from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
+from stree.models.joint import require_backtracking
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree.verifiers import named, require_tree
@@ -35,6 +36,7 @@ class EvaluationSettings:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     tree: str = "paper"
     verifier: str = "coupled"
+    backtracking: str = "replay"
     num_chain_drafts: int = 4
     max_new_tokens: int = 256
     limit: int | None = None
@@ -63,6 +65,7 @@ class EvaluationSettings:
         for temperature in self.temperatures:
             GenerationConfig(temperature=temperature)  # refuses what no answer could use
         named(self.verifier)
+        require_backtracking(self.backtracking)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}
         for name, least in leasts.items():
             if getattr(self, name) < least:
@@ -116,11 +119,13 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Job:
-    """One row to be: a method on a benchmark at a temperature; verifier, of its tree if any."""
+    """One row to be: a method on a benchmark at a temperature; verifier and backtracking, of its
+    tree if any."""
 
     method: str
     tree: TokenTree | None
     verifier: str
+    backtracking: str
     drafter: Drafter | None
     benchmark: Benchmark
     temperature: float
@@ -199,15 +204,18 @@ def make_job(
         "dtype": settings.dtype,
         "device": device_type,
     }
-    # A prompt alone, and the first verifier, keep the hash that rows of them always had
+    # A prompt alone, the first verifier, and replay keep the hash that rows of them always had
     if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
     if tree and settings.verifier != EvaluationSettings.verifier:
         decoding["verifier"] = settings.verifier
+    if tree and settings.backtracking != EvaluationSettings.backtracking:
+        decoding["backtracking"] = settings.backtracking
     return Job(
         method,
         tree,
         settings.verifier,
+        settings.backtracking,
         drafter if tree else None,
         benchmark,
         float(temperature),

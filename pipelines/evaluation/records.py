@@ -95,6 +95,7 @@ class ResultRow(Record):
     method: str
     tree: Tree | None
     verifier: str | None  # rows from before there were several say what no verifier is called
+    backtracking: str | None = None  # rows from before there were two: replay
     benchmark: str
     prompts_hash: str
     temperature: NonNegative

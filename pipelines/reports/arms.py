@@ -19,8 +19,8 @@ from stree_pipelines.reports.tables import Table, figure, speed_ratio
 
 PLAIN = "plain decoding"
 HEADS = (
-    "arm", "drafter", "tree", "verifier", "τ", "tokens/s", "speed-up", "speed-up per τ",
-    "nodes a call", *metrics.STEP_PARTS,
+    "arm", "drafter", "tree", "verifier", "backtracking", "τ", "tokens/s", "speed-up",
+    "speed-up per τ", "nodes a call", *metrics.STEP_PARTS,
 )  # fmt: skip
 INTRO = (
     "τ: new tokens a target call, the target's own included. Speed-up: tokens per second over "
@@ -74,7 +74,7 @@ def table(place: Place) -> Table:
         lines.append((
             PLAIN if plain else name,
             "" if row.checkpoint is None else _drafter(row),
-            row.tree.name if row.tree else "", row.verifier or "",
+            row.tree.name if row.tree else "", row.verifier or "", row.backtracking or "",
             figure(cell["acceptance_length"], cell.interval("acceptance_length")),
             figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
             figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),

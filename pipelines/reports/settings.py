@@ -16,7 +16,7 @@ from stree_pipelines.evaluation.records import ResultRow
 
 NAMES = (
     "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed",
-    "chat_template", "verifier", "BENCHMARK.prompts",
+    "chat_template", "verifier", "backtracking", "BENCHMARK.prompts",
 )  # fmt: skip
 SHOW_HELP = (
     "where rows of several decoding settings are there, which to take: NAME=VALUE, as the error "
@@ -40,6 +40,7 @@ def setting_of(row: ResultRow) -> dict[str, str]:
     }
     if row.verifier in VERIFIERS:  # plain decoding has none
         values["verifier"] = row.verifier
+        values["backtracking"] = row.backtracking or "replay"
     if row.chat_template_sha256 is not None:
         values["chat_template"] = row.chat_template_sha256[:HASH_CHARS]
     return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from stree.models.parts import (
     project_together,
 )
 from stree_kernels import naive, ops
+from stree_kernels.shapes import Steering, Topology
 
 Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 
@@ -93,9 +93,11 @@ class Attention(Part):
             scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
             qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
 
-        def attend(nodes: Tensor, *where: Any) -> Tensor:
-            kept = (cache.keys, cache.values, cache.rotary)
-            return ops.attend_tree(nodes, *kept, *where, call.bound, self.scale)
+        def attend(nodes: Tensor, topology: Topology, steering: Steering, first: int) -> Tensor:
+            return ops.attend_tree(
+                nodes, cache.keys, cache.values, cache.rotary,
+                topology, steering, first, call.bound, self.scale,
+            )  # fmt: skip
 
         y = call.over_nodes(cache, attend, qkv)
         if self.gated:

@@ -292,7 +292,9 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`.
         """
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
-        model = dict(embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks)
+        model: dict[str, Any] = dict(
+            embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks
+        )
         if cache.last_tree is None:
             call = TreeCall(
                 topology, cache.steering, first, bound or used, cache.layers,

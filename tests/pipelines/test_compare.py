@@ -38,7 +38,7 @@ def content(world, out, **changes) -> dict:
         "arms": [
             {"name": "chain", "drafter": drafter, "tree": "chain-2", "verifier": "block"},
             {"name": "tree", "drafter": drafter, "verifier": "traversal"},
-            {"name": "both", "drafter": f"{drafter}+ngram:3"},
+            {"name": "both", "drafter": f"{drafter}+ngram:3", "backtracking": "joint"},
             {"name": "text", "drafter": "ngram:3", "tree": "chain-3"},
         ],
         **changes,
@@ -66,6 +66,7 @@ def test_every_arm_has_a_row_beside_plain_decoding(done):
         here = [row for row in rows if row.temperature == temperature]
         assert [row.method for row in here] == names
         assert [row.verifier for row in here] == [None, "block", "traversal", "coupled", "coupled"]
+        assert [row.backtracking for row in here] == [None, *["replay"] * 2, "joint", "replay"]
         assert all(row.speedup for row in here[1:]) and here[1].lossless == here[2].lossless
     samples = [ResultStore(done).samples(row) for row in rows]
     assert all(s.baseline is not None for each in samples[1:5] for s in each)

@@ -41,6 +41,24 @@ def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
     settings.require_one(settings.chosen(rows[1], ["verifier=traversal"], tmp_path), tmp_path)
 
 
+def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
+    rows, answers = [], []
+    for backtracking in ("replay", "joint"):
+        chosen = settings_for(
+            world, tmp_path, limit=1, temperatures=(0.0,), backtracking=backtracking,
+            methods=("autoregressive", "stree"),
+        )  # fmt: skip
+        evaluation = quiet(chosen)
+        rows += [row for row in evaluation.evaluate(export(world, 10)) if row.tree]
+        answers.append([each.turns for each in evaluation.store.samples(rows[-1])])
+    assert [row.backtracking for row in rows] == ["replay", "joint"]
+    assert answers[0] == answers[1] and rows[0].acceptance_length == rows[1].acceptance_length
+    with pytest.raises(UsageError, match="backtracking is"):
+        settings.require_one(rows, tmp_path)
+    with pytest.raises(UsageError, match="wanted one of replay, joint"):
+        settings_for(world, tmp_path, backtracking="copies")
+
+
 def test_a_verifier_of_chains_is_refused_for_the_tree_at_once(world, tmp_path):
     with pytest.raises(UsageError, match="judges chains only"):
         quiet(settings_for(world, tmp_path, verifier="block"))

@@ -274,7 +274,7 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     """A field that decides tokens and is not in `setting_of` would be joined silently."""
     said = {
         "target_sha256", "environment", "max_new_tokens", "ignore_eos", "seed", "prompts_hash",
-        "num_prompts", "chat_template_sha256", "batch_size",
+        "num_prompts", "chat_template_sha256", "batch_size", "backtracking",
     }  # fmt: skip
     of_the_table = {
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",
