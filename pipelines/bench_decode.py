@@ -5,6 +5,7 @@ python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[call
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
+python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree_kernels import ops
 from stree_pipelines.benches import calls
-from stree_pipelines.benches.batches import TREES, serve_at, steps_of_rows
+from stree_pipelines.benches.batches import TREES, joint_of_rows, serve_at, steps_of_rows
 from stree_pipelines.benches.models import (
     SHAPES,
     drafter_config,
@@ -43,8 +44,10 @@ TESTS = [
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
-WHAT = ("calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs", "rows", "serve")
-CAPTURED = ("profiles", "steps", "graphs", "rows", "serve")
+WHAT = (
+    "calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs", "rows", "joint", "serve",
+)  # fmt: skip
+CAPTURED = ("profiles", "steps", "graphs", "rows", "joint", "serve")
 
 
 @torch.no_grad()
@@ -56,7 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--what", type=list[str], default=list(WHAT), help=f"of {', '.join(WHAT)}")
     add("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128], help="for calls")
     add("--taus", type=list[float], default=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], help="for steps")
-    add("--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows and serve")
+    add(
+        "--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows, joint and serve"
+    )
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
@@ -142,6 +147,9 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
     if "rows" in options.what:
         drafter = random_drafter(shape, device)
         yield from steps_of_rows(target, drafter, options.rows, context, repeats)
+    if "joint" in options.what:
+        drafter = random_drafter(shape, device)
+        yield from joint_of_rows(target, drafter, options.rows, context, repeats)
     if "serve" in options.what:
         drafter = random_drafter(shape, device)
         taus, counts = options.taus, options.rows
@@ -164,10 +172,11 @@ def describe(
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
-    if {"rows", "serve"} & set(what):
+    if {"rows", "joint", "serve"} & set(what):
         most = TREES[-1].num_nodes
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
-        memory[f"caches of {max(rows)} rows"] = max(rows) * one
+        at_once = 2 if "joint" in what else 1
+        memory[f"caches of {max(rows)} rows"] = at_once * max(rows) * one
     counts = ", ".join(map(str, nodes))
     yield model_line(f"target {shape}", target)
     yield model_line("drafter", drafter)

@@ -241,6 +241,27 @@ def batches_table(rows: list[Row]) -> Table:
     return Table("Steps of many rows, µs", (heads, *lines))
 
 
+def backtracking_table(rows: list[Row]) -> Table:
+    """Target calls that replay the accepted path, and those that are fed it again."""
+    heads = (
+        "", "replay", "its products", "joint", "its products", "joint ÷ replay",
+        "kept, MiB", "kept with joint, MiB",
+    )  # fmt: skip
+    lines = [
+        (
+            f"{row['shape']}, {row['num_rows']} rows, {row['tree']}, {row['context']:,} committed",
+            *(
+                f"{_value(row[f'us_{key}']):,.0f}"
+                for key in ("replay", "floor_replay", "joint", "floor_joint")
+            ),
+            f"{row['joint_over_replay']:.3f}",
+            *(f"{row[f'kept_bytes_{key}'] / 2**20:,.1f}" for key in ("replay", "joint")),
+        )
+        for row in rows
+    ]
+    return Table("Ways to backtrack: target and acceptance, µs", (heads, *lines))
+
+
 def serving_table(rows: list[Row]) -> Table:
     """Total tokens/s of all rows, plain, with the tree, and as measured costs choose."""
     heads = (
@@ -354,6 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("step", steps_table),
         ("graphs", graphs_table),
         ("rows", batches_table),
+        ("joint", backtracking_table),
         ("serve", serving_table),
         ("distill", training_table),
     ):

@@ -5,6 +5,7 @@ writes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from stree.executors import Graphs
 from stree.generation import GenerationConfig
 from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
+from stree.models.joint import BACKTRACKING
 from stree.modes import PLAIN, Modes
 from stree.tree import TokenTree
-from stree_pipelines.benches.calls import Floor
+from stree_pipelines.benches.calls import Floor, kept_bytes
 from stree_pipelines.benches.steps import (
     GivenAcceptance,
     accepted_for,
@@ -60,6 +62,40 @@ def steps_of_rows(
                 **{f"us_{name}": each for name, each in times.items()},
             )  # fmt: skip
             del decoder, envelope, functions
+
+
+def joint_of_rows(
+    target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
+) -> Iterator[Row]:
+    """A row a number of rows and tree: µs of the target's graph where the accepted path is replayed
+    and where it is fed again (`joint`), in turns; of the products of each one's rows; and the bytes
+    that either keeps beside states and keys."""
+    floor = Floor(target, max(counts) * (TREES[-1].max_depth + 1 + TREES[-1].num_nodes))
+    for count, tree in itertools.product(counts, TREES[1:]):
+        targets, kept = {}, {}
+        for name in BACKTRACKING:
+            decoder = _decoder(
+                target, drafter, tree, count, context + 8 * (repeats + 8), backtracking=name
+            )
+            launcher(decoder, context)()
+            assert isinstance(decoder.executor, Graphs)
+            (envelope,) = decoder.executor.envelopes.values()
+            targets[name], kept[name] = envelope.rest.replay, kept_bytes(decoder.cache)
+        path_nodes = tree.max_depth + 1
+        times = in_turns(targets, target.device, repeats)
+        floors = {
+            "floor_replay": floor.products(count * tree.num_nodes),
+            "floor_joint": floor.products(count * (path_nodes + tree.num_nodes)),
+        }
+        times |= side_by_side(floors, target.device, repeats)
+        yield dict(
+            what="joint", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
+            path_nodes=path_nodes, context=context,
+            joint_over_replay=times["joint"]["median"] / times["replay"]["median"],
+            **{f"kept_bytes_{name}": each for name, each in kept.items()},
+            **{f"us_{name}": each for name, each in times.items()},
+        )  # fmt: skip
+        del decoder, envelope, targets
 
 
 def serve_at(
@@ -109,10 +145,11 @@ def _decoder(
     num_rows: int,
     max_length: int,
     verifier: Any = "coupled",
+    backtracking: str = "replay",
 ) -> BatchDecoder:
     return BatchDecoder(
         target, None if tree == PLAIN else drafter, tree,
-        num_rows=num_rows, max_length=max_length, verifier=verifier,
+        num_rows=num_rows, max_length=max_length, verifier=verifier, backtracking=backtracking,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
-from stree.models.cache import GatedDeltaCache, HybridCache, MambaCache
+from stree.models.cache import ConvCache, GatedDeltaCache, HybridCache, RecurrentCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.layer import Layer
@@ -93,26 +93,29 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
 
 
 def memory(target: HybridModel, num_nodes: int) -> list[Row]:
-    """Bytes that a tree needs in recurrent layers beside the state, over a state a node."""
-    kept = {}
-    for size in (1, num_nodes):
-        cache = target.new_cache(16, size)
-        layers = [
-            layer for layer in cache.layers if isinstance(layer, MambaCache | GatedDeltaCache)
-        ]
-        buffers = [layer.rows for layer in layers]
-        for layer in layers:
-            if isinstance(layer, GatedDeltaCache):
-                buffers.append(layer.updates)
-            if layer.derived is not None:
-                buffers += [layer.derived.xb, layer.derived.steps]
-        kept[size] = sum(each.nbytes for each in buffers)
-        states = sum(layer.state.nbytes for layer in layers)
-    share = kept[num_nodes] / (num_nodes * states)
+    """Bytes that a tree needs in recurrent layers beside the state, over a state a node; and as
+    many where the accepted path is not replayed, but fed again."""
+    kept = [kept_bytes(target.new_cache(16, size)) for size in (1, num_nodes)]
+    joint = target.new_cache(16, num_nodes, backtracking="joint")
+    states = sum(layer.state.nbytes for layer in joint.layers if isinstance(layer, RecurrentCache))
     return [dict(
-        what="memory", num_nodes=num_nodes, kept_bytes=kept[num_nodes],
-        kept_bytes_of_one_node=kept[1], state_bytes=states, over_a_state_a_node=share,
+        what="memory", num_nodes=num_nodes, kept_bytes=kept[1], kept_bytes_joint=kept_bytes(joint),
+        kept_bytes_of_one_node=kept[0], state_bytes=states,
+        over_a_state_a_node=kept[1] / (num_nodes * states),
     )]  # fmt: skip
+
+
+def kept_bytes(cache: HybridCache) -> int:
+    """What a cache holds for trees in layers with a conv: all but states, keys and values."""
+    buffers: list[Tensor | None] = []
+    for layer in cache.layers:
+        if isinstance(layer, ConvCache):
+            buffers += [layer.rows, layer.own_tail]
+        if isinstance(layer, RecurrentCache) and layer.derived is not None:
+            buffers += [layer.derived.xb, layer.derived.steps]
+        if isinstance(layer, GatedDeltaCache):
+            buffers.append(layer.updates)
+    return sum({each.data_ptr(): each.nbytes for each in buffers if each is not None}.values())
 
 
 def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:

@@ -27,6 +27,8 @@ from stree_pipelines.benches import (
 from stree_pipelines.estimates import num_parameters
 
 CPU = torch.device("cpu")
+# All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
+TAIL = models.SHAPES["tiny"].mixer_shape.tail * models.SHAPES["tiny"].mixer_shape.num_channels * 2
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
@@ -50,6 +52,7 @@ def test_rows(tmp_path):
         assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
     kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
     assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
+    assert lines[-1]["kept_bytes_joint"] - lines[-1]["kept_bytes"] == TAIL
 
 
 @pytest.fixture
@@ -408,11 +411,15 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     assert one > 0 and three > one  # the bandwidth is measured anew
     assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
                for row in rows)  # fmt: skip
+    joint = list(batches.joint_of_rows(target, drafter, [2], 8, 2))
+    assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(3, 3), (13, 5)]
+    assert all(row["kept_bytes_joint"] - row["kept_bytes_replay"] == 2 * TAIL for row in joint)
     served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
     assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
     timing.save_rows(
-        tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *served)], CPU
+        tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *joint, *served)], CPU
     )
     bench_report.main([str(tmp_path)])
     said = capsys.readouterr().out
+    assert "joint ÷ replay" in said and said.count("tiny, 2 rows, paper") == 1
     assert "tiny, 3 rows, paper" in said and "tiny, 2 rows, τ = 1.5" in said
