@@ -103,6 +103,51 @@ def test_costs_of_other_numbers_of_rows():
         table.of(1, WIDE)
 
 
+DRAFTS = [balanced([count, 1, 1, 1], f"{count} drafts") for count in (1, 2, 4, 8)]
+
+
+def staircase(num_rows: int, tree: TokenTree, free: int = 36) -> float:
+    """Products of up to `free` rows take what one takes, those of more as many times longer."""
+    return max(1.0, num_rows * tree.num_nodes / free) + 0.004 * tree.num_nodes
+
+
+def apportioning() -> Modes:
+    """Among 1, 2, 4 and 8 drafts of four tokens for each sequence, which accept now and then."""
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    table = {(rows, tree): staircase(rows, tree) for rows in counts for tree in (PLAIN, *DRAFTS)}
+    modes = Modes(DRAFTS, Costs(table))
+    simulated(modes, 1, 2000, [0.5, 0.15, 0.1, 0.08, 0.04, 0.03, 0.02, 0.02])
+    return modes
+
+
+def test_few_rows_get_more_drafts():
+    """Apportioned speculation: what many sequences leave free goes to more drafts of few."""
+    modes = apportioning()
+    for rows, tree in ((64, PLAIN), (16, PLAIN), (8, DRAFTS[0]), (4, DRAFTS[1]), (2, DRAFTS[2])):
+        assert modes.choose(rows) == tree
+    assert modes.choose(1) in DRAFTS[2:]  # these two are nearly as good
+    assert modes.choose(4) == DRAFTS[1] and modes.choose(64) == PLAIN  # and back
+
+
+def test_trees_widen_as_rows_come_free():
+    target, modes, asked = tiny_model(2), apportioning(), {}
+    choose = modes.choose
+
+    def listening(num_rows):
+        asked.setdefault(num_rows, []).append(choose(num_rows).num_nodes)
+        return modes.current
+
+    modes.choose, modes.learn = listening, lambda tree, end: None
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), modes, num_rows=8, max_length=128, max_nodes=33
+    )
+    lengths = [4, 4, 4, 4, 20, 20, 40, 40]
+    served = [Request([1, 2, n], GenerationConfig(length)) for n, length in enumerate(lengths)]
+    outputs = decoder.generate(served)
+    assert [len(each.tokens) for each in outputs] == lengths
+    assert set(asked[8]) == {5} and set(asked[4]) == {9} and set(asked[2]) == {17}
+
+
 class Alternating(Modes):
     """A tree, then plain decoding, then another tree, each for some steps."""
 
