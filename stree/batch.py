@@ -56,11 +56,16 @@ PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of other
 @dataclass(frozen=True)
 class Request:
     """A prompt of one sequence, how to go on after it (`transformers`' GenerationConfig will do,
-    too), and the tree to do it with (None: the decoder's)."""
+    too), and the tree to do it with (None: the decoder's).
+
+    With keep_prompt, a decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
+    what goes on from it may not begin with all that is generated.
+    """
 
     prompt_ids: Sequence[int] | Tensor
     generation: GenerationConfig = GenerationConfig()
     tree: TokenTree | None = None
+    keep_prompt: bool = False
 
 
 @dataclass
@@ -82,6 +87,7 @@ class _Sequence:
     prompt: list[int]
     generation: GenerationConfig
     tree: TokenTree | None  # None: each step's is chosen
+    keep_prompt: bool
     stop: StopRule
     stats: DecodingStats
     num_read: int = 0  # tokens of the prompt that are in the caches
@@ -230,14 +236,11 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self._sequences[row] = _Sequence(prompt, generation, tree, stop, stats)
+        self._sequences[row] = _Sequence(prompt, generation, tree, request.keep_prompt, stop, stats)
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
             self.drafter.clear(row)
         self.rows.set(row, generation)
-        if self.prefixes is not None:
-            stats.num_reused_tokens = self.prefixes.load(row, prompt)
-            self._sequences[row].num_read = stats.num_reused_tokens
         return row
 
     @torch.no_grad()
@@ -271,14 +274,18 @@ class BatchDecoder:
         """Take a row back; returns what it generated. "released" ends an unfinished request.
 
         With keep, requests whose prompts begin with what the row has read and generated (or nearly
-        all of it) do not read that again.
+        all of it) do not read that again; nothing is kept of a request that ended with an error.
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
-        if keep and self.prefixes is not None:
+        if keep and self.prefixes is not None and sequence.finish_reason != "error":
             self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer)
+
+    def num_reusable(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt would not be read again now."""
+        return len(self.prefixes.longest_of(prompt)) if self.prefixes is not None else 0
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""
@@ -349,6 +356,9 @@ class BatchDecoder:
 
     def _read(self, row: int, sequence: _Sequence, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
+        if self.prefixes is not None and sequence.num_read == 0:
+            sequence.num_read = self.prefixes.load(row, sequence.prompt)
+            sequence.stats.num_reused_tokens = sequence.num_read
         end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
         tokens = torch.tensor(sequence.prompt[sequence.num_read : end], device=self.target.device)
         logits = self.target.prefill(tokens[None], self.cache.at(row))
@@ -358,6 +368,8 @@ class BatchDecoder:
         sequence.num_drafted_from = sequence.num_read
         if sequence.reading:
             return []
+        if sequence.keep_prompt and self.prefixes is not None:
+            self.prefixes.keep(row, sequence.prompt)
         token, finite = self._first_token(row, sequence, logits)
         now = time.perf_counter()
         sequence.stats.prefill_s, sequence.since = now - sequence.since, now

@@ -33,7 +33,9 @@ class Decoder:
     one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
     max_length, the longest sequence, prompt included, but none goes beyond the target's positions.
     tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
-    backtracking, "replay" or "joint", as in `BatchDecoder`.
+    backtracking, "replay" or "joint", as in `BatchDecoder`. num_prefixes, how many prefixes are
+    held of what was read and generated, two a generation, so that a conversation's next turn does
+    not read them again; each has the memory of a state and its keys.
     Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
     fingerprints in their checkpoints' manifests).
     """
@@ -48,6 +50,7 @@ class Decoder:
         tokenizer: Any = None,
         verifier: str | Verifier = "coupled",
         backtracking: str = "replay",
+        num_prefixes: int = 0,
     ) -> None:
         if drafter is None and tree is not None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
@@ -56,7 +59,7 @@ class Decoder:
         self.batch = BatchDecoder(
             target, drafter, tree,
             num_rows=1, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
-            backtracking=backtracking,
+            backtracking=backtracking, num_prefixes=num_prefixes,
         )  # fmt: skip
         self.target, self.drafter, self.tree = target, self.batch.drafter, self.batch.tree
         self.max_length, self.tokenizer = max_length, tokenizer
@@ -165,7 +168,7 @@ class Decoder:
             )
             stack.enter_context(ops.current(self.target.device))
             stack.enter_context(threads.for_decoding(self.target))
-            row = batch.admit(Request(prompt, generation))
+            row, finished = batch.admit(Request(prompt, generation, keep_prompt=True)), False
             try:
                 batch.prepare()
                 batch.phase_clock = clock = PhaseClock(self.target.device)
@@ -183,13 +186,18 @@ class Decoder:
                     clock.mark("host")
                     if report.finish_reason:
                         decode_s, time_ms = clock.stop(num_calls)
+                finished = True
             finally:
                 batch.phase_clock = None
-                output = batch.release(row)
+                output = batch.release(row, keep=finished)
             output.stats.prefill_s = prefill_s
             if num_calls:
                 output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
             return output
+
+    def num_reusable(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt would not be read again now."""
+        return self.batch.num_reusable(prompt)
 
     def _next(self) -> Report:
         (report,) = self.batch.step()  # a prompt that is read alone is read at once

@@ -46,14 +46,18 @@ class Prefixes:
                 drafter = None
         self._kept[tuple(tokens[: target.length])] = _Kept(target, drafter)
 
-    def load(self, row: int, prompt: list[int]) -> int:
-        """Let a row, which is empty, begin with the longest prefix of `prompt` that there is,
-        shorter than itself; returns how many tokens that are."""
+    def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
+        """The longest prefix of `prompt` that there is, shorter than itself; () for none."""
         fitting = [each for each in self._kept if len(each) < len(prompt)]
         fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
-        if not fitting:
+        return max(fitting, key=len, default=())
+
+    def load(self, row: int, prompt: list[int]) -> int:
+        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens
+        that are."""
+        prefix = self.longest_of(prompt)
+        if not prefix:
             return 0
-        prefix = max(fitting, key=len)
         kept = self._kept[prefix]
         self.cache.narrow(row, 1).load(kept.target)
         if self.drafter is not None:

@@ -47,6 +47,12 @@ class Conversation:
     def is_over(self) -> bool:
         return len(self.turns) == len(self.prompt.turns)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether another turn follows the one under way, which begins with what this one reads
+        and generates."""
+        return len(self.turns) + 1 < len(self.prompt.turns)
+
 
 class Answerer:
     """Holds the models and decoders of an evaluation; each is made when first needed.
@@ -176,13 +182,16 @@ class Answerer:
                         del batch  # two at once may not fit
                         batch = Batch(self.warm_decoder(job, prompt_ids))
                     conversation = waiting.popleft()
-                    request = Request(prompt_ids, self._next_generation(job, conversation))
+                    request = Request(
+                        prompt_ids, self._next_generation(job, conversation),
+                        keep_prompt=conversation.goes_on,
+                    )  # fmt: skip
                     under_way[batch.admit(request)] = conversation, len(prompt_ids)
                 for report in batch.step():
                     if not report.finish_reason:
                         continue
                     conversation, num_prompt_tokens = under_way.pop(report.row)
-                    output, share = batch.release(report.row)
+                    output, share = batch.release(report.row, keep=conversation.goes_on)
                     if report.error is not None:
                         failure = failure or _named(report.error, job, conversation)
                         waiting = deque(each for each in waiting if each.turns)
@@ -250,6 +259,7 @@ class Answerer:
             end_node_per_call=tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
             call_share=sum(shares) if shares else None,
+            num_reused_tokens=sum(s.num_reused_tokens for s in stats),
             prefill_s=sum(s.prefill_s for s in stats),
             decode_s=sum(s.decode_s for s in stats),
             time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
@@ -343,6 +353,7 @@ class Answerer:
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,
                 backtracking=job.backtracking,
+                num_prefixes=self.num_prefixes,
             )
             self._decoders[key] = room, decoder
         return decoder
@@ -373,7 +384,7 @@ class Answerer:
         decoder = self._decoder(job, len(prompt_ids))
         what = {("temperature", job.temperature)}
         if self.settings.batch_size == 1:
-            what.add(("prompt tokens", len(prompt_ids)))
+            what.add(("prompt tokens", len(prompt_ids) - decoder.num_reusable(prompt_ids)))
         once = {(*job.decoder_key, each) for each in what}
         if once - self._warm:
             generation = GenerationConfig(
@@ -388,6 +399,18 @@ class Answerer:
                 decoder.generate([Request(prompt_ids, generation)] * self.settings.batch_size)
             self._warm |= once
         return decoder
+
+    @property
+    def num_prefixes(self) -> int:
+        """That a decoder holds, of earlier turns: two a conversation, with its answer and without,
+        as what comes back through the tokenizer may differ; and one prompt at a time is asked
+        twice, a warm-up first."""
+        turns = max(
+            (len(p.turns) for benchmark in self.benchmarks for p in benchmark.prompts), default=1
+        )
+        if turns == 1:
+            return 0
+        return 4 if self.settings.batch_size == 1 else 2 * self.settings.batch_size
 
     @cached_property
     def max_length(self) -> int:

@@ -67,6 +67,6 @@ class Batch:
             self._shares[row].num_calls += 1 / len(decoded)
         return reports
 
-    def release(self, row: int) -> tuple[GenerationOutput, Share]:
+    def release(self, row: int, keep: bool = False) -> tuple[GenerationOutput, Share]:
         self._reading.discard(row)
-        return self.decoder.release(row), self._shares.pop(row)
+        return self.decoder.release(row, keep=keep), self._shares.pop(row)

@@ -14,10 +14,10 @@ from stree_pipelines.dry_run import (
     require_disk,
     require_writable,
 )
-from stree_pipelines.estimates import decoding_memory
+from stree_pipelines.estimates import cache_bytes, decoding_memory
 from stree_pipelines.evaluation.answers import num_warmup_tokens
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
-from stree_pipelines.evaluation.plan import EvaluationSettings, Job, Round
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 
 # Of a line of samples_*.jsonl, measured on a run of configs/eval/quickstart.yaml: numbers of the
@@ -93,6 +93,12 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryNeeds:
         load_config(settings.target), largest, answerer.dtype, answerer.max_length, trees,
         settings.batch_size,
     )  # fmt: skip
+    if answerer.num_prefixes:
+        drafting = [largest] * (len(trees) - (AUTOREGRESSIVE in trees)) if largest else []
+        parts["earlier turns"] = answerer.num_prefixes * sum(
+            cache_bytes(config, answerer.max_length, 1, answerer.dtype)
+            for config in [*[load_config(settings.target)] * len(trees), *drafting]
+        )
     return MemoryNeeds(parts, answerer.device.type == "cuda")
 
 

@@ -211,6 +211,8 @@ def make_job(
         decoding["verifier"] = settings.verifier
     if tree and settings.backtracking != EvaluationSettings.backtracking:
         decoding["backtracking"] = settings.backtracking
+    if any(len(prompt.turns) > 1 for prompt in benchmark.prompts):
+        decoding["earlier_turns"] = "kept"  # of old rows they were read again: another prefill_s
     return Job(
         method,
         tree,

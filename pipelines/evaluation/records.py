@@ -188,6 +188,7 @@ class SampleRow(Record):
     end_node_per_call: tuple[Node, ...] | None = None
     tree_max_depth: Node
     call_share: NonNegative | None = None
+    num_reused_tokens: Count = 0  # of earlier turns, which were not read again
     prefill_s: NonNegative
     decode_s: NonNegative
     time_ms: dict[str, float]

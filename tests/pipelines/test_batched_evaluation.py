@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -21,13 +22,17 @@ from tiny_evaluation import (
 )
 
 from stree.batch import BatchDecoder, Request
+from stree.engine import Decoder
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.generation import GenerationConfig
+from stree.models.hybrid import HybridModel
 from stree_pipelines.evaluation import answers
 from stree_pipelines.evaluation.batching import Batch
 from stree_pipelines.evaluation.records import ResultStore
 
-OF_THE_BATCH = {"batch_size", "decoding_hash", "call_share", "samples", "rows_per_call"}
+OF_THE_BATCH = {
+    "batch_size", "decoding_hash", "call_share", "samples", "rows_per_call", "num_reused_tokens",
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +51,9 @@ class OneRow:
 
     def generate(self, prompt_ids, generation):
         return self.decoder.generate([Request(prompt_ids, generation)])[0]
+
+    def num_reusable(self, prompt_ids):
+        return self.decoder.num_reusable(prompt_ids)
 
 
 def evaluated(world, out, batch_size, **parts) -> ResultStore:
@@ -85,6 +93,44 @@ def test_tokens_do_not_depend_on_the_batch(world, tmp_path, alone, batched):
     assert rows[0] == rows[1] == but_for_the_batch(without_timings(alone.results()))
     lossless = [row["lossless"]["share"] for row in rows[0] if row["lossless"]]
     assert lossless == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_earlier_turns_are_not_read_again(batch_size, world, tmp_path, monkeypatch):
+    """Their answers stay what they are; where one comes back through the tokenizer as other tokens,
+    the prompt before it is reused all the same."""
+    prefill, read = HybridModel.prefill, Counter()
+
+    def counting(model, tokens, *arguments):
+        read[kept] += tokens.numel()
+        return prefill(model, tokens, *arguments)
+
+    monkeypatch.setattr(HybridModel, "prefill", counting)
+    parts = {"num_rows": batch_size} if batch_size > 1 else {}
+    make = partial(BatchDecoder if batch_size > 1 else Decoder, **parts)
+
+    def forgetting(*arguments, num_prefixes, **others):
+        assert num_prefixes > 0
+        return make(*arguments, **others)
+
+    stores = []
+    for kept, made in ((True, make), (False, forgetting)):
+        settings = settings_for(
+            world, tmp_path / str(kept), batch_size=batch_size, limit=2,
+            methods=("autoregressive", "stree"),
+        )  # fmt: skip
+        quiet(settings, make_decoder=made).evaluate(export(world, 10))
+        stores.append(ResultStore(settings.out))
+    rows = [without_timings(each.results()) for each in stores]
+    ours, theirs = map(samples_without_timings, stores)
+    reused = [each.pop("num_reused_tokens") for each in ours]
+    assert not any(each.pop("num_reused_tokens") for each in theirs)
+    assert ours == theirs and rows[0] == rows[1]
+    first_turns = [each["turns"][0]["num_prompt_tokens"] for each in ours]
+    several = [len(each["turns"]) > 1 for each in ours]
+    assert [bool(each) for each in reused] == several and any(several)
+    assert all(not each or each >= first for each, first in zip(reused, first_turns, strict=True))
+    assert read[True] < read[False]
 
 
 def test_rows_and_samples_say_the_batch(batched, alone):
