@@ -18,19 +18,26 @@ BLOCK = 1024
 
 
 def embed_norm(
-    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
+    weight: Tensor,
+    tokens: Tensor,
+    nodes: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    written: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`naive.embed_norm` in one launch; weight and tokens with unit last stride."""
     assert weight.stride(1) == tokens.stride(1) == 1
     (batch, num_nodes), width = tokens.shape, weight.shape[1]
     if nodes is not None:
         num_nodes = nodes.shape[1]
-        assert nodes.is_contiguous()
+        assert nodes.stride(1) == 1
     x = weight.new_empty(batch, num_nodes, width)
     out = torch.empty_like(x)
     embed_kernel[(num_nodes, batch)](
-        weight, weight.stride(0), tokens, tokens.stride(0), nodes, scale, x, out, width, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(weight),
+        weight, weight.stride(0), tokens, tokens.stride(0),
+        nodes, 0 if nodes is None else nodes.stride(0), scale, x, out, width, eps,
+        WRITTEN=written, BLOCK=triton.next_power_of_2(width), num_warps=warps(width),
+        **overlapping(weight),
     )  # fmt: skip
     return x, out
 
@@ -52,17 +59,20 @@ def take_roots(
 
 @triton.jit
 def embed_kernel(
-    weight, weight_stride, tokens, token_stride, nodes, scale, x, out, width, eps,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    weight, weight_stride, tokens, token_stride, nodes, node_stride, scale, x, out, width, eps,
+    WRITTEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
     factor = load_kept(scale + at, mask)
+    if WRITTEN:
+        follow(OVERLAPS)
     node = place
     if nodes is not None:
-        node = tl.maximum(tl.load(nodes + row * tl.num_programs(0) + place), 0)
-    follow(OVERLAPS)
+        node = tl.maximum(tl.load(nodes + row * node_stride + place), 0)
+    if not WRITTEN:
+        follow(OVERLAPS)
     token = tl.load(tokens + row * token_stride + node)
     value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
     line = (row * tl.num_programs(0) + place) * width

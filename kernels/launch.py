@@ -7,6 +7,9 @@ A launch with `overlapping` may begin as soon as every program of the one ahead 
 launch writes, such as weights and trees. A kernel that is past it knows that the launch ahead is
 complete; that one, to complete, had passed its own: so everything ahead is complete.
 
+Trees that grow are written by launches of the same step (`growth.py`): where `Topology.written`,
+kernels read them, and which nodes they are called for, after their `follow`.
+
 The second launch of an op may go further where every program of the first one calls `follow`: what
 was written before both is there from the start, and it has only to wait for what the first one
 writes. What the first one does not touch, it may write even before that.

@@ -574,27 +574,49 @@ def choose_children(
     places: Tensor,
     tokens: Tensor,
     finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """Write the best tokens after some nodes to their places in the trees; nothing waits for the
     device.
 
     Args: logits (B, n, V), depths and sampling as in `choice_scores`; places (B, n, K), the node
     of its tree that takes the k-th best, −1 for none; tokens (B, N), written there; finite (B, n)
-    bool, written: no logit is NaN or +∞.
+    bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of, values
+    (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its parent's
+    plus the logarithm of its share in the softmax of logits + temperature · noise: the target
+    chooses the best of those, by its own logits, so a share means the same at all temperatures.
     """
-    scores, best = choice_scores(logits, depths, sampling).topk(places.shape[2], dim=-1)
+    every = choice_scores(logits, depths, sampling)
+    scores, best = every.topk(places.shape[2], dim=-1)
     slots = F.pad(tokens, (0, 1))  # the last takes what no node does
     places = torch.where(places < 0, tokens.shape[1], places)
     slots.scatter_(1, places.flatten(1), best.flatten(1))
     tokens.copy_(slots[:, :-1])
     finite.copy_(scores[..., 0].isfinite())
+    if values is not None:
+        assert nodes is not None
+        if sampling is not None:
+            temperature = sampling.temperature[:, None, None]
+            every = every * torch.where(temperature > 0, temperature, 1.0)
+        shares = every.log_softmax(-1).gather(-1, best)
+        paths = values.gather(1, nodes)[..., None] + shares.to(values.dtype).clamp(max=0.0)
+        slots = F.pad(values, (0, 1))
+        slots.scatter_(1, places.flatten(1), paths.flatten(1))
+        values.copy_(slots[:, :-1])
 
 
 def embed_norm(
-    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
+    weight: Tensor,
+    tokens: Tensor,
+    nodes: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    written: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (B, Q), and their norm: both
-    (B, N or Q, D). A node below 0 stands for the first."""
+    (B, N or Q, D). A node below 0 stands for the first. written: the step itself writes the nodes.
+    """
     x = F.embedding(tokens if nodes is None else tokens.gather(1, nodes.clamp(min=0)), weight)
     return add_rms_norm(x, None, scale, eps)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree_kernels import naive, naive_gated_delta
+from stree_kernels import naive, naive_gated_delta, naive_growth
 from stree_kernels.shapes import (
     Derived,
     GatedDeltaShape,
@@ -209,16 +209,42 @@ def choose_children(
     places: Tensor,
     tokens: Tensor,
     finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """See `naive.choose_children`."""
-    _module("top", logits).choose_children(logits, depths, sampling, places, tokens, finite)
+    module = _module("top", logits)
+    module.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values)
+
+
+def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
+    """See `naive_growth.build_topology`."""
+    _growth(parents).build_topology(parents, max_depth, topology)
+
+
+def pick_level(
+    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
+) -> None:
+    """See `naive_growth.pick_level`."""
+    _growth(values).pick_level(values, drawn_by, first, end, picks, parents)
+
+
+def pick_tree(values: Tensor, *others: Tensor) -> None:
+    """See `naive_growth.pick_tree`."""
+    _growth(values).pick_tree(values, *others)
+
+
+def _growth(tensor: Tensor) -> Any:
+    fits = fused(tensor.device, torch.float32)
+    return importlib.import_module("stree_kernels.growth") if fits else naive_growth
 
 
 def embed_norm(
-    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float,
+    written: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `naive.embed_norm`."""
-    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps)
+    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps, written)
 
 
 def take_roots(

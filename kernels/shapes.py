@@ -161,12 +161,14 @@ class Topology:
 
     ancestors (Z, N, N) bool: [z, i, j] is true when j is i or an ancestor of i. depths (Z, N)
     int32. windows (Z, N, W) int32: what a causal conv sees at a node, oldest first, as indices
-    into [the W − 1 last committed inputs, the nodes].
+    into [the W − 1 last committed inputs, the nodes]. written: launches of the same step write
+    them (`launch.py`).
     """
 
     ancestors: Tensor
     depths: Tensor
     windows: Tensor
+    written: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,15 @@ def choose_children(
     places: Tensor,
     tokens: Tensor,
     finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """`naive.choose_children` in the same two launches; depths and places contiguous."""
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
+    assert nodes is None or nodes.stride(1) == 1
+    assert values is None or values.stride(1) == 1
     flags = finite.view(torch.uint8)
-    _choose(logits, depths, sampling, places.shape[2], places, tokens, None, flags)
+    _choose(logits, depths, sampling, places.shape[2], places, tokens, None, flags, nodes, values)
 
 
 def _choose(
@@ -55,6 +59,8 @@ def _choose(
     tokens: Tensor,
     highest: Tensor | None,
     finite: Tensor | None,
+    nodes: Tensor | None = None,
+    paths: Tensor | None = None,
 ) -> None:
     batch, per_row, vocabulary = logits.shape
     assert logits.stride(2) == 1 and depths.is_contiguous()
@@ -65,24 +71,29 @@ def _choose(
     shape = (batch * per_row, pieces, count)
     values = logits.new_empty(shape, dtype=torch.float32 if sampling is None else torch.float64)
     candidates = logits.new_empty(shape, dtype=torch.int32)
+    sums = None if paths is None else logits.new_empty(shape[:2], dtype=torch.float32)
     chosen_by: tuple[Tensor | None, ...] = (None, None, None)
     if sampling is not None:
         chosen_by = (sampling.temperature, sampling.seed, sampling.position)
     piece_kernel[(batch * per_row, pieces)](
         logits, logits.stride(0), logits.stride(1), per_row, depths, *chosen_by,
-        values, candidates, vocabulary, PIECE=piece, num_warps=4, **counts, **overlapping(logits),
+        values, candidates, sums, vocabulary,
+        PIECE=piece, num_warps=4, **counts, **overlapping(logits),
     )  # fmt: skip
     merge_kernel[(batch * per_row,)](
         values, candidates, per_row, places, tokens, tokens.stride(0),
         highest, finite, 0 if finite is None else finite.stride(0), pieces * count,
-        BLOCK=block, num_warps=min(8, max(1, block // 1024)), **counts, **overlapping(logits),
+        sums, chosen_by[0], nodes, 0 if nodes is None else nodes.stride(0),
+        paths, 0 if paths is None else paths.stride(0), pieces,
+        BLOCK_PIECES=triton.next_power_of_2(pieces), BLOCK=block,
+        num_warps=min(8, max(1, block // 1024)), **counts, **overlapping(logits),
     )  # fmt: skip
 
 
 @triton.jit
 def piece_kernel(
     logits, batch_stride, stride, per_row, depths, temperatures, seeds, positions,
-    values, candidates, vocabulary,
+    values, candidates, sums, vocabulary,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
@@ -92,14 +103,20 @@ def piece_kernel(
     known = token < vocabulary
     at = logits + sequence * batch_stride + row % per_row * stride
     value = tl.load(at + token, mask=known, other=-float("inf")).to(tl.float32)
+    scale = 1.0
     if temperatures is not None:
         value = value.to(tl.float64)
         temperature = tl.load(temperatures + sequence)
+        scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
         if temperature > 0.0:
             position = tl.load(positions + sequence) + tl.load(depths + row) + 1
             value = value / temperature + token_noise(tl.load(seeds + sequence), position, token)
     # NaN would lose every comparison and hide: as the best of all it shows
     value = tl.where(value != value, float("inf"), value)
+    if sums is not None:
+        below = (value - tl.max(value, axis=0)).to(tl.float32)
+        share = tl.where(value == -float("inf"), 0.0, tl.exp(below * scale))
+        tl.store(sums + row * tl.num_programs(1) + piece, tl.sum(share, axis=0))
     at = (row * tl.num_programs(1) + piece) * COUNT
     for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
         best = tl.max(value, axis=0)
@@ -113,8 +130,9 @@ def piece_kernel(
 @triton.jit
 def merge_kernel(
     values, candidates, per_row, places, tokens, token_stride, highest, finite, finite_stride,
-    num_candidates,
-    COUNT: tl.constexpr, UNROLLED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    num_candidates, sums, temperatures, nodes, node_stride, paths, path_stride, pieces,
+    COUNT: tl.constexpr, UNROLLED: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -123,6 +141,23 @@ def merge_kernel(
     mask = at < num_candidates
     value = tl.load(values + row * num_candidates + at, mask=mask, other=-float("inf"))
     token = tl.load(candidates + row * num_candidates + at, mask=mask, other=2147483647)
+    if paths is not None:
+        top = tl.max(value, axis=0)
+        scale = 1.0
+        if temperatures is not None:
+            temperature = tl.load(temperatures + sequence)
+            scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
+        piece = tl.arange(0, BLOCK_PIECES)
+        there = piece < pieces
+        share = tl.load(sums + row * pieces + piece, mask=there, other=0.0)
+        best_there = tl.load(
+            values + row * num_candidates + piece * COUNT, mask=there, other=-float("inf")
+        )
+        fade = tl.exp((best_there - top).to(tl.float32) * scale)
+        total = tl.sum(tl.where(best_there == -float("inf"), 0.0, share * fade), axis=0)
+        paths += sequence * path_stride
+        node = tl.load(nodes + sequence * node_stride + row % per_row)
+        path = tl.load(paths + node) - tl.maximum(tl.log(total), 0.0)
     if highest is not None:
         tl.store(highest + row, tl.max(value, axis=0))
     if finite is not None:
@@ -136,6 +171,9 @@ def merge_kernel(
         else:
             place = tl.load(places + row * COUNT + rank)
             tl.store(tokens + sequence * token_stride + place, chosen.to(tl.int64), mask=place >= 0)
+            if paths is not None:
+                below = (best - top).to(tl.float32) * scale
+                tl.store(paths + place, path + below, mask=place >= 0)
         taken = token == chosen
         value = tl.where(taken, -float("inf"), value)
         token = tl.where(taken, 2147483647, token)

@@ -82,7 +82,8 @@ def attend_tree(
         NUM_CORNERS=num_corners, NUM_SPLITS=num_splits,
         BLOCK_L=block_l, BLOCK_M=block_m, BLOCK_CORNER=CORNER_KEYS,
         BLOCK_HALF=max(16, triton.next_power_of_2(head_dim // 2)),
-        REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1, **overlapping(qkv),
+        REPLAY=first == 0, ONE_TREE=len(topology.depths) == 1 and not topology.written,
+        **overlapping(qkv),
     )  # fmt: skip
     # A wider head's tiles would spill most of what four warps' registers hold
     attend_warps = ATTEND_WARPS if head_dim <= 128 else 2 * ATTEND_WARPS

@@ -46,7 +46,7 @@ from stree.rows import Rows
 from stree.settings import asked_for, settings_of
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
@@ -157,6 +157,7 @@ class BatchDecoder:
         if isinstance(model, HybridModel):
             require_partners(target, model)
         self.modes = tree if isinstance(tree, Modes) else None
+        choices = tree.trees if isinstance(tree, Modes) else (tree,)
         tree = tree.largest if isinstance(tree, Modes) else tree
         self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
@@ -174,13 +175,21 @@ class BatchDecoder:
             f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
         ):
             if isinstance(drafter, HybridModel):
-                drafter = ModelDrafter(drafter, num_rows, max_length, self.max_nodes)
+                read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
+                most = max([self.max_nodes, *read])
+                drafter = ModelDrafter(drafter, num_rows, max_length, most)
             elif isinstance(drafter, NGram):
                 drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
             self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
         verifiers.require_fit(self.verifier, drafter)
-        verifiers.require_tree(self.verifier, tree)
+        for each in choices:
+            verifiers.require_tree(self.verifier, each)
+            if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
+                raise UsageError(
+                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model: "
+                    "take paper, chain-N or png-N-D"
+                )
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
@@ -221,6 +230,7 @@ class BatchDecoder:
         prompt, generation = ids.tolist(), settings_of(request.generation).after(ids)
         if tree is None and self.modes is None:
             tree = self.tree
+        self._require_one_growth(tree)
         deepest = tree or (self.modes.deepest if self.modes else self.tree)
         if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
@@ -474,7 +484,7 @@ class BatchDecoder:
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:
-            self.modes.learn(tree, path[-1])
+            self.modes.learn(tree, tree.end_of(path))
         stats = sequence.stats
         result = self._keep(row, sequence, block)
         num_kept = len(result.tokens)
@@ -483,10 +493,23 @@ class BatchDecoder:
         stats.num_new_tokens += num_kept
         result.num_accepted = num_accepted = min(num_kept, len(block) - 1)
         stats.accepted_per_call.append(num_accepted)
-        stats.end_node_per_call.append(path[num_accepted])
+        stats.end_node_per_call.append(tree.end_of(path[: num_accepted + 1]))
         if sequence.finish_reason:
             stats.decode_s = time.perf_counter() - sequence.since
         return result
+
+    def _require_one_growth(self, tree: TokenTree | None) -> None:
+        """Raises `UsageError` for a request with a tree of its own where trees grow, or with one
+        that grows where they do not: in a step all rows' trees grow alike, or none does."""
+        others = self.modes.trees if self.modes else (self.tree,)
+        if tree is None or (tree == self.tree and not self.modes):
+            return
+        if any(isinstance(each, BeamTree) for each in (tree, *others)):
+            raise UsageError(
+                f"a request asks for {tree}, the decoder was made with "
+                f"{', '.join(each.name for each in others)}: trees that grow are the decoder's, "
+                "the same for all its requests"
+            )
 
     def _keep(self, row: int, sequence: _Sequence, block: list[int]) -> Report:
         kept, sequence.finish_reason = sequence.stop.keep(block)

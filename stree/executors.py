@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.forest import Forest, StaticForest
+from stree.forest import Forest
 from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
@@ -141,7 +141,7 @@ class Envelope:
     """
 
     def __init__(self, step: Step, rows: Rows, forest: Forest, longest: int, bound: int) -> None:
-        self.forest = StaticForest(forest)
+        self.forest = forest.static()
         device = rows.active.device
         self.report = new_report(rows, forest)
         shape = self.report.shape

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 from stree_kernels.shapes import Topology
 
 FAR = 2**20  # positions; above those of any sequence, and nodes times this fit 31 bits
@@ -53,7 +53,32 @@ class Forest:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree], device: torch.device) -> Forest:
+        """Where one of the trees grows, all rows grow such a tree."""
+        if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
+            from stree.grown import GrownForest
+
+            (tree,) = grown
+            return GrownForest(tree, len(trees), device)
         return _forest(tuple(trees), device)
+
+    def static(self) -> StaticForest:
+        """One of its own tensors, which may `hold` other forests of the shape."""
+        return StaticForest(self)
+
+    def hold(self, forest: Forest) -> None:
+        raise NotImplementedError
+
+    # What drafters do with forests whose trees grow
+
+    pool = None  # (B, P) the tokens that nodes are chosen from; else a tree's own are all there are
+    values = None  # (B, P) fp32, how good each of them is
+
+    def grow(self, level: int) -> None:
+        """Find out which nodes a level has, when those above have children."""
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        """The trees' tokens (B, N), given all that were drawn."""
+        return tokens
 
     @property
     def num_nodes(self) -> int:

@@ -255,9 +255,8 @@ def require_room(
     beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
     if beyond:
         raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
-    widest = max(map(len, tree.children))
-    if widest > vocabulary:
-        raise UsageError(f"{tree} has {widest} siblings for {vocabulary} tokens")
+    if tree.widest > vocabulary:
+        raise UsageError(f"{tree} has {tree.widest} siblings for {vocabulary} tokens")
 
 
 def require_target(target: Any) -> None:

@@ -21,7 +21,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
@@ -104,6 +104,7 @@ class Modes:
         self.trees = (PLAIN, *(tree for tree in trees if tree.num_nodes > 1))
         self.costs = costs or Costs()
         self.rates = AcceptRates()
+        self.rates_of_grown: dict[BeamTree, AcceptRates] = defaultdict(AcceptRates)
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
@@ -132,11 +133,21 @@ class Modes:
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
-        self.rates.learn(tree, end)
+        if isinstance(tree, BeamTree):
+            self.rates_of_grown[tree].learn(_as_chain(tree), tree.depths[end])
+        else:
+            self.rates.learn(tree, end)
+
+    def expected_tokens(self, tree: TokenTree) -> float:
+        """Of a step, by what was accepted lately: of a tree that grows, by how deep its own drafts
+        were, as its ranks are no choice made beforehand."""
+        if isinstance(tree, BeamTree):
+            return self.rates_of_grown[tree].expected_tokens(_as_chain(tree))
+        return self.rates.expected_tokens(tree)
 
     def _speed(self, num_rows: int, tree: TokenTree) -> float:
         """Expected tokens a second and row."""
-        return self.rates.expected_tokens(tree) / self.costs.of(num_rows, tree)
+        return self.expected_tokens(tree) / self.costs.of(num_rows, tree)
 
     def _consider_a_probe(self, num_rows: int, speed: Mapping[TokenTree, float]) -> None:
         self._plain_s += self.costs.of(num_rows, PLAIN)
@@ -144,6 +155,10 @@ class Modes:
         lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self.costs.catch_up
         if self._plain_s > lost / PROBE_SHARE:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
+
+
+def _as_chain(tree: BeamTree) -> TokenTree:
+    return TokenTree.chain(tree.depth)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from stree.errors import CheckpointRefused
 from stree.files import require_own_files
 from stree.plain_data import read_text
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 
 PROFILE_NAME = "speculation_profile.json"
 PROFILE_VERSION = 1
@@ -38,7 +38,8 @@ class Tree(Record):
     parents: tuple[int, ...]
 
     def to_token_tree(self) -> TokenTree:
-        return TokenTree(self.parents, self.name)
+        tree = BeamTree.named(self.name)
+        return TokenTree(self.parents, self.name) if tree is None else tree
 
 
 class Measurement(Record):

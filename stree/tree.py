@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from stree.errors import NotFound, UsageError
 from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 256
+MAX_POOL = 4096  # nodes that a tree which grows is chosen from
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class TokenTree:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> TokenTree:
-        """A tree by name ("paper", "chain-4", "png-6-2", …) or from a YAML file, as those in
-        configs/trees/.
+        """A tree by name ("paper", "chain-4", "png-6-2", "beam-4-5-16", …) or from a YAML file, as
+        those in configs/trees/.
 
         The file holds `name` and `parents`. Raises `UsageError` when it does not.
         """
@@ -70,12 +72,15 @@ class TokenTree:
             return cls.chain(int(name[6:]))
         if chains := re.fullmatch(r"png-([0-9]{1,3})-([0-9]{1,3})", name):
             return several_chains(*map(int, chains.groups()))
+        if beam := BeamTree.named(name):
+            return beam
         if name == "paper":
             return cls.paper()
         path = Path(name)
         if not path.is_file():
             raise NotFound(
-                f"no tree {name!r}: give paper, chain-N, png-N-D, or the path of a YAML file"
+                f"no tree {name!r}: give paper, chain-N, png-N-D, beam-W-D-N, or the path of a "
+                "YAML file"
             )
         try:
             content = parse_yaml(read_text(path))
@@ -121,6 +126,15 @@ class TokenTree:
             for level in range(self.max_depth + 1)
         )
 
+    @property
+    def widest(self) -> int:
+        """The most children that a node has."""
+        return max(map(len, self.children))
+
+    def end_of(self, path: Sequence[int]) -> int:
+        """The node of `parents` at which an accepted path ends."""
+        return path[-1]
+
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
         path = [node]
@@ -149,6 +163,76 @@ class TokenTree:
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.parents)}"
+
+
+@dataclass(frozen=True)
+class BeamTree(TokenTree):
+    """A tree that each step grows anew for each row, best first and level by level, on the device.
+
+    At each of `depth` levels the `width` best nodes are given `width` children each; of all nodes
+    that were drawn the num_nodes best (the root included) are verified. A node is as good as its
+    path is probable by the drafter. So grows EAGLE-2 (Li et al. 2024); DySpec's threshold is, in
+    each step and row, what the last of them has (Xiong et al. 2024).
+
+    `parents` is one of the shapes that such a tree may have: what is recorded of it are depths.
+    Make it with `of`.
+    """
+
+    width: int = 1
+    depth: int = 1
+
+    @classmethod
+    def of(cls, width: int, depth: int, num_nodes: int) -> BeamTree:
+        """Raises `UsageError` for numbers that no such tree has."""
+        name = f"beam-{width}-{depth}-{num_nodes}"
+        pool = 1 + width + width * width * (depth - 1)
+        if min(width, depth) < 1 or pool > MAX_POOL:
+            raise UsageError(
+                f"{name} draws {pool} nodes in {depth} levels of width {width}, wanted at least "
+                f"one level and at most {MAX_POOL} nodes"
+            )
+        most = min(pool, MAX_NODES)
+        if not depth < num_nodes <= most:
+            raise UsageError(
+                f"{name} verifies {num_nodes} nodes of {pool}, wanted {depth + 1} (a path to its "
+                f"depth) to {most}"
+            )
+        left, levels = num_nodes - 1 - depth, [1]
+        for _ in range(depth):
+            more = min(left, width * levels[-1] - 1)
+            levels.append(1 + more)
+            left -= more
+        parents, start = [-1], 0
+        for above, count in pairwise(levels):
+            parents += [start + at // width for at in range(count)]
+            start += above
+        return cls(tuple(parents), name, width, depth)
+
+    @classmethod
+    def named(cls, name: str) -> BeamTree | None:
+        """Of "beam-WIDTH-DEPTH-NODES"; None for another name. Raises `UsageError` as `of`."""
+        found = re.fullmatch(r"beam-([0-9]{1,4})-([0-9]{1,4})-([0-9]{1,4})", name)
+        return found and cls.of(*map(int, found.groups()))
+
+    @property
+    def num_drawn(self) -> int:
+        """How many nodes there are to choose from, the root included."""
+        return 1 + self.width + self.width * self.width * (self.depth - 1)
+
+    @property
+    def num_inner(self) -> int:
+        """How many nodes below the root are given children."""
+        return self.width * (self.depth - 1)
+
+    @property
+    def widest(self) -> int:
+        return self.width
+
+    def end_of(self, path: Sequence[int]) -> int:
+        return self.levels[len(path) - 1][0]
+
+    def __str__(self) -> str:
+        return f"{self.name} (grown in each step)"
 
 
 def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:

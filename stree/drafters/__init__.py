@@ -50,6 +50,7 @@ class Drafter(Protocol):
 
     drawn: Drawn
     capturable: bool  # drafts touch tensors of fixed places only, and never wait for the device
+    grows: bool  # may fill trees whose shapes it has to choose (`Forest.grow`); without it: no
 
     def clear(self, row: int) -> None:
         """Forget a row's sequence."""

@@ -24,6 +24,7 @@ class ModelDrafter:
 
     drawn = Drawn.WITHOUT_REPLACEMENT
     capturable = True
+    grows = True
 
     def __init__(self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int) -> None:
         self.model = model
@@ -45,29 +46,33 @@ class ModelDrafter:
     ) -> Proposal:
         batch, model = len(rows.active), self.model
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
-        bound = min(bound + longest, cache.num_slots)
+        bound = min(bound + max(longest, forest.num_drawn_from), cache.num_slots)
         chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
         hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound)
         tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
+        if forest.pool is not None:
+            tokens = forest.pool
         hidden = ops.take_roots(hidden, block, rows.active, tokens, cache.path_length)
         finite = torch.empty(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
         read = drawn = 0
         drawn_from = []
-        for level in forest.levels:
+        for number, level in enumerate(forest.levels):
             count = level.nodes.shape[1]
-            if drawn:
+            if number:
+                forest.grow(number)
                 inner = forest.inner_topology(width)
                 hidden = model.tree_hidden(tokens, inner, cache, read, bound, level.nodes)
                 read += count
             logits = rows.kept(model.logits(hidden, wide=False))
             ops.choose_children(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
-                finite[:, drawn : drawn + count],
+                finite[:, drawn : drawn + count], level.nodes, forest.values,
             )  # fmt: skip
             drawn += count
             drawn_from.append(logits)
-        return Proposal(tokens, finite, torch.cat(drawn_from, dim=1) if keep_logits else None)
+        logits = torch.cat(drawn_from, dim=1) if keep_logits else None
+        return Proposal(forest.finish(tokens), finite, logits)
 
     def _chains_of(self, batch: int, length: int) -> Topology:
         """As many chains, which certain tokens are read as."""

@@ -156,6 +156,7 @@ class NGramDrafter:
 
     drawn = Drawn.POINT
     capturable = True
+    grows = False
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -181,6 +182,7 @@ class GraftingDrafter(ModelDrafter):
     root has one child only, the tree is the model's."""
 
     drawn = Drawn.MIXED
+    grows = False
 
     def __init__(
         self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int

@@ -123,7 +123,10 @@ class TreeCall:
         """Before the first block there is no stream yet: it begins with the embeddings."""
         x = self.embedded if x is None else x
         if x is None:
-            return ops.embed_norm(self.embedding, self.tokens, self.nodes, norm.weight, norm.eps)
+            return ops.embed_norm(
+                self.embedding, self.tokens, self.nodes, norm.weight, norm.eps,
+                self.topology.written,
+            )  # fmt: skip
         return ops.add_rms_norm(x, y, norm.weight, norm.eps)
 
     def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:

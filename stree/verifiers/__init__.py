@@ -13,7 +13,7 @@ from stree.drafters import Drafter, Drawn, Proposal
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.rows import Rows
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 
 NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 
@@ -24,6 +24,7 @@ class Verifier(Protocol):
     accepts: frozenset[Drawn]  # how the drafts that it may judge were drawn
     reads_logits: bool  # the drafter's, too: a proposal must have them
     chains_only: bool  # trees must be chains
+    any_growth: bool  # whether a draft is in the tree may depend on its own token; without it: no
 
     def accept(
         self,
@@ -62,7 +63,14 @@ def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
 
 
 def require_tree(verifier: Verifier, tree: TokenTree) -> None:
-    """Raises `UsageError` when a verifier of chains is to judge a tree that branches."""
+    """Raises `UsageError` when a verifier of chains is to judge a tree that branches, or one whose
+    shape depends on its tokens goes to a verifier that would be biased by it."""
+    if isinstance(tree, BeamTree) and not getattr(verifier, "any_growth", False):
+        raise UsageError(
+            f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins by "
+            "how drafts were drawn, and such a tree keeps a draft or not by the token that was "
+            "drawn; take the verifier coupled or naive, or a tree of one shape"
+        )
     if verifier.chains_only and tree.max_depth + 1 < tree.num_nodes:
         raise UsageError(
             f"the verifier {type(verifier).__name__} judges chains only, and {tree} branches: take "

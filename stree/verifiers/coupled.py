@@ -29,6 +29,7 @@ class Coupled:
     accepts = frozenset(Drawn)
     reads_logits = False
     chains_only = False
+    any_growth = True
 
     def accept(
         self,

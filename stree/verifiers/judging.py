@@ -46,6 +46,7 @@ class Judging:
     accepts = frozenset(Drawn)
     reads_logits = True
     chains_only = False
+    any_growth = False
 
     def __init__(self, choose: Choose | None = None) -> None:
         self.choose = choose

@@ -16,6 +16,7 @@ class Naive(Judging):
     bound from below. What was drafted how does not matter to it."""
 
     reads_logits = False
+    any_growth = True
 
     def judge(
         self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows, choose: Choose

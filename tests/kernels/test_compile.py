@@ -14,6 +14,7 @@ KERNELS = {
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
     "embed_kernel", "root_kernel", "share_kernel", "uniforms_kernel",
     "heads_kernel", "sigmoid_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
+    "topology_kernel", "pick_kernel",
 }  # fmt: skip
 
 

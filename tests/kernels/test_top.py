@@ -129,3 +129,36 @@ def test_choose_children(vocabulary, dtype):
         results.append(tokens)
     if dtype == torch.float32:  # no ties, whose order is the twin's own
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 2500])
+@pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
+def test_paths_values_are_sums_of_log_shares(temperatures, vocabulary):
+    """By hand in fp64: the softmax of logits + temperature · noise, from the parent's value on."""
+    logits = 3 * normal(3, 2, vocabulary)
+    logits[0, 1, 0] = -torch.inf
+    sampling = temperatures and sampling_of(temperatures)
+    depths = torch.tensor([[0, 1]] * 3, dtype=torch.int32, device=DEVICE)
+    places = torch.tensor([[[2, 5, 4], [7, 6, -1]]] * 3, device=DEVICE)
+    nodes = torch.tensor([[0, 3]] * 3, device=DEVICE)
+    before = -torch.arange(27.0, device=DEVICE).view(3, 9)
+    for module in (naive, top):
+        values, tokens = before.clone(), torch.zeros(3, 8, dtype=torch.long, device=DEVICE)
+        finite = torch.zeros(3, 2, dtype=torch.bool, device=DEVICE)
+        module.choose_children(
+            logits, depths, sampling, places, tokens, finite, nodes, values[:, :8]
+        )
+        wanted = before.double()
+        for row, at, rank in ((r, a, k) for r in range(3) for a in range(2) for k in range(3)):
+            temperature = temperatures[row] if temperatures else 0.0
+            perturbed = logits[row, at].double()
+            if temperature:
+                position = sampling.position[row, None, None] + 1 + at
+                noise = naive.token_noise(sampling.seed[row, None], position[0], vocabulary)
+                perturbed = perturbed + temperature * noise[0, 0]
+            place = int(places[row, at, rank])
+            if place >= 0:
+                share = perturbed.log_softmax(-1)[tokens[row, place]]
+                wanted[row, place] = before[row, nodes[row, at]] + share
+        torch.testing.assert_close(values.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert finite.all()

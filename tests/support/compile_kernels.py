@@ -22,9 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, topology_of
-from stree.tree import TokenTree, balanced
+from stree.tree import BeamTree, TokenTree, balanced
 from stree_kernels import ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Sampling, Steering
 
@@ -67,6 +68,22 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
     torch.cuda.get_device_properties = lambda device=None: properties
     ops.fused = lambda *_: True
     return compiled
+
+
+def grow(model: HybridModel, sampling: Sampling) -> None:
+    """What a tree that grows has beside other calls: a level, and the tree that is left."""
+    forest = GrownForest(BeamTree.of(3, 3, 13), 1, model.device)
+    level, finite = forest.levels[2], torch.ones(1, 3, dtype=torch.bool)
+    forest.grow(2)
+    forest.inner_topology(model.config.d_conv)
+    scale = torch.ones(model.config.d_model, dtype=model.dtype)
+    ops.embed_norm(model.head_weight, forest.pool, level.nodes, scale, 1e-5, written=True)
+    logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
+    for by in (None, sampling):
+        ops.choose_children(
+            logits, level.depths, by, level.places, forest.pool, finite, level.nodes, forest.values
+        )
+    forest.finish(forest.pool)
 
 
 def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
@@ -147,6 +164,7 @@ def main() -> None:
             for count, by in ((3, None), (3, sampling), (255, None), (255, sampling)):
                 places = torch.full((*inner.shape, count), -1)
                 ops.choose_children(logits, depths[:, 1:].contiguous(), by, places, tokens, finite)
+            grow(model, sampling)
             ops.take_roots(hidden, block, active, tokens, cache.path_length)
         for num_nodes in {1, *options.nodes}:
             gated_delta(num_nodes, getattr(torch, options.dtype))

@@ -1,0 +1,158 @@
+"""Token trees that grow on the device: which nodes, and what a call reads of them (Triton).
+
+One program a sequence picks nodes by their values; one a few nodes of a sequence walks up from each
+of them. The naive twins are in `naive_growth.py`.
+
+Launches that follow read what these write. That is safe before their own `follow`, too, for all but
+the next one: see `launch.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.launch import follow, overlapping
+from stree_kernels.shapes import Topology
+
+BLOCK_NODES = 16
+LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
+
+
+def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
+    """`naive_growth.build_topology` in one launch; all contiguous but parents, whose last stride is
+    1."""
+    batch, size = parents.shape
+    assert parents.stride(1) == 1
+    assert all(
+        each.is_contiguous() for each in (topology.ancestors, topology.depths, topology.windows)
+    )
+    topology_kernel[(triton.cdiv(size, BLOCK_NODES), batch)](
+        parents, parents.stride(0), topology.ancestors.view(torch.uint8), topology.depths,
+        topology.windows, size, max_depth + 1,
+        WIDTH=topology.windows.shape[2], BLOCK_Q=BLOCK_NODES,
+        BLOCK_N=triton.next_power_of_2(size), num_warps=4, **overlapping(parents),
+    )  # fmt: skip
+
+
+def pick_level(
+    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
+) -> None:
+    """`naive_growth.pick_level` in one launch; last strides are 1."""
+    _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None)
+
+
+def pick_tree(
+    values: Tensor,
+    drawn_by: Tensor,
+    drawn: Tensor,
+    pool_depths: Tensor,
+    pool_tokens: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+) -> None:
+    """`naive_growth.pick_tree` in one launch; last strides are 1, and depths' rows as far apart as
+    tokens'."""
+    numbers = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+    assert depths.stride() == tokens.stride()
+    _pick(
+        values, drawn_by, 0, values.shape[1], tokens, parents,
+        drawn, pool_depths, pool_tokens, depths, numbers,
+    )  # fmt: skip
+
+
+def _pick(
+    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor,
+    drawn: Tensor | None, pool_depths: Tensor | None, pool_tokens: Tensor | None,
+    depths: Tensor | None, numbers: Tensor | None,
+) -> None:  # fmt: skip
+    assert values.stride(1) == picks.stride(1) == parents.stride(1) == 1
+    block = triton.next_power_of_2(end - first)
+    pick_kernel[(len(values),)](
+        values, values.stride(0), drawn_by, first, end,
+        picks, picks.stride(0), parents, parents.stride(0), picks.shape[1],
+        drawn, 0 if drawn is None else drawn.stride(0), pool_depths,
+        pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
+        BLOCK=block, num_warps=min(8, max(1, block // 128)), **overlapping(values),
+    )  # fmt: skip
+
+
+# A bound of 1 is not made a constant: a loop over it was once compiled wrongly
+@triton.jit(do_not_specialize=["num_steps"])
+def topology_kernel(
+    parents, parent_stride, ancestors, depths, windows, size, num_steps,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    other = tl.arange(0, BLOCK_N)
+    known = node < size
+    line = row * size + node
+    above = tl.zeros([BLOCK_Q, BLOCK_N], dtype=tl.int32)
+    depth = tl.zeros([BLOCK_Q], dtype=tl.int32) - 1
+    at = tl.where(known, node, -1)
+    for step in range(num_steps):
+        there = at >= 0
+        above = tl.where(other[None, :] == at[:, None], 1, above)
+        depth += there.to(tl.int32)
+        place = line * WIDTH + WIDTH - 1 - step
+        tl.store(windows + place, WIDTH - 1 + at, mask=there & (step < WIDTH))
+        at = tl.load(parents + row * parent_stride + at, mask=there, other=-1).to(tl.int32)
+    for back in tl.static_range(WIDTH):
+        place = line * WIDTH + WIDTH - 1 - back
+        tl.store(windows + place, WIDTH - 1 - back + depth, mask=known & (depth < back))
+    tl.store(depths + line, depth, mask=known)
+    tl.store(
+        ancestors + line[:, None] * size + other[None, :], above.to(tl.uint8),
+        mask=known[:, None] & (other < size)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def pick_kernel(
+    values, value_stride, drawn_by, first, end,
+    picks, pick_stride, parents, parent_stride, count,
+    drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    node = first + tl.arange(0, BLOCK)
+    known = node < end
+    value = tl.load(values + row * value_stride + node, mask=known, other=0.0)
+    value = tl.where(value != value, -float("inf"), value)
+    # Of numbers up to 0 the bits without the sign grow as they fall
+    key = -(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    key = tl.where(known, key, LOWEST)
+    # The largest key that `count` nodes reach
+    low = tl.min(tl.where(known, key, 0), axis=0)
+    high = tl.max(key, axis=0)
+    for _ in range(31):
+        middle = high - (high - low) // 2
+        enough = tl.sum((key >= middle).to(tl.int32), axis=0) >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, tl.maximum(middle - 1, low))
+    above, equal = key > low, key == low
+    left = count - tl.sum(above.to(tl.int32), axis=0)
+    equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left)
+    chosen = known & (above | equal)
+    number = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    by = tl.load(drawn_by + node, mask=chosen, other=0)
+    if drawn is None:
+        tl.store(picks + row * pick_stride + number, node.to(tl.int64), mask=chosen)
+        tl.store(parents + row * parent_stride + number, by - 1, mask=chosen)
+    else:
+        numbers += row * end
+        tl.store(numbers + node, number, mask=chosen)
+        tl.debug_barrier()
+        parent = tl.load(drawn + row * drawn_stride + by, mask=chosen, other=0)
+        parent = tl.load(numbers + parent, mask=chosen & (node > 0), other=-1)
+        tl.store(parents + row * parent_stride + number, parent.to(tl.int64), mask=chosen)
+        token = tl.load(pool_tokens + row * pool_stride + node, mask=chosen, other=0)
+        tl.store(picks + row * pick_stride + number, token, mask=chosen)
+        depth = tl.load(pool_depths + node, mask=chosen, other=0)
+        tl.store(depths + row * pick_stride + number, depth, mask=chosen)

@@ -1,0 +1,86 @@
+"""How token trees grow on the device, in plain PyTorch: the twins of `growth.py`.
+
+Shapes: B sequences, N nodes of a tree, P nodes of a pool, which a tree is chosen from, I of them
+from which others were drawn (the root first), Q picks, W conv width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree_kernels.shapes import Topology
+
+
+def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
+    """Write ancestors, depths and windows of trees whose parents only the device knows.
+
+    Args: parents (B, N) int64, each before its children; below 0 for a root or padding, which sees
+    itself only. max_depth, of any node at most. Nothing waits for the device.
+    """
+    size, width = parents.shape[1], topology.windows.shape[2]
+    node = torch.arange(size, device=parents.device)
+    at = node.expand_as(parents)
+    path = [at]  # of each node up to its root, −1 beyond
+    for _ in range(max_depth):
+        at = torch.where(at >= 0, parents.gather(1, at.clamp(min=0)), -1)
+        path.append(at)
+    above = torch.stack(path, -1)  # (B, N, max_depth + 1)
+    topology.ancestors.copy_((above[..., None] == node).any(2))
+    depths = (above >= 0).sum(-1, dtype=torch.int32) - 1
+    topology.depths.copy_(depths)
+    for back in range(width):  # before the root comes the end of the tail
+        seen = width - 1 - back + depths
+        if back <= max_depth:
+            seen = torch.where(above[..., back] >= 0, width - 1 + above[..., back], seen)
+        topology.windows[..., width - 1 - back] = seen
+
+
+def pick_level(
+    values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
+) -> None:
+    """Of nodes first … end − 1 of each pool, those with the largest values, which are to have
+    children themselves.
+
+    Args: values (B, P) fp32, at most 0, NaN counts least; of equal ones the first win. drawn_by
+    (P,), the place of each node's parent among those from which others were drawn. Written: picks
+    (B, Q) int64, in ascending order, and parents (B, Q), those of the trees that they form without
+    the root: drawn_by − 1.
+    """
+    found = first + _best(values[:, first:end], picks.shape[1])
+    picks.copy_(found)
+    parents.copy_(drawn_by[found] - 1)
+
+
+def pick_tree(
+    values: Tensor,
+    drawn_by: Tensor,
+    drawn: Tensor,
+    pool_depths: Tensor,
+    pool_tokens: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+) -> None:
+    """The nodes of each pool with the largest values, as a tree.
+
+    No child has a larger value than its parent, and each comes after it, so parents are always
+    among them.
+
+    Args: values (B, P) and drawn_by (P,) as in `pick_level`, the root first with the value 0; drawn
+    (B, I), the nodes from which others were drawn; pool_depths (P,) int32 and pool_tokens (B, P).
+    Written, all (B, N): tokens, parents (−1 for the root) and depths int32.
+    """
+    picks = _best(values, tokens.shape[1])
+    tokens.copy_(pool_tokens.gather(1, picks))
+    above = drawn.gather(1, drawn_by[picks])
+    parents.copy_(torch.searchsorted(picks, above))
+    parents[:, 0] = -1
+    depths.copy_(pool_depths[picks])
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """(B, count) places of the largest, in ascending order; of equal ones the first."""
+    values = torch.where(values.isnan(), -torch.inf, values)
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :count].sort(dim=1).values

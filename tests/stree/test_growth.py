@@ -1,0 +1,368 @@
+"""Trees that grow in the step: the best by the drafter, and what comes out is the target's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from enumerated import CONTEXT, TREES, distance, random_case
+from toys import (
+    TableDrafter,
+    TableTarget,
+    drawing_in_turn,
+    exact_law,
+    right_now_and_then,
+    tiny_model,
+)
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree.drafters import Proposal
+from stree.drafters.model import ModelDrafter
+from stree.drafters.ngram import NGram
+from stree.errors import UsageError
+from stree.executors import Eager, new_report
+from stree.forest import Forest
+from stree.grown import GrownForest
+from stree.modes import PLAIN
+from stree.rows import Rows
+from stree.speculation_profile import Tree
+from stree.step import Step
+from stree.tree import BeamTree
+from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.naive import Naive
+from stree_kernels import naive, ops
+
+NAMES = ["beam-1-3-4", "beam-3-1-4", "beam-2-4-7", "beam-3-4-13", "beam-4-2-12"]
+CPU = torch.device("cpu")
+
+
+def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
+    """Tokens and parents by the model's whole-sequence logits, on the host."""
+
+    def children(path: list[int]) -> list[tuple[float, int]]:
+        logits = model(torch.tensor([context + path]))[0, -1].double()
+        scores, scale = logits, generation.temperature or 1.0
+        if generation.temperature:
+            place = torch.tensor([[len(context) + len(path)]])
+            noise = naive.token_noise(torch.tensor([generation.seed]), place, len(logits))[0, 0]
+            scores = logits / scale + noise
+        best = scores.topk(tree.width).indices
+        shares = (scores * scale).log_softmax(-1)
+        return [(float(shares[token]), int(token)) for token in best]
+
+    nodes = [(0.0, [], -1)]  # value, path, parent
+    level = [0]
+    for _ in range(tree.depth):
+        start = len(nodes)
+        for parent in level:
+            value, path, _ = nodes[parent]
+            nodes += [(value + share, [*path, token], parent) for share, token in children(path)]
+        ranked = sorted(range(start, len(nodes)), key=lambda node: (-nodes[node][0], node))
+        level = sorted(ranked[: tree.width])
+    ranked = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))
+    kept = sorted(ranked[: tree.num_nodes])
+    parents = [-1] + [kept.index(nodes[node][2]) for node in kept[1:]]
+    return [nodes[node][1][-1] for node in kept[1:]], parents
+
+
+@pytest.mark.parametrize("layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_is_the_best_by_the_drafter(name, layers):
+    """Two rows of other prompts and settings; the drafter's states along the beams included."""
+    tree = BeamTree.named(name)
+    model = tiny_model(3, num_layers=2, attn_layers=layers)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)  # unsure, or all trees were chains
+    settings = [GenerationConfig(temperature=0.0), GenerationConfig(temperature=1.3, seed=5)]
+    texts = [[4, 9, 2, 7], [8, 1, 3]]
+    everyone = Rows.new(2, tree.num_nodes)
+    drafter = ModelDrafter(model, 2, 64, max(tree.num_nodes, tree.num_inner))
+    forest, shapes = Forest.of([tree, TokenTree.chain(0)], CPU), []
+    for turn in range(2):  # in the second, what the first has left must not matter
+        for row, text in enumerate(texts):
+            everyone.set(row, settings[row])
+            drafter.clear(row)
+            drafter.read(row, torch.tensor(text[: -1 - turn]))
+            everyone.begin(row, len(text) - 1, text[-1])
+            everyone.block[row, : 2 + turn] = torch.tensor([1 + turn, *text[-1 - turn :]])
+        with torch.no_grad():
+            rows = everyone.narrow(0, 2, settings)
+            proposal = drafter.draft(rows, forest, 1 + turn, 32, False)
+            for row, text in enumerate(texts):
+                tokens, parents = best_first(model, text, tree, settings[row])
+                assert proposal.tokens[row].tolist() == [text[-1], *tokens]
+                assert forest.parents[row].tolist() == parents
+                shapes.append(tuple(parents))
+                grown = forest.trees[row]
+                assert forest.depths[row].tolist() == list(grown.depths)
+                children = [[n for n in row if n >= 0] for row in forest.children[row].tolist()]
+                assert children == [list(nodes) for nodes in grown.children]
+    assert proposal.finite.all()
+    assert tree.width == 1 or tree.depth == 1 or len(set(shapes)) > 1
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "naive"])
+def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cpu):
+    """In batches of other lengths and settings, as graphs and without."""
+    target = tiny_model(1)
+    drafter, rng = right_now_and_then(target), random.Random(2)
+    served = [
+        Request(
+            [rng.randrange(61) for _ in range(rng.randint(1, 9))],
+            GenerationConfig(
+                rng.randint(5, 20), rng.choice([0.0, 0.7, 1.3]), seed=seed, top_k=rng.choice([0, 9])
+            ),
+        )
+        for seed in range(6)
+    ]
+    plain = BatchDecoder(target, num_rows=6, max_length=64).generate(served)
+    accepted = 0
+    for name in ("beam-2-4-7", "beam-3-3-13"):
+        tree, outputs = BeamTree.named(name), []
+        for executor in (None, Eager):
+            with monkeypatch.context() as patch:
+                if executor is not None:
+                    patch.setattr("stree.batch.executor_of", executor)
+                decoder = BatchDecoder(
+                    target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
+                )
+                outputs.append(decoder.generate(served))
+        for captured, eager, wanted in zip(*outputs, plain, strict=True):
+            assert captured.tokens == eager.tokens
+            assert captured.stats.accepted_per_call == eager.stats.accepted_per_call
+            if verifier == "coupled" or not wanted.stats:
+                assert eager.tokens == wanted.tokens
+            assert eager.stats.num_nodes == tree.num_nodes * eager.stats.num_calls
+            depths = [tree.depths[end] for end in eager.stats.end_node_per_call]
+            assert depths == eager.stats.accepted_per_call
+            accepted += sum(eager.stats.accepted_per_call)
+    assert accepted > 30 or verifier == "naive"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
+    target = tiny_model(1, torch.float32, num_layers=2)
+    drafter = right_now_and_then(target)
+    served = [
+        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3)),
+        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4)),
+    ]
+
+    def serve():
+        decoder = BatchDecoder(target, drafter, BeamTree.of(3, 3, 9), num_rows=2, max_length=32)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    assert len({each for _, accepted in wanted for each in accepted}) > 1
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted
+
+
+class Growing(TableDrafter):
+    """Grows trees with the product's own ops, from a table over the last two tokens."""
+
+    grows = True
+
+    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+        self.read_blocks(rows)
+        paths = [{0: []} for _ in rows.active]  # of the pool's nodes, by row
+        forest.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]
+        finite = torch.ones(len(rows.active), forest.num_drawn_from, dtype=torch.bool)
+        logits, done = [], 0
+        for number, level in enumerate(forest.levels):
+            if number:
+                forest.grow(number)
+            after = torch.stack([
+                torch.stack([
+                    self.table[tuple(([0, 0, *self.sequences[row]] + paths[row][node])[-2:])]
+                    for node in nodes
+                ])
+                for row, nodes in enumerate(level.nodes.tolist())
+            ])  # fmt: skip
+            logits.append(rows.kept(after))
+            count = level.nodes.shape[1]
+            self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
+            done += count
+            for row, nodes in enumerate(level.nodes.tolist()):
+                for node, places in zip(nodes, level.places[row].tolist(), strict=True):
+                    for place in places:
+                        paths[row][place] = [*paths[row][node], int(forest.pool[row, place])]
+        self.logits = torch.cat(logits, 1)
+        return Proposal(forest.finish(forest.pool), finite)
+
+    def choose(self, forest, rows, level, logits, finite) -> None:
+        ops.choose_children(
+            logits, level.depths, rows.sampling, level.places, forest.pool, finite, level.nodes,
+            forest.values,
+        )  # fmt: skip
+
+
+def tables(seed: int):
+    torch.manual_seed(seed)
+    size = 4 + seed % 5
+    table = 2 * torch.randn(size, size, size, dtype=torch.float64)
+    return TableTarget(table), Growing(table + torch.randn_like(table))
+
+
+def test_drafts_change_nothing_of_what_is_sampled():
+    """Whatever tables, temperatures, top-k and top-p."""
+    rng, accepted, calls = random.Random(7), 0, 0
+    for seed in range(30):
+        target, drafter = tables(seed)
+        setting = GenerationConfig(
+            20, rng.choice([0.2, 0.6, 1.0, 1.7]), rng.choice([0, 2, 3]), rng.choice([1.0, 0.8]),
+            seed=rng.randrange(2**50),
+        )  # fmt: skip
+        wanted = Decoder(target).generate([seed % 3, 1], setting).tokens
+        decoder = Decoder(target, drafter, BeamTree.named(NAMES[seed % len(NAMES)]))
+        got = decoder.generate([seed % 3, 1], setting)
+        assert got.tokens == wanted, seed
+        accepted += sum(got.stats.accepted_per_call)
+        calls += got.stats.num_calls
+    assert accepted > 0.6 * calls
+
+
+class InTurn(Growing):
+    """Its draws are enumerated, and as good as they were probable."""
+
+    def __init__(self, table, choose) -> None:
+        super().__init__(table)
+        self.draw = drawing_in_turn(choose)
+
+    def choose(self, forest, rows, level, logits, finite) -> None:
+        self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
+        shares = rows.distribution(logits).log().gather(2, forest.pool.gather(
+            1, level.places.flatten(1)).view_as(level.places))  # fmt: skip
+        paths = forest.values.gather(1, level.nodes)[..., None] + shares.float()
+        forest.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
+
+
+def block_law(table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier) -> dict:
+    """Of what one step gives one row, over all draws and coins, by the verifier as it judges trees
+    of one shape: the drafts are given to it in a static forest of the shape that has grown."""
+
+    target = TableTarget(table)
+
+    def run(choose):
+        everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
+        everyone.set(0, setting)
+        everyone.begin(0, 1, CONTEXT[-1])
+        cache.rows[0].committed = list(CONTEXT[:-1])
+        drafter = drafter_of(choose)
+        drafter.read(0, torch.tensor(CONTEXT[:-1]))
+        rows, forest = everyone.narrow(0, 1, [setting]), GrownForest(tree, 1, CPU)
+        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
+        proposal = step.draft(rows, forest, 1, 8)
+        static = Forest.of(forest.trees, CPU)
+        logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
+        for node, children in enumerate(static.trees[0].children):
+            if children:
+                path = [int(proposal.tokens[0, n]) for n in static.trees[0].path_to(node)]
+                after = drafter.table[tuple([CONTEXT[-2], *path][-2:])]
+                logits[0, static.drawn_by[0, node]] = rows.kept(after[None, None])[0, 0]
+        report = new_report(rows, static)
+        judged = Proposal(proposal.tokens.clone(), proposal.finite, logits)
+        step.verify(rows, static, judged, 8, report)
+        _, count, *tokens = report[0].tolist()
+        return tuple(tokens[:count])
+
+    return exact_law(run)
+
+
+def test_naive_keeps_the_targets_law_whatever_grew():
+    """Drafts of real noise: given any of them, the law of what comes out is the target's."""
+    for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
+        target, drafter, _, setting = random_case(seed, TREES[:1])
+        tree = BeamTree.named(name)
+        law = block_law(target, lambda choose, q=drafter: Growing(q), tree, setting, Naive)
+        assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+def test_coins_would_be_biased_by_trees_that_look_at_what_they_keep():
+    """Why the contract refuses them: the less probable of two drafts is drawn and then left out."""
+    setting, tree = GenerationConfig(temperature=1.0), BeamTree.of(2, 1, 2)
+    for seed in range(3):
+        target, drafter, _, _ = random_case(seed, TREES[:1])
+        law = block_law(
+            target, lambda choose, q=drafter: InTurn(q, choose), tree, setting, MultiStep
+        )
+        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(law, target, setting, 2) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", ["multi_step", "traversal", "block"])
+def test_verifiers_that_toss_coins_refuse_it(verifier):
+    model = tiny_model(1)
+    with pytest.raises(UsageError, match="cannot judge beam-2-2-4: it tosses coins"):
+        Decoder(model, model, BeamTree.of(2, 2, 4), verifier=verifier)
+
+
+def test_drafters_of_one_shape_refuse_it():
+    model = tiny_model(1)
+    for drafter in (NGram(2), NGram(2, (), model)):
+        with pytest.raises(UsageError, match="needs a model"):
+            Decoder(model, drafter, BeamTree.of(2, 2, 4))
+
+
+def test_a_step_grows_all_trees_alike_or_none():
+    model, tree = tiny_model(1), BeamTree.of(2, 2, 4)
+    for made, asked in (
+        (tree, TokenTree.chain(2)), (TokenTree.chain(3), tree), (Modes([tree]), TokenTree.chain(2))
+    ):  # fmt: skip
+        decoder = BatchDecoder(model, model, made, num_rows=1, max_length=32)
+        with pytest.raises(UsageError, match="trees that grow are the decoder's"):
+            decoder.admit(Request([1], tree=asked))
+    decoder = BatchDecoder(model, model, tree, num_rows=1, max_length=32)
+    decoder.release(decoder.admit(Request([1], GenerationConfig(4), tree)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("beam-0-3-4", "at least one level"), ("beam-3-0-1", "at least one level"),
+        ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-257", "to 256"),
+        ("beam-99-9-20", "at most 4096 nodes"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_tree_has_are_refused(name, reason):
+    with pytest.raises(UsageError, match=reason):
+        TokenTree.load(name)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "beam-8-6-60", "beam-16-2-256", "beam-1-1-2"])
+def test_names_say_all_of_it(name):
+    """The recorded shape is one that such a tree may have, and leads back to it."""
+    tree = TokenTree.load(name)
+    assert isinstance(tree, BeamTree) and tree.name == name
+    assert f"beam-{tree.width}-{tree.depth}-{tree.num_nodes}" == name
+    assert tree.max_depth == tree.depth and max(map(len, tree.children)) <= tree.width
+    inner = [sum(bool(tree.children[node]) for node in level) for level in tree.levels]
+    assert max(inner) <= tree.width
+    assert Tree(name=tree.name, parents=tree.parents).to_token_tree() == tree
+    assert [tree.depths[tree.end_of(range(n + 1))] for n in range(tree.depth + 1)] == [
+        *range(tree.depth + 1)
+    ]
+
+
+def test_modes_choose_among_trees_that_grow():
+    """Each by how deep its own drafts were accepted."""
+    small, large = BeamTree.of(2, 2, 4), BeamTree.of(3, 4, 13)
+    target = tiny_model(1)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), Modes([small, large]), num_rows=2, max_length=64
+    )
+    costs = decoder.measure_costs(num_steps=2)
+    assert {tree for _, tree in costs.seconds} == {PLAIN, small, large}
+    request = Request([1, 2], GenerationConfig(30))
+    plain = BatchDecoder(target, max_length=64).generate([request])[0].tokens
+    assert decoder.generate([request])[0].tokens == plain
+    modes = Modes([small, large])
+    for _ in range(200):
+        modes.learn(small, small.end_of([0, 1, 3]))
+        modes.learn(large, large.end_of([0, 2]))
+    assert modes.expected_tokens(small) == pytest.approx(3, abs=0.05)
+    assert modes.expected_tokens(large) == pytest.approx(2, abs=0.05)
