@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("run", type=str, help="run folder, or an evaluation's folder")
     add("--nodes", type=int | None, help="root included (default: as many as were measured)")
+    add("--depth", type=int | None, help="at most, as each is a call of the drafter (default: any)")
     add("--temperature", type=float, default=0.0, help="whose rows count")
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     store = open_results(Path(options.run))
     rows = rows_of_step(store, options.step, options.show)
-    suggestion = suggest(rows, options.temperature, options.nodes, store.samples)
+    suggestion = suggest(rows, options.temperature, options.nodes, store.samples, options.depth)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:
         print(

@@ -137,7 +137,7 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
         "Target": next(iter(places[0].rows.values())).target,
         "Device": f"{environment.num_processes} × {environment.device}",
         "Number formats": ", ".join(f"{k} {v}" for k, v in environment.dtypes.items()),
-        "Trees": "\n".join(sorted(f"{tree.name}: {list(tree.parents)}" for tree in trees)),
+        "Trees": "\n".join(sorted(str(tree.to_token_tree()) for tree in trees)),
         "Commit": environment.git_sha or "not in a clone",
         "Command": environment.command_line,
     }

@@ -16,7 +16,7 @@ from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
 from stree_pipelines.reports.settings import chosen, dtype_of
 from stree_pipelines.reports.tables import advise
-from stree_pipelines.reports.tree_suggestion import suggest
+from stree_pipelines.reports.tree_suggestion import suggest, tells_ranks
 
 # Device, dtype and batch size: a profile has figures of each that was measured.
 Place = tuple[str, str, int]
@@ -138,5 +138,5 @@ def _suggestions(
 ) -> Iterator[SuggestedTree]:
     """By the place that was measured last. None for temperatures whose rows are from before ends of
     paths were recorded."""
-    for temperature in sorted({row.temperature for row in rows if row.end_nodes}):
+    for temperature in sorted({row.temperature for row in rows if tells_ranks(row)}):
         yield suggest(rows, temperature, num_nodes, store.samples)

@@ -90,7 +90,7 @@ def _environment(data: RunData) -> list[tuple[str, str]]:
         "New tokens a turn": [
             f"{r.max_new_tokens}" + (", EOS ignored" if r.ignore_eos else "") for r in rows
         ],
-        "Trees": [f"{r.tree.name}: {list(r.tree.parents)}" for r in rows if r.tree],
+        "Trees": [str(r.tree.to_token_tree()) for r in rows if r.tree],
         "Seed": [str(row.seed) for row in rows],
         "Commit": [row.environment.git_sha or "not in a clone" for row in rows],
         "Versions": [

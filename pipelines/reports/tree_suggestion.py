@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stree import metrics
 from stree.errors import UsageError
 from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
-from stree.tree import MAX_NODES, TokenTree
+from stree.tree import MAX_NODES, BeamTree, TokenTree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 
 # A rate's own calls and this many at its rank's rate over all depths: steadies the rare ones.
@@ -77,20 +77,26 @@ class AcceptanceRates:
         return np.asarray(sum(probability[1:]))
 
 
-def best_tree(rates: AcceptanceRates, num_nodes: int, name: str | None = None) -> TokenTree:
+def best_tree(
+    rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None, name: str | None = None
+) -> TokenTree:
     """The tree with the most expected drafts among all of at most `num_nodes` nodes, the root
-    included. Raises UsageError for a size that no tree has."""
+    included, none deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError
+    for a size that no tree has."""
     if not 2 <= num_nodes <= MAX_NODES:
         raise UsageError(f"a tree of {num_nodes} nodes was asked for, wanted 2 to {MAX_NODES}")
     num_drafts = num_nodes - 1
-    rates_DR = rates.rates(num_drafts)
+    num_levels = num_drafts if max_depth is None else min(max_depth, num_drafts)
+    if num_levels < 1:
+        raise UsageError(f"a tree of depth {max_depth} was asked for, wanted at least 1")
+    rates_DR = rates.rates(num_levels)
     widest = rates_DR.shape[1]
     # below[n]: the most expected drafts below an accepted node of the depth, of n nodes in all.
     # share[d, r, n]: what of n nodes the child of rank r and those below it get, the rest going to
     # its later siblings; 0 ends the siblings.
     below = np.zeros(num_drafts + 1)
-    share = np.zeros((num_drafts, widest, num_drafts + 1), dtype=np.int64)
-    for depth in reversed(range(num_drafts)):
+    share = np.zeros((num_levels, widest, num_drafts + 1), dtype=np.int64)
+    for depth in reversed(range(num_levels)):
         later = np.zeros(num_drafts + 1)
         for rank in reversed(range(widest)):
             best = np.zeros(num_drafts + 1)
@@ -103,13 +109,13 @@ def best_tree(rates: AcceptanceRates, num_nodes: int, name: str | None = None) -
     parents, queue = [-1], [(0, 0, num_drafts)]
     for node, depth, nodes in queue:
         for rank in range(widest):
-            if nodes == 0:
+            if nodes == 0 or depth == num_levels:
                 break
             given = int(share[depth, rank, nodes])
             queue.append((len(parents), depth + 1, given - 1))
             parents.append(node)
             nodes -= given
-    return TokenTree(tuple(parents), name or f"suggested-{num_nodes}")
+    return TokenTree(tuple(parents), name or f"suggested-{len(parents)}")
 
 
 def suggest(
@@ -117,18 +123,20 @@ def suggest(
     temperature: float,
     num_nodes: int | None,
     samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
+    max_depth: int | None = None,
 ) -> SuggestedTree:
     """The best tree for rows of one checkpoint at one temperature; by default of as many nodes as
     the largest tree that was measured. The prediction has an interval where `samples_of` has the
     prompts of all the rows.
 
-    Raises UsageError when no row says where its paths ended.
+    Raises UsageError when no row of a tree of one shape says where its paths ended: in trees that
+    grow a rank is no place.
     """
-    told = [row for row in rows if row.tree and row.end_nodes and row.temperature == temperature]
+    told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
     if not told:
         raise UsageError(
-            f"no row at T = {temperature:g} says at which nodes paths ended: evaluate again with "
-            "--overwrite"
+            f"no row at T = {temperature:g} says at which nodes of a tree of one shape paths "
+            "ended: evaluate again with --overwrite, with --tree paper or another such tree"
         )
     trees = [row.tree.to_token_tree() for row in told if row.tree]
     ends = [row.end_nodes for row in told]
@@ -140,7 +148,7 @@ def suggest(
         return own / num_calls + float(rates.expected_drafts(tree))
 
     measured = max(tree.num_nodes for tree in trees)
-    tree = best_tree(rates, measured if num_nodes is None else num_nodes)
+    tree = best_tree(rates, measured if num_nodes is None else num_nodes, max_depth)
     prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
                for sample in samples_of(row)]  # fmt: skip
     complete = len(prompts) == sum(row.num_prompts for row in told)
@@ -160,6 +168,13 @@ def suggest(
             for each in dict.fromkeys(row.tree for row in told if row.tree)
         ),
     )
+
+
+def tells_ranks(row: ResultRow) -> bool:
+    """Whether a row says by depth and rank which drafts were accepted."""
+    if row.tree is None or not row.end_nodes:
+        return False
+    return not isinstance(row.tree.to_token_tree(), BeamTree)
 
 
 def _interval(

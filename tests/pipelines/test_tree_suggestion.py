@@ -74,6 +74,16 @@ def test_no_tree_of_its_size_has_more_expected_drafts(seed):
     assert rates.expected_drafts(best) == pytest.approx(most, abs=1e-12)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_none_is_deeper_than_allowed_and_none_of_these_is_better(depth):
+    rates = certain(TRUTH[:3])
+    best = best_tree(rates, 6, depth)
+    allowed = [tree for tree in all_trees(6) if tree.max_depth <= depth]
+    most = max(rates.expected_drafts(tree) for tree in allowed)
+    assert best.max_depth <= depth
+    assert rates.expected_drafts(best) == pytest.approx(most, abs=1e-12)
+
+
 def test_counts_by_depth_and_rank_by_hand():
     """Paths that end at: the root 5 times, its second child 2, a grandchild of the first 3."""
     tree = TokenTree((-1, 0, 0, 1, 1))
@@ -153,6 +163,19 @@ def test_sizes_and_rows_that_cannot_be_used_are_one_clear_line():
             suggest([row], 0.0, size)
     with pytest.raises(UsageError, match=r"T = 0\.7 .*--overwrite"):
         suggest([row], 0.7, 13)
+    with pytest.raises(UsageError, match="tree of depth 0"):
+        suggest([row], 0.0, 13, max_depth=0)
+
+
+def test_trees_that_grow_say_nothing_of_ranks():
+    row = measured_row(TokenTree.paper(), seed=1, num_prompts=2)
+    beam = TokenTree.load("beam-3-4-13")
+    grown = row.model_copy(update={"tree": Tree(name=beam.name, parents=beam.parents)})
+    with pytest.raises(UsageError, match="with --tree paper or another such tree"):
+        suggest([grown], 0.0, 13)
+    both = suggest([row, grown], 0.0, 13)
+    assert [check.tree.name for check in both.checks] == ["paper"]
+    assert both.num_calls == suggest([row], 0.0, 13).num_calls
 
 
 def test_the_command_writes_a_file_that_tree_reads(tmp_path, capsys):
@@ -163,5 +186,8 @@ def test_the_command_writes_a_file_that_tree_reads(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith((tmp_path / "tree.yaml").read_text())
     assert "# paper: predicted " in printed and "# chain-4: predicted " in printed
+    main([str(tmp_path), "--nodes", "9", "--depth", "2", "--out", str(tmp_path / "tree.yaml")])
+    shallow = TokenTree.load(tmp_path / "tree.yaml")
+    assert shallow.max_depth == 2 < tree.max_depth and shallow.num_nodes <= 9
     with pytest.raises(UsageError, match="no rows of step 7, only of: 100, 1000, 10000"):
         main([str(tmp_path), "--step", "7"])
