@@ -71,8 +71,8 @@ class ModelDrafter:
             )  # fmt: skip
             drawn += count
             drawn_from.append(logits)
-        logits = torch.cat(drawn_from, dim=1) if keep_logits else None
-        return Proposal(forest.finish(tokens), finite, logits)
+        all_logits = torch.cat(drawn_from, dim=1) if keep_logits else None
+        return Proposal(forest.finish(tokens), finite, all_logits)
 
     def _chains_of(self, batch: int, length: int) -> Topology:
         """As many chains, which certain tokens are read as."""

@@ -27,8 +27,9 @@ from stree_pipelines.benches import (
 from stree_pipelines.estimates import num_parameters
 
 CPU = torch.device("cpu")
+TINY = models.OWN_SHAPES["tiny"].mixer_shape
 # All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
-TAIL = models.SHAPES["tiny"].mixer_shape.tail * models.SHAPES["tiny"].mixer_shape.num_channels * 2
+TAIL = TINY.tail * TINY.num_channels * 2
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
