@@ -26,6 +26,9 @@ from stree_pipelines.evaluation.records import ResultStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
+PYTHON = REPOSITORY / "docs/python.md"
+# What a new reader types, in this order
+GUIDES = (README, REPOSITORY / "docs/your-own.md")
 TARGET = "checkpoints/python-docs-hybrid"
 DOCUMENTS = sorted(
     path
@@ -34,7 +37,7 @@ DOCUMENTS = sorted(
     if any(command.script for command in commands_in(path))
 )
 SMALL = ["--limit", "1", "--max_new_tokens", "6", "--temperatures", "0"]
-# README's cheap commands, and what makes some of them cheap: these run, in this order.
+# The guides' cheap commands, and what makes some of them cheap: these run, in this order.
 RUN = {
     "pipelines/distill.py": ["--dry_run"],
     "pipelines/eval_spec.py": SMALL,
@@ -81,11 +84,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(folder):
-    """Every command of README's that is about the quickstart was run, but for the dear ones."""
+    """Every command of the guides' that is about the quickstart was run, but for the dear ones."""
     said = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for command in commands_in(README):
+        for command in (each for guide in GUIDES for each in commands_in(guide)):
             if command.script in RUN and is_about_the_quickstart(command):
                 command.main([*command.arguments, *RUN[command.script]])
                 said[command.script] = command
@@ -112,8 +115,10 @@ def test_readme_s_commands_run(evaluated):
 def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     monkeypatch.chdir(evaluated)
     names: dict = {}
-    for opening in ("From Python:\n", "while others\ngo on:\n"):
-        text = README.read_text(encoding="utf-8").partition(opening)[2]
+    for guide, opening in (
+        (README, "from Python:\n"), (PYTHON, "From Python:\n"), (PYTHON, "while others\ngo on:\n")
+    ):  # fmt: skip
+        text = guide.read_text(encoding="utf-8").partition(opening)[2]
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
         code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code)
         exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
@@ -127,7 +132,7 @@ def test_readme_s_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch
     for saved in (granite, tokenizer):
         saved.save_pretrained("ibm-granite/granite-4.0-h-tiny")
     save_model(slice_drafter(shared_model(granite), [0]), "runs/granite/drafter/latest")
-    text = README.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
+    text = PYTHON.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
     code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
     names: dict = {}
     exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)
@@ -157,10 +162,10 @@ def test_architecture_s_examples_decode_as_plainly():
 
 def test_every_command_of_readme_is_known():
     """So that a new one gets into these tests, and none falls out of them unnoticed."""
-    others = {command.words[:2] for command in commands_in(README) if command.script is None}
+    commands = [command for guide in GUIDES for command in commands_in(guide)]
+    others = {command.words[:2] for command in commands if command.script is None}
     assert others == {("make", "quickstart"), ("make", "test"), ("hf", "download")}
-    scripts = [command.script for command in commands_in(README) if command.script]
-    assert set(scripts) == {*RUN, *DEAR}
+    assert {command.script for command in commands if command.script} == {*RUN, *DEAR}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -122,6 +122,14 @@ class TableCache:
         for row in self.rows:
             row.committed, row.tree = [], []
 
+    def save(self) -> list[int]:
+        (row,) = self.rows
+        return list(row.committed)
+
+    def load(self, saved: list[int]) -> None:
+        (row,) = self.rows
+        row.committed = list(saved)
+
 
 class TableDrafter:
     """Grows trees with the product's own op, from a table over the last two tokens."""
