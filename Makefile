@@ -40,7 +40,7 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt on public chats: o
 test: $(VENV)/ready-dev  ## set up, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS)
 
-test-long: $(VENV)/ready-dev  ## all of them, kills, signals and disks at many more moments: 10 to 20 minutes
+test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more moments, more shapes and seeds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"
 
 check: $(VENV)/ready-dev  ## lint and types
