@@ -457,15 +457,17 @@ class BatchDecoder:
         forest = Forest.of([trees.get(row, root) for row in range(batch)], self.target.device)
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
         longest = max(each.longest for each in self._sequences.values())
-        # Steps that are still on their way commit at most a block each
-        on_their_way = [
-            sum(step.rows[row][1].max_depth + 1 for step in self._launched if row in step.rows)
-            for row in decoding
-        ]
-        position = max(
-            each.position + more for each, more in zip(decoding.values(), on_their_way, strict=True)
-        )
-        return rows, forest, longest, position
+
+        def position(row: int, sequence: _Sequence) -> int:
+            # Steps that are still on their way commit at most a block each; of a row that has
+            # ended, some of the last block may have been dropped
+            ahead = sum(
+                step.rows[row][1].max_depth + 1 for step in self._launched if row in step.rows
+            )
+            return sequence.position + ahead + bool(sequence.finish_reason) * sequence.longest
+
+        ended = {row: each for row, each in self._sequences.items() if each.finish_reason}
+        return rows, forest, longest, max(position(*each) for each in (decoding | ended).items())
 
     def _collect(self) -> list[Report]:
         launch, report = self._launched.popleft(), self.executor.collect()

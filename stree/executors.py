@@ -46,7 +46,8 @@ class Eager:
         """Start a step of some rows.
 
         longest, the most tokens of any row's block, and so nodes of its accepted path; position,
-        where the root of any active row stands at most; mark is told when a phase ends.
+        where the root of any row stands at most, but for rows that have not begun; mark is told
+        when a phase ends.
         """
         bound = position + forest.num_nodes
         longest_path: int | None = longest

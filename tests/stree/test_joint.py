@@ -68,7 +68,7 @@ def test_it_gives_the_same_tokens(dtype, verifier, executor, request):
 
 @torch.no_grad()
 def test_states_after_commits_are_those_of_the_committed_tokens():
-    """Rows of their own trees, lengths and paths; and an idle one, which nothing is accepted of."""
+    """Rows of their own trees, lengths and paths; of idle ones nothing is accepted."""
     model, rng = tiny_model(3, **KINDS), random.Random(0)
     generator = torch.Generator().manual_seed(1)
     cache = model.new_cache(64, 16, 4, backtracking="joint")
@@ -89,7 +89,7 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
             seen = torch.tensor([lines[row] + tokens[row, path].tolist()])
             wanted = model(seen)[0, -1]
             torch.testing.assert_close(logits[row, path[-1]], wanted, rtol=0, atol=1e-9)
-            if row < 3:
+            if row < 3 and rng.random() < 0.7:
                 cache.path[row, : len(path)] = torch.tensor(path)
                 cache.path_length[row] = len(path)
                 lines[row] = seen[0].tolist()
@@ -160,3 +160,36 @@ def test_it_keeps_less_and_plain_decoding_has_nothing_to_take_back():
     assert Decoder(target, target, backtracking="joint").batch.cache.last_tree is not None
     with pytest.raises(UsageError, match="wanted one of replay, joint"):
         Decoder(target, backtracking="copies")
+
+
+def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
+    """Its last path may be deeper than any that the rows beside it still have, and the host says of
+    all of them how long they are at most."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(
+        target, target, num_rows=2, max_length=96, max_nodes=13, num_prefixes=1,
+        backtracking="joint",
+    )  # fmt: skip
+    launch = decoder.executor.launch
+
+    def listening(rows, forest, longest, position, mark):
+        assert int(decoder.cache.path_length.max()) <= longest
+        launch(rows, forest, longest, position, mark)
+
+    decoder.executor.launch = listening
+    prompt = [3, 1, 4]
+    row = decoder.admit(Request(prompt, GenerationConfig(11), TokenTree.chain(4)))
+    decoder.admit(Request([9], GenerationConfig(60), TokenTree.chain(0)))
+    while not any(report.row == row and report.finish_reason for report in decoder.step()):
+        pass
+    for _ in range(3):
+        decoder.step()
+    first = decoder.release(row, keep=True)  # the drafter is always right: 1 + 5 + 5 tokens
+    turn = [*prompt, *first.tokens, 7]
+    assert decoder.num_reusable(turn) == len(turn) - 2  # all but the last, which no call has read
+    kept = decoder.prefixes.longest_of(turn)
+    again = target.new_cache(96, 1)
+    target.prefill(torch.tensor([kept]), again)
+    for got, wanted in zip(decoder.cache.at(row).layers, again.layers, strict=True):
+        for mine, other in zip(got.save(len(kept)), wanted.save(len(kept)), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
