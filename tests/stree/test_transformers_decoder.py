@@ -33,10 +33,6 @@ from stree_kernels import ops
 # What transformers' own cached steps do otherwise than its full forwards, and padding (through
 # biases): tokens are compared without
 SAME_WITH_A_CACHE = {"time_step_limit": (0.0, float("inf")), "time_step_min": 0.0}
-BIASES = (
-    "mamba_conv_bias", "mamba_proj_bias", "projectors_bias", "use_bias", "use_conv_bias",
-    "conv_bias", "add_bias_linear",
-)  # fmt: skip
 TREE = balanced([3, 2, 1], "small")
 
 
@@ -44,11 +40,9 @@ def reference(family, seed=0, without_biases=False):
     """A tiny model that gives the same with and without its cache."""
     theirs = random_reference(family, seed)
     for name, value in SAME_WITH_A_CACHE.items():
-        if hasattr(theirs.config, name):
-            setattr(theirs.config, name, value)
-            for module in theirs.modules():
-                if hasattr(module, name):
-                    setattr(module, name, value)
+        for each in (theirs.config, *theirs.modules()):
+            if hasattr(each, name):
+                setattr(each, name, value)
     if without_biases:
         with torch.no_grad():
             for name, tensor in theirs.named_parameters():

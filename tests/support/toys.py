@@ -49,7 +49,8 @@ def right_now_and_then(target: HybridModel) -> HybridModel:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+            if parameter.numel() > 1:
+                parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
     return drafter
 
 
