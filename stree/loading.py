@@ -60,12 +60,12 @@ def load(
     verifier = named(verifier)
     require_backtracking(backtracking)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
-    target_folder = _folder(target)
+    target_folder = checkpoint_folder(target)
     tokenizer = load_tokenizer(target_folder)
     drafting = None
     if drafter is not None:
         name = DrafterName.parse(drafter) if isinstance(drafter, str) else DrafterName(drafter)
-        drafter_folder = None if name.folder is None else _folder(name.folder)
+        drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if drafter_folder is not None:
             require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
@@ -150,7 +150,7 @@ def _measured_tree(
     return found.tree.to_token_tree(), ""
 
 
-def _folder(name: str | os.PathLike[str]) -> Path:
+def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder, fetched first if that is what the name asks for."""
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a checkpoint is {name!r}, wanted a folder or a name on the hub")

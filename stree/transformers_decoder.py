@@ -24,6 +24,7 @@ from stree.drafters.naming import DrafterName
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
 from stree.generation import GenerationConfig, GenerationOutput
+from stree.loading import checkpoint_folder
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
@@ -34,7 +35,7 @@ from stree.verifiers import Verifier
 _PLAIN = {  # what else asks for another search, or another answer
     "num_beams": 1, "penalty_alpha": 0.0, "prompt_lookup_num_tokens": 0, "dola_layers": None,
     "constraints": None, "force_words_ids": None, "token_healing": False,
-    "return_dict_in_generate": False,
+    "return_dict_in_generate": False, "synced_gpus": False,
 }  # fmt: skip
 LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them large enough
 _KEPT = "_stree_decoder"
@@ -53,8 +54,8 @@ def from_transformers(
     """A decoder whose `generate` is `model.generate`, with drafts.
 
     Args: model, of any supported family, loaded by transformers on one device: its tensors are
-    shared (`stree.models.shared`). drafter, a checkpoint's folder or another name that `stree.load`
-    takes, a model of ours or of transformers, n-grams; None decodes without. tree, a tree or its
+    shared (`stree.models.shared`). drafter, a name that `stree.load` takes (a folder, one on the
+    hub, n-grams), a model of ours or of transformers; None decodes without. tree, a tree or its
     name (default with a drafter: the paper's).
     Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
     """
@@ -65,7 +66,9 @@ def from_transformers(
 def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
-        own = None if name.folder is None else load_model(name.folder, target.device, target.dtype)
+        own = None
+        if name.folder is not None:
+            own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
         return name.make(own, _no_tokens)
     if given is None or isinstance(given, HybridModel | NGram) or hasattr(given, "draft"):
         return given
@@ -291,7 +294,7 @@ def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
     first that is given counts, of another search than token by token or answer than ids."""
     from transformers import GenerationConfig as Theirs
 
-    known = {*_TAKEN, *vars(Theirs())}
+    known = {*_TAKEN, *_PLAIN, *vars(Theirs())}
     refused = {name: value for name, value in arguments.items() if name not in known}
     for name, neutral in _PLAIN.items():
         said = (arguments.get(name), *(getattr(config, name, None) for config in configs))
