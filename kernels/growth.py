@@ -18,6 +18,7 @@ from stree_kernels.launch import follow, overlapping
 from stree_kernels.shapes import Topology
 
 BLOCK_NODES = 16
+BLOCK_RANKS = 32  # picks that the others are ranked against at a time
 LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
 
 
@@ -76,7 +77,8 @@ def _pick(
         picks, picks.stride(0), parents, parents.stride(0), picks.shape[1],
         drawn, 0 if drawn is None else drawn.stride(0), pool_depths,
         pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
-        BLOCK=block, num_warps=min(8, max(1, block // 128)), **overlapping(values),
+        BLOCK=block, BLOCK_N=triton.next_power_of_2(picks.shape[1]), BLOCK_R=BLOCK_RANKS,
+        num_warps=min(8, max(1, block // 128)), **overlapping(values),
     )  # fmt: skip
 
 
@@ -112,21 +114,19 @@ def topology_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+# A bound of 1 is not made a constant here, either
+@triton.jit(do_not_specialize=["count"])
 def pick_kernel(
     values, value_stride, drawn_by, first, end,
     picks, pick_stride, parents, parent_stride, count,
     drawn, drawn_stride, pool_depths, pool_tokens, pool_stride, depths, numbers,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     node = first + tl.arange(0, BLOCK)
     known = node < end
-    value = tl.load(values + row * value_stride + node, mask=known, other=0.0)
-    value = tl.where(value != value, -float("inf"), value)
-    # Of numbers up to 0 the bits without the sign grow as they fall
-    key = -(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    key = _key(values + row * value_stride + node, known)
     key = tl.where(known, key, LOWEST)
     # The largest key that `count` nodes reach
     low = tl.min(tl.where(known, key, 0), axis=0)
@@ -141,18 +141,46 @@ def pick_kernel(
     equal = equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left)
     chosen = known & (above | equal)
     number = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    by = tl.load(drawn_by + node, mask=chosen, other=0)
+    at = picks + row * pick_stride
     if drawn is None:
-        tl.store(picks + row * pick_stride + number, node.to(tl.int64), mask=chosen)
+        by = tl.load(drawn_by + node, mask=chosen, other=0)
+        tl.store(at + number, node.to(tl.int64), mask=chosen)
         tl.store(parents + row * parent_stride + number, by - 1, mask=chosen)
     else:
-        numbers += row * end
-        tl.store(numbers + node, number, mask=chosen)
+        # The picks in the pool's order, then ranked among each other
+        tl.store(at + number, node.to(tl.int64), mask=chosen)
         tl.debug_barrier()
-        parent = tl.load(drawn + row * drawn_stride + by, mask=chosen, other=0)
-        parent = tl.load(numbers + parent, mask=chosen & (node > 0), other=-1)
-        tl.store(parents + row * parent_stride + number, parent.to(tl.int64), mask=chosen)
-        token = tl.load(pool_tokens + row * pool_stride + node, mask=chosen, other=0)
-        tl.store(picks + row * pick_stride + number, token, mask=chosen)
-        depth = tl.load(pool_depths + node, mask=chosen, other=0)
-        tl.store(depths + row * pick_stride + number, depth, mask=chosen)
+        number = tl.arange(0, BLOCK_N)
+        there = number < count
+        node = tl.load(at + number, mask=there, other=0)
+        key = _key(values + row * value_stride + node, there)
+        rank = tl.zeros([BLOCK_N], dtype=tl.int32)
+        for start in range(0, count, BLOCK_R):
+            other = start + tl.arange(0, BLOCK_R)
+            is_pick = other < count
+            pick = tl.load(at + other, mask=is_pick, other=0)
+            value = _key(values + row * value_stride + pick, is_pick)[None, :]
+            before = (value > key[:, None]) | (
+                (value == key[:, None]) & (other[None, :] < number[:, None])
+            )
+            rank += tl.sum((before & is_pick[None, :]).to(tl.int32), axis=1)
+        numbers += row * end
+        tl.store(numbers + node, rank, mask=there)
+        tl.debug_barrier()
+        by = tl.load(drawn_by + node, mask=there, other=0)
+        parent = tl.load(drawn + row * drawn_stride + by, mask=there, other=0)
+        parent = tl.load(numbers + parent, mask=there & (node > 0), other=-1)
+        tl.store(parents + row * parent_stride + rank, parent.to(tl.int64), mask=there)
+        token = tl.load(pool_tokens + row * pool_stride + node, mask=there, other=0)
+        tl.store(at + rank, token, mask=there)
+        depth = tl.load(pool_depths + node, mask=there, other=0)
+        tl.store(depths + row * pick_stride + rank, depth, mask=there)
+
+
+@triton.jit
+def _key(at, known):
+    """Whole numbers in the order of values up to 0, NaN with −∞."""
+    value = tl.load(at, mask=known, other=0.0)
+    value = tl.where(value != value, -float("inf"), value)
+    # Without the sign their bits grow as they fall
+    return -(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)

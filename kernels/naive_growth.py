@@ -47,7 +47,8 @@ def pick_level(
     (B, Q) int64, in ascending order, and parents (B, Q), those of the trees that they form without
     the root: drawn_by − 1.
     """
-    found = first + _best(values[:, first:end], picks.shape[1])
+    best = _ranked(values[:, first:end])[:, : picks.shape[1]]
+    found = first + best.sort(dim=1).values
     picks.copy_(found)
     parents.copy_(drawn_by[found] - 1)
 
@@ -62,25 +63,26 @@ def pick_tree(
     parents: Tensor,
     depths: Tensor,
 ) -> None:
-    """The nodes of each pool with the largest values, as a tree.
+    """The nodes of each pool with the largest values, as a tree, the largest first: a smaller tree
+    would be its first nodes.
 
-    No child has a larger value than its parent, and each comes after it, so parents are always
-    among them.
+    No child has a larger value than its parent, and of equal ones the first win: so the parents of
+    picks are picks, and come before them.
 
     Args: values (B, P) and drawn_by (P,) as in `pick_level`, the root first with the value 0; drawn
     (B, I), the nodes from which others were drawn; pool_depths (P,) int32 and pool_tokens (B, P).
     Written, all (B, N): tokens, parents (−1 for the root) and depths int32.
     """
-    picks = _best(values, tokens.shape[1])
+    picks = _ranked(values)[:, : tokens.shape[1]]
     tokens.copy_(pool_tokens.gather(1, picks))
-    above = drawn.gather(1, drawn_by[picks])
-    parents.copy_(torch.searchsorted(picks, above))
+    numbers = torch.arange(tokens.shape[1], device=picks.device).expand_as(picks)
+    numbers = torch.zeros_like(pool_tokens).scatter_(1, picks, numbers)
+    parents.copy_(numbers.gather(1, drawn.gather(1, drawn_by[picks])))
     parents[:, 0] = -1
     depths.copy_(pool_depths[picks])
 
 
-def _best(values: Tensor, count: int) -> Tensor:
-    """(B, count) places of the largest, in ascending order; of equal ones the first."""
+def _ranked(values: Tensor) -> Tensor:
+    """Places from the largest down; of equal ones the first first."""
     values = torch.where(values.isnan(), -torch.inf, values)
-    order = values.sort(dim=1, descending=True, stable=True).indices
-    return order[:, :count].sort(dim=1).values
+    return values.sort(dim=1, descending=True, stable=True).indices

@@ -486,7 +486,7 @@ class BatchDecoder:
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:
-            self.modes.learn(tree, tree.end_of(path))
+            self.modes.learn_path(tree, path)
         stats = sequence.stats
         result = self._keep(row, sequence, block)
         num_kept = len(result.tokens)

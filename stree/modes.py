@@ -21,7 +21,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
-from stree.tree import BeamTree, TokenTree
+from stree.tree import MAX_NODES, BeamTree, TokenTree
 
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
@@ -30,6 +30,7 @@ HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
 PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what an observation counts one observation later
+PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 
 
@@ -89,6 +90,42 @@ class AcceptRates:
         return sum(reached)
 
 
+class GrownRates:
+    """How often the n-th best node is accepted of trees that grow with one width and depth; the
+    latest steps count most.
+
+    The smaller of two such trees is the first nodes of the larger, so what a tree shows is true of
+    all smaller ones. Of ranks that were tried little it is assumed that they go on from those next
+    to them, the n-th best node as 1/n.
+    """
+
+    def __init__(self) -> None:
+        ranks = torch.arange(MAX_NODES, dtype=torch.float64).clamp(min=1)
+        self._share = 1 / ranks
+        # Twice or half the rank counts a sixteenth
+        self._near = 16.0 ** -(ranks[:, None] / ranks).log2().abs()
+        self._tried, self._accepted = torch.zeros(2, MAX_NODES, dtype=torch.float64)
+        self._expected: list[float] = []
+
+    def learn(self, num_nodes: int, path: Sequence[int]) -> None:
+        """A step of a tree of so many nodes has accepted those on a path, the root included."""
+        self._tried.mul_(MEMORY)
+        self._accepted.mul_(MEMORY)
+        self._tried[1:num_nodes] += 1.0
+        self._accepted[list(path[1:])] += 1.0
+        self._expected = []
+
+    def expected_tokens(self, num_nodes: int) -> float:
+        if not self._expected:
+            promised = self._near @ (self._share * self._tried)
+            scale = (self._near @ self._accepted + 0.005) / (promised + 0.01)  # ½ to begin with
+            prior = (scale * self._share).clamp(max=1.0)
+            rates = (self._accepted + PRIOR_STEPS * prior) / (self._tried + PRIOR_STEPS)
+            rates[0] = 1.0  # the root: a token of the target's own
+            self._expected = rates.cumsum(0).tolist()
+        return self._expected[num_nodes - 1]
+
+
 class Modes:
     """Chooses among trees; plain decoding is always one of them.
 
@@ -104,7 +141,9 @@ class Modes:
         self.trees = (PLAIN, *(tree for tree in trees if tree.num_nodes > 1))
         self.costs = costs or Costs()
         self.rates = AcceptRates()
-        self.rates_of_grown: dict[BeamTree, AcceptRates] = defaultdict(AcceptRates)
+        self._largest_grown = largest_grown(self.trees)
+        self._grown: dict[tuple[int, int], GrownRates] = defaultdict(GrownRates)
+        self._unseen_s: dict[TokenTree, float] = defaultdict(float)  # since such a tree was tried
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
@@ -129,25 +168,41 @@ class Modes:
             self.current = best
         if self.current == PLAIN:
             self._consider_a_probe(num_rows, speed)
-        return self.current
+            return self.current
+        return self._unseen(num_rows) or self.current
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
-        if isinstance(tree, BeamTree):
-            self.rates_of_grown[tree].learn(_as_chain(tree), tree.depths[end])
-        else:
+        if not isinstance(tree, BeamTree):
             self.rates.learn(tree, end)
 
-    def expected_tokens(self, tree: TokenTree) -> float:
-        """Of a step, by what was accepted lately: of a tree that grows, by how deep its own drafts
-        were, as its ranks are no choice made beforehand."""
+    def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
         if isinstance(tree, BeamTree):
-            return self.rates_of_grown[tree].expected_tokens(_as_chain(tree))
+            self._grown[tree.width, tree.depth].learn(tree.num_nodes, path)
+        self.learn(tree, tree.end_of(path))
+
+    def expected_tokens(self, tree: TokenTree) -> float:
+        """Of a step, by what was accepted lately."""
+        if isinstance(tree, BeamTree):
+            return self._grown[tree.width, tree.depth].expected_tokens(tree.num_nodes)
         return self.rates.expected_tokens(tree)
 
     def _speed(self, num_rows: int, tree: TokenTree) -> float:
         """Expected tokens a second and row."""
         return self.expected_tokens(tree) / self.costs.of(num_rows, tree)
+
+    def _unseen(self, num_rows: int) -> TokenTree | None:
+        """Now and then the largest of trees that grow alike, which alone shows what it accepts."""
+        for tree in self._largest_grown:
+            if tree == self.current:
+                self._unseen_s[tree] = 0.0
+                continue
+            self._unseen_s[tree] += self.costs.of(num_rows, self.current)
+            if self._unseen_s[tree] > self.costs.of(num_rows, tree) / PROBE_SHARE:
+                self._unseen_s[tree] = 0.0
+                return tree
+        return None
 
     def _consider_a_probe(self, num_rows: int, speed: Mapping[TokenTree, float]) -> None:
         self._plain_s += self.costs.of(num_rows, PLAIN)
@@ -157,8 +212,10 @@ class Modes:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
 
 
-def _as_chain(tree: BeamTree) -> TokenTree:
-    return TokenTree.chain(tree.depth)
+def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:
+    """Of each width and depth the largest tree that grows."""
+    by_size = sorted((t for t in trees if isinstance(t, BeamTree)), key=lambda t: t.num_nodes)
+    return list({(tree.width, tree.depth): tree for tree in by_size}.values())
 
 
 @torch.no_grad()

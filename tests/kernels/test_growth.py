@@ -127,7 +127,7 @@ def test_the_best_nodes_of_a_pool_are_a_tree(width, depth, num_nodes, kind):
         )  # fmt: skip
         for row in range(2):
             ranked = sorted(range(size), key=lambda node: (-values[row, node], node))
-            picks = sorted(ranked[:num_nodes])
+            picks = ranked[:num_nodes]
             wanted = [-1] + [picks.index(above[row, node]) for node in picks[1:]]
             assert parents[row].tolist() == wanted
             assert depths[row].tolist() == list(TokenTree(tuple(wanted)).depths)
