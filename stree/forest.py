@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ class Forest:
 
     # What drafters do with forests whose trees grow
 
-    pool = None  # (B, P) the tokens that nodes are chosen from; else a tree's own are all there are
-    values = None  # (B, P) fp32, how good each of them is
+    pool: ClassVar[Tensor | None] = None  # (B, P) tokens, of which some become the trees'
+    values: ClassVar[Tensor | None] = None  # (B, P) fp32, how good each of them is
 
     def grow(self, level: int) -> None:
         """Find out which nodes a level has, when those above have children."""

@@ -24,8 +24,8 @@ class GrownForest(Forest):
     `levels` are the pool's: their nodes, written by `grow`, and the places of their children.
     """
 
-    pool: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
+    pool: Tensor  # type: ignore[misc]
+    values: Tensor  # type: ignore[misc]
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
