@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree_kernels import naive, naive_gated_delta, naive_growth
+from stree_kernels import naive, naive_gated_delta, naive_growth, naive_verification
 from stree_kernels.shapes import (
     Derived,
+    Drafts,
     GatedDeltaShape,
     GatedDeltaWeights,
     MixerShape,
@@ -261,8 +262,23 @@ def accept_choices(best: Tensor, highest: Tensor, *others: Tensor | None) -> Non
     module.accept_choices(best, highest, *others)
 
 
-def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-    """See `naive.uniforms`."""
-    fits = fused(seeds.device, torch.float32)
-    module = importlib.import_module("stree_kernels.uniforms") if fits else naive
-    return module.uniforms(seeds, positions, places)
+def accept_drafts(
+    rule: str,
+    logits: Tensor,
+    drafts: Drafts,
+    sampling: Sampling,
+    active: Tensor,
+    path: Tensor,
+    path_length: Tensor,
+    block: Tensor,
+    root: Tensor,
+    report: Tensor,
+    choose: naive_verification.Choose | None = None,
+) -> None:
+    """See `naive_verification.accept_drafts`; where choices are made for it, it makes them."""
+    committed = (active, path, path_length, block, root, report)
+    if choose is not None or not fused(logits.device, logits.dtype):
+        naive_verification.accept_drafts(rule, logits, drafts, sampling, *committed, choose=choose)
+        return
+    module = importlib.import_module("stree_kernels.verification")
+    module.accept_drafts(rule, logits, drafts, sampling, *committed)

@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Places of use of a step's random numbers, the same whatever else its tree holds
+ACCEPT = 2**20  # + LEVEL · depth + the place among its siblings of the node that is judged
+LEVEL = 2**11
+AFTER = 2**31  # the token after the accepted path
 
 
 @dataclass(frozen=True)
@@ -198,3 +204,31 @@ class Sampling:
     temperature: Tensor
     seed: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafted trees, and what their nodes were drawn from; I nodes have children.
+
+    tokens and parents (B, N); children (B, N, K), −1 for none; levels, the nodes (B, n) with
+    children at each depth and their children's places (B, n, k), −1 for none. logits (B, I, V) that
+    a node's children were drawn from, at its drawn_by (B, N), or None; points (B, N) bool, nodes
+    that were not drawn from logits, or None where all (without logits) or none were. finite (B, …)
+    bool, which of the drafter's logits were, or None.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    children: Tensor
+    levels: tuple[tuple[Tensor, Tensor], ...]
+    logits: Tensor | None
+    drawn_by: Tensor
+    points: Tensor | None
+    finite: Tensor | None
+
+    def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
+        """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""
+        if self.points is not None:
+            return self.points[at, nodes]
+        fill = torch.ones_like if self.logits is None else torch.zeros_like
+        return fill(nodes, dtype=torch.bool)

@@ -7,39 +7,8 @@ twins are `naive.uniforms` and, of what `top.py` adds to scores, `naive.token_no
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from stree_kernels.launch import follow, overlapping
-
-BLOCK = 256
-
-
-def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-    """`naive.uniforms` in one launch."""
-    batch, count = places.shape
-    out = torch.empty(batch, count, dtype=torch.float64, device=places.device)
-    assert seeds.is_contiguous() and positions.is_contiguous() and places.stride(1) == 1
-    uniforms_kernel[(triton.cdiv(count, BLOCK), batch)](
-        seeds, positions, places, places.stride(0), out, count,
-        BLOCK=BLOCK, num_warps=4, **overlapping(places),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def uniforms_kernel(
-    seeds, positions, places, place_stride, out, count,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    follow(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + row * place_stride + at, mask=at < count, other=0)
-    value = uniform(tl.load(seeds + row), tl.load(positions + row), place)
-    tl.store(out + row * count + at, value, mask=at < count)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
+python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
+    --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
 python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
 """
@@ -19,6 +21,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
+from stree.verifiers import NAMES
 from stree_kernels import ops
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.batches import TREES, joint_of_rows, serve_at, steps_of_rows
@@ -40,7 +43,7 @@ TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
     "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
-    "kernels/test_gated_delta.py", "stree/test_graphs.py",
+    "kernels/test_gated_delta.py", "kernels/test_verification.py", "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
@@ -62,6 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     add(
         "--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows, joint and serve"
     )
+    add("--verifiers", type=list[str], default=["coupled"], help=f"for graphs: {', '.join(NAMES)}")
+    add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
@@ -70,15 +75,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = device_of(options.device)
     shapes = options.shape.split(",")
-    for names, known in ((shapes, SHAPES), (options.what, WHAT)):
+    for names, known in ((shapes, SHAPES), (options.what, WHAT), (options.verifiers, NAMES)):
         for name in names:
             if name not in known:
                 raise UsageError(f"{name!r} is not one of {', '.join(known)}")
+    if not options.verifiers:
+        raise UsageError(f"--verifiers: wanted some of {', '.join(NAMES)}, got none")
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
         nodes=options.nodes, context=options.context, repeats=options.repeats,
-        num_steps=options.num_steps, rows=options.rows,
+        num_steps=options.num_steps, rows=options.rows, graph_rows=options.graph_rows,
     )  # fmt: skip
     require_results_file(options.out)
     captured = [each for each in CAPTURED if each in options.what]
@@ -111,8 +118,9 @@ def _rows_of(shapes: list[str], options: Any, device: torch.device) -> Iterator[
 def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) -> None:
     for shape in shapes:
         for line in describe(
-            shape, options.what, options.nodes, options.rows, options.context,
-            device.type == "cuda",
+            shape, options.what, options.nodes,
+            options.rows if {"rows", "joint", "serve"} & set(options.what) else options.graph_rows,
+            options.context, device.type == "cuda",
         ):  # fmt: skip
             print(line, flush=True)
 
@@ -143,7 +151,8 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
         yield from decode_at(target, drafter, options.taus, context, options.num_steps, 3)
     if "graphs" in options.what:
         drafter = random_drafter(shape, device)
-        yield from graphs(target, drafter, context, repeats)
+        verifiers, counts = options.verifiers, options.graph_rows
+        yield from graphs(target, drafter, context, repeats, verifiers, counts)
     if "rows" in options.what:
         drafter = random_drafter(shape, device)
         yield from steps_of_rows(target, drafter, options.rows, context, repeats)
@@ -172,7 +181,7 @@ def describe(
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
-    if {"rows", "joint", "serve"} & set(what):
+    if {"rows", "joint", "serve", "graphs"} & set(what):
         most = TREES[-1].num_nodes
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
         at_once = 2 if "joint" in what else 1

@@ -132,9 +132,11 @@ def graphs_table(rows: list[Row]) -> Table:
     lines = []
     for row in rows:
         draft, target = _value(row.get("us_draft", 0.0)), _value(row["us_target"])
+        verifier, count = row.get("verifier", "coupled"), row.get("num_rows", 1)
         lines.append((
             f"{row['shape']}, {METHOD_LABELS[row['method']]}, T = {row['temperature']:g}, "
-            f"{row['context']:,} committed",
+            f"{row['context']:,} committed" + (f", {verifier}" if verifier != "coupled" else "")
+            + (f", {count} rows" if count > 1 else ""),
             f"{draft:,.0f}" if draft else MISSING, f"{target:,.0f}", f"{draft + target:,.0f}",
         ))  # fmt: skip
     return Table("A step's graphs, µs", (("", "draft", "target", "both"), *lines))

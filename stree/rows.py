@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.generation import GenerationConfig
+from stree_kernels import naive_verification
 from stree_kernels.shapes import Sampling
 
 
@@ -104,12 +105,7 @@ class Rows:
     def distribution(self, logits: Tensor) -> Tensor:
         """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its
         temperature; at 0 all of it on the best token."""
-        temperature = self.temperature.view([-1] + [1] * (logits.dim() - 1))
-        greedy = temperature == 0
-        scores = logits.double() / torch.where(greedy, 1.0, temperature)
-        probs = scores.softmax(-1)
-        best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        return torch.where(greedy & probs.isfinite().all(-1, keepdim=True), best, probs)
+        return naive_verification.distribution(logits, self.temperature)
 
 
 def _beyond_top_k(scores: Tensor, top_k: Tensor) -> Tensor:

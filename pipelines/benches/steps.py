@@ -6,8 +6,9 @@ path of the tree, so that a step accepts as many drafts as its turn says; all th
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree, index_tensor
+from stree.verifiers import fits, named
 from stree.verifiers.coupled import Coupled
 from stree_pipelines.benches.timing import elapsed_us, in_turns, spread
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
@@ -106,26 +108,46 @@ def decode_at(
 
 
 def graphs(
-    target: HybridModel, drafter: HybridModel, context: int, repeats: int
+    target: HybridModel,
+    drafter: HybridModel,
+    context: int,
+    repeats: int,
+    verifiers: Sequence[str] = ("coupled",),
+    num_rows: Sequence[int] = (1,),
 ) -> list[dict[str, Any]]:
-    """µs of a step's two graphs, the draft and the target's call with acceptance, by method and
-    temperature; the last row of a temperature is the tree's."""
+    """µs of a step's two graphs, the draft and the target's call with acceptance, by number of
+    rows, temperature, method and, where anything is sampled and drafted, verifier."""
     rows = []
-    for temperature in (0.0, 1.0):
-        for method, tree in TREES.items():
+    for count, temperature in itertools.product(num_rows, (0.0, 1.0)):
+        for method, tree, verifier in compared(temperature, verifiers):
             longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
-            decoder = Decoder(target, drafter if tree else None, tree, max_length=longest)
-            launcher(decoder.batch, context, temperature)()
-            assert isinstance(decoder.batch.executor, Graphs)
-            (envelope,) = decoder.batch.executor.envelopes.values()
+            decoder = BatchDecoder(
+                target, drafter if tree else None, tree, num_rows=count, max_length=longest,
+                verifier=verifier,
+            )  # fmt: skip
+            launcher(decoder, context, temperature)()
+            assert isinstance(decoder.executor, Graphs)
+            (envelope,) = decoder.executor.envelopes.values()
             functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
             if envelope.draft is not None:
                 functions = {"draft": envelope.draft.replay, **functions}
             times = in_turns(functions, target.device, repeats)
-            row = dict(what="graphs", context=context, method=method, temperature=temperature)
-            row["num_nodes"] = decoder.tree.num_nodes
+            row = dict(
+                what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
+                temperature=temperature, num_nodes=decoder.tree.num_nodes,
+            )  # fmt: skip
             rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
     return rows
+
+
+def compared(
+    temperature: float, verifiers: Sequence[str]
+) -> Iterator[tuple[str, TokenTree | None, str]]:
+    """Methods with their trees, and the verifiers that are not alike there and judge the tree."""
+    for method, tree in TREES.items():
+        for name in verifiers if tree and temperature else verifiers[:1]:
+            if tree is None or fits(named(name), tree):
+                yield method, tree, name
 
 
 def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from stree.forest import Forest
@@ -36,13 +35,6 @@ class Proposal:
     finite: Tensor | None = None
     logits: Tensor | None = None
     points: Tensor | None = None
-
-    def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
-        """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""
-        if self.points is not None:
-            return self.points[at, nodes]
-        fill = torch.ones_like if self.logits is None else torch.zeros_like
-        return fill(nodes, dtype=torch.bool)
 
 
 class Drafter(Protocol):

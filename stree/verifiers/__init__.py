@@ -62,6 +62,11 @@ def require_fit(verifier: Verifier, drafter: Drafter | None) -> None:
         )
 
 
+def fits(verifier: Verifier, tree: TokenTree) -> bool:
+    """Whether it judges such trees."""
+    return not verifier.chains_only or tree.max_depth + 1 == tree.num_nodes
+
+
 def require_tree(verifier: Verifier, tree: TokenTree) -> None:
     """Raises `UsageError` when a verifier of chains is to judge a tree that branches, or one whose
     shape depends on its tokens goes to a verifier that would be biased by it."""
@@ -71,7 +76,7 @@ def require_tree(verifier: Verifier, tree: TokenTree) -> None:
             "how drafts were drawn, and such a tree keeps a draft or not by the token that was "
             "drawn; take the verifier coupled or naive, or a tree of one shape"
         )
-    if verifier.chains_only and tree.max_depth + 1 < tree.num_nodes:
+    if not fits(verifier, tree):
         raise UsageError(
             f"the verifier {type(verifier).__name__} judges chains only, and {tree} branches: take "
             "a chain (chain-4), or the verifier traversal"

@@ -206,7 +206,8 @@ def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
 
 def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsys):
     target = models.random_target("tiny", CPU)
-    rows = steps.graphs(target, models.random_drafter("tiny", CPU), 8, 3)
+    drafter = models.random_drafter("tiny", CPU)
+    rows = steps.graphs(target, drafter, 8, 3)
     assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
         (temperature, num_nodes, num_nodes > 1)
         for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
@@ -217,6 +218,21 @@ def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsy
     tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
     assert "| tiny, Autoregressive, T = 0, 8 committed | –" in said
     assert f"{tree:,.0f}" in next(line for line in said.splitlines() if "STree, T = 1" in line)
+
+
+def test_graphs_of_verifiers_and_rows(captured_on_cpu, tmp_path, capsys):
+    """At T = 0 all are alike; block judges no tree that branches."""
+    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    rows = steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2])
+    assert {row["num_rows"] for row in rows} == {2} and len(rows) == 3 + 6
+    chain, tree = (
+        [row["verifier"] for row in rows if row["num_nodes"] == nodes and row["temperature"]]
+        for nodes in (5, 13)
+    )
+    assert chain == ["coupled", "multi_step", "block"] and tree == chain[:2]
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    assert "| tiny, STree, T = 1, 8 committed, multi_step, 2 rows |" in capsys.readouterr().out
 
 
 def test_accepted_numbers_have_the_mean_asked_for():

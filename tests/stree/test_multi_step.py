@@ -22,11 +22,10 @@ from enumerated import (
 from lanes import quick_first
 from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_law, tiny_model
 
-import stree.verifiers.multi_step
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.drafters import Proposal
 from stree.verifiers.multi_step import MultiStep
-from stree_kernels import ops
+from stree_kernels import naive_verification, ops
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive])
@@ -112,9 +111,9 @@ def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch)
 
 def _edited(line: str, mistake: str):
     """`accept_multi_step` with one thing written otherwise."""
-    source = inspect.getsource(stree.verifiers.multi_step.accept_multi_step)
+    source = inspect.getsource(naive_verification.accept_multi_step)
     assert source.count(line) == 1, line
-    scope = dict(vars(stree.verifiers.multi_step))
+    scope = dict(vars(naive_verification))
     exec("from __future__ import annotations\n" + source.replace(line, mistake), scope)
     return scope["accept_multi_step"]
 
@@ -124,22 +123,21 @@ MISTAKES = {
     "residual not renormalised": ("left / total", "left"),
     "one sibling forgotten": ("siblings.take(token, rejected & ~is_point)", "None"),
     "too generous": ("ratio.clamp(max=1.0)", "(1.02 * ratio).clamp(max=1.0)"),
-    "the neighbour's drafts": ("proposal.tokens[at, child]", "proposal.tokens[1 - at, child]"),
+    "the neighbour's drafts": ("drafts.tokens[at, child]", "drafts.tokens[1 - at, child]"),
     "the neighbour's settings": (
-        "rows.distribution(logits[at, node])",
-        "rows.distribution(logits[at, node].flip(0)).flip(0)",
+        "distribution(logits[at, node], temperature)",
+        "distribution(logits[at, node].flip(0), temperature).flip(0)",
     ),
     "the parent's distribution after an accepted draft": (
-        "torch.where(accepted[:, None], rows.distribution(logits[at, node]), target)", "target",
+        "torch.where(accepted[:, None], distribution(logits[at, node], temperature), target)",
+        "target",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(
-        stree.verifiers.multi_step, "accept_multi_step", _edited(*MISTAKES[mistake])
-    )
+    monkeypatch.setattr(naive_verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
     worst = 0.0
     for seed in (4, 10, 16, 26, 39):
         target, drafter, tree, setting = random_case(seed)

@@ -6,7 +6,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from stree import GenerationConfig
 from stree.rows import Rows
-from stree.verifiers.judging import RowChooser
+from stree_kernels.naive_verification import Chooser
 
 SETTINGS = [
     GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -58,10 +58,10 @@ def test_choices_follow_the_distribution_and_the_seed():
     probs = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64).expand(2, 20_000, 4)
     settings = [GenerationConfig(temperature=1.0, seed=seed) for seed in (3, 4)]
     places = torch.arange(20_000).expand(2, -1)
-    drawn = RowChooser(rows_of(settings))(probs, places)
+    drawn = Chooser(rows_of(settings).sampling)(probs, places)
     for row in drawn:
         counts = torch.bincount(row, minlength=4) / 20_000
         assert counts[1] == 0
         assert (counts - probs[0, 0]).abs().max() < 5 * (0.25 / 20_000) ** 0.5
     assert not torch.equal(*drawn)
-    assert torch.equal(RowChooser(rows_of(settings[1:]))(probs[:1], places[:1])[0], drawn[1])
+    assert torch.equal(Chooser(rows_of(settings[1:]).sampling)(probs[:1], places[:1])[0], drawn[1])

@@ -28,11 +28,12 @@ from toys import TableDrafter, TableTarget, Undrawn, tiny_model
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.errors import UsageError
 from stree.tree import balanced
-from stree.verifiers import NAMES, naive, named, traversal
+from stree.verifiers import NAMES, named
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
+from stree_kernels import naive_verification as rules
 from stree_kernels import ops
 
 CHAINS = [TokenTree.chain(1), TokenTree.chain(2)]
@@ -156,30 +157,30 @@ def test_naive_acceptance_equals_its_closed_form():
 
 
 MISTAKES = {
-    "nothing left out for the next sibling": (traversal.share_out, "left / total", "target"),
+    "nothing left out for the next sibling": (rules.share_out, "left / total", "target"),
     "a share that forgets the rejections": (
-        traversal.share_out, "total / (total + (1.0 - share))", "total",
+        rules.share_out, "total / (total + (1.0 - share))", "total",
     ),
     "a share beside its parent's": (
-        traversal.share_out, "share * target.gather", "target.gather",
+        rules.share_out, "share * target.gather", "target.gather",
     ),
     "one sibling forgotten": (
-        traversal.share_out, "siblings.take(token, there & ~is_point)", "None",
+        rules.share_out, "siblings.take(token, there & ~is_point)", "None",
     ),
     "the neighbour's drafts": (
-        traversal.share_out, "proposal.tokens[at, child]", "proposal.tokens[1 - at, child]",
+        rules.share_out, "drafts.tokens[at, child]", "drafts.tokens[1 - at, child]",
     ),
-    "the last in post-order": (traversal.accept_traversal, "found.long()", "(children * found)"),
+    "the last in post-order": (rules.accept_traversal, "found.long()", "(children * found)"),
     "a node passes whatever its children have taken": (
-        traversal.accept_traversal, "size, nodes), rest", "size, nodes), given.gather(1, nodes)",
+        rules.accept_traversal, "size, nodes), rest", "size, nodes), given.gather(1, nodes)",
     ),
     "the token after a node whatever its children have taken": (
-        traversal.accept_traversal, "forest.children[at, last], logits",
-        "0 * forest.children[at, last] - 1, logits",
+        rules.accept_traversal, "drafts.children[at, last], logits",
+        "0 * drafts.children[at, last] - 1, logits",
     ),
-    "the target at the root": (naive.accept_naive, "logits[at, node]", "logits[at, 0 * node]"),
+    "the target at the root": (rules.accept_naive, "logits[at, node]", "logits[at, 0 * node]"),
     "a draft of another parent": (
-        naive.accept_naive, "forest.children[at, node]", "forest.children[at, 0 * node]",
+        rules.accept_naive, "drafts.children[at, node]", "drafts.children[at, 0 * node]",
     ),
 }  # fmt: skip
 
@@ -187,19 +188,18 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
     function, line, instead = MISTAKES[mistake]
-    module, source = inspect.getmodule(function), inspect.getsource(function)
+    source = inspect.getsource(function)
     assert source.count(line) == 1, line
-    scope = dict(vars(module))
+    scope = dict(vars(rules))
     exec("from __future__ import annotations\n" + source.replace(line, instead), scope)
-    monkeypatch.setattr(module, function.__name__, scope[function.__name__])
+    verifier = Naive if function is rules.accept_naive else Traversal
+    monkeypatch.setattr(rules, function.__name__, scope[function.__name__])
     worst = 0.0
     for seed in range(20):
         target, drafter, tree, _ = random_case(seed, BRANCHING)
         tables = TableTarget(target), TableDrafter(drafter)
         try:
-            blocks = block_distribution(
-                *tables, tree, SETTINGS[0], Traversal if module is traversal else Naive
-            )
+            blocks = block_distribution(*tables, tree, SETTINGS[0], verifier)
         except (AssertionError, IndexError, RuntimeError):  # the neighbour noticed
             return
         worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))

@@ -22,12 +22,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from stree.forest import Forest
 from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, topology_of
 from stree.tree import BeamTree, TokenTree, balanced
 from stree_kernels import ops
-from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Sampling, Steering
+from stree_kernels.shapes import (
+    Derived,
+    Drafts,
+    GatedDeltaShape,
+    GatedDeltaWeights,
+    Sampling,
+    Steering,
+)
 
 
 class AbsentGPU:
@@ -121,6 +129,20 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
     ops.sigmoid_gated(ops.norm_heads(qkv, scale, scale, 1e-6, 4), qkv)
 
 
+def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
+    """All rules on a tree, whose drafts were drawn from logits (1, N, V)."""
+    forest = Forest.of([tree], torch.device("cpu"))
+    one, active = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+    drafts = Drafts(
+        torch.zeros(1, tree.num_nodes, dtype=torch.long), forest.parents, forest.children,
+        tuple((level.nodes, level.places) for level in forest.levels),
+        logits[:, : forest.num_drawn_from] if forest.levels else None, forest.drawn_by, None, None,
+    )  # fmt: skip
+    sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
+    for rule in ("naive", "multi_step", "traversal"):
+        ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
@@ -154,7 +176,7 @@ def main() -> None:
                     best, highest, tokens, torch.tensor([tree.parents]), finite, active,
                     cache.path, cache.path_length, block, one, tokens[:, :1], report,
                 )  # fmt: skip
-            ops.uniforms(one, one, one[None])
+            verification(tree, logits, cache.path, one, block, tokens[:, :1], report)
             if num_nodes == 1:
                 continue
             topology = topology_of(tree, config.d_conv, tokens.device)

@@ -7,6 +7,7 @@ JSON arguments, since it runs in another process.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -231,3 +232,16 @@ def _replace(call: str, instead: Callable[[Callable], Callable]) -> None:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def edited_module(module: Any, line: str, instead: str, folder: Path) -> Any:
+    """A copy of a module with one thing written otherwise, from a file, as Triton reads sources."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(line) == 1, line
+    path = folder / f"planted_{module.__name__.replace('.', '_')}.py"
+    path.write_text(source.replace(line, instead), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    broken = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(broken)
+    return broken
