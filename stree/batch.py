@@ -295,7 +295,7 @@ class BatchDecoder:
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
-        return len(self.prefixes.longest_of(prompt)) if self.prefixes is not None else 0
+        return self.prefixes.num_reusable(prompt) if self.prefixes is not None else 0
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""
@@ -367,15 +367,15 @@ class BatchDecoder:
     def _read(self, row: int, sequence: _Sequence, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
         if self.prefixes is not None and sequence.num_read == 0:
-            sequence.num_read = self.prefixes.load(row, sequence.prompt)
+            read = self.prefixes.load(row, sequence.prompt)
+            sequence.num_read, sequence.num_drafted_from = read
             sequence.stats.num_reused_tokens = sequence.num_read
         end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
-        tokens = torch.tensor(sequence.prompt[sequence.num_read : end], device=self.target.device)
-        logits = self.target.prefill(tokens[None], self.cache.at(row))
-        if self.drafter is not None:
-            self.drafter.read(row, tokens)
-        sequence.num_read += len(tokens)
-        sequence.num_drafted_from = sequence.num_read
+        tokens = torch.tensor(sequence.prompt[:end], device=self.target.device)
+        logits = self.target.prefill(tokens[None, sequence.num_read :], self.cache.at(row))
+        if self.drafter is not None and sequence.num_drafted_from < len(tokens):
+            self.drafter.read(row, tokens[sequence.num_drafted_from :])
+        sequence.num_read = sequence.num_drafted_from = len(tokens)
         if sequence.reading:
             return []
         if sequence.keep_prompt and self.prefixes is not None:

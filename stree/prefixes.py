@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from stree.drafters.model import ModelDrafter
 from stree.last_used import LastUsed
 from stree.models.cache import HybridCache, SavedPrefix
@@ -39,12 +37,13 @@ class Prefixes:
         target = self.cache.narrow(row, 1).save()
         if not 0 < target.length <= len(tokens):
             return
-        drafter = None
+        drafter, length = None, target.length
         if type(self.drafter) is ModelDrafter:  # one that keeps the text beside reads it again
             drafter = self.drafter.cache.narrow(row, 1).save()
-            if drafter.length > target.length:
-                drafter = None
-        self._kept[tuple(tokens[: target.length])] = _Kept(target, drafter)
+            length = max(length, drafter.length)  # it has read the last root, too
+            if drafter.length > len(tokens):
+                drafter, length = None, target.length
+        self._kept[tuple(tokens[:length])] = _Kept(target, drafter)
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
         """The longest prefix of `prompt` that there is, shorter than itself; () for none."""
@@ -52,20 +51,20 @@ class Prefixes:
         fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
         return max(fitting, key=len, default=())
 
-    def load(self, row: int, prompt: list[int]) -> int:
-        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens
-        that are."""
+    def num_reusable(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt the target need not read again."""
+        prefix = self.longest_of(prompt)
+        return self._kept[prefix].target.length if prefix else 0
+
+    def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
+        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
+        it the target has read then, and the drafter."""
         prefix = self.longest_of(prompt)
         if not prefix:
-            return 0
+            return 0, 0
         kept = self._kept[prefix]
         self.cache.narrow(row, 1).load(kept.target)
-        if self.drafter is not None:
-            read = 0
-            if kept.drafter is not None:
-                self.drafter.cache.narrow(row, 1).load(kept.drafter)
-                read = kept.drafter.length
-            if read < len(prefix):
-                missed = torch.tensor(prefix[read:], device=self.cache.device)
-                self.drafter.read(row, missed)
-        return len(prefix)
+        if kept.drafter is None:
+            return kept.target.length, 0
+        self.drafter.cache.narrow(row, 1).load(kept.drafter)
+        return kept.target.length, kept.drafter.length

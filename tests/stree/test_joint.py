@@ -187,7 +187,7 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
     first = decoder.release(row, keep=True)  # the drafter is always right: 1 + 5 + 5 tokens
     turn = [*prompt, *first.tokens, 7]
     assert decoder.num_reusable(turn) == len(turn) - 2  # all but the last, which no call has read
-    kept = decoder.prefixes.longest_of(turn)
+    kept = turn[: decoder.num_reusable(turn)]
     again = target.new_cache(96, 1)
     target.prefill(torch.tensor([kept]), again)
     for got, wanted in zip(decoder.cache.at(row).layers, again.layers, strict=True):

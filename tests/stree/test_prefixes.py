@@ -40,7 +40,10 @@ def test_a_conversation_reads_each_turn_once(temperature, attn_layers, graphs, r
         )  # fmt: skip
         return turns(decoder, 4, generation, keep=True)
 
-    wanted, got = answers(0), answers(3)
+    wanted = answers(0)
+    read, again = drafter.prefill, []
+    drafter.prefill = lambda tokens, cache: again.append(tokens.shape[1]) or read(tokens, cache)
+    got = answers(3)
     prompt_length = len(SYSTEM) + 1
     reused = []
     for mine, theirs in zip(got, wanted, strict=True):
@@ -50,6 +53,7 @@ def test_a_conversation_reads_each_turn_once(temperature, attn_layers, graphs, r
         reused.append(mine.stats.num_reused_tokens)
         prompt_length += 15
     assert reused[0] == 0 and max(reused) > 15
+    assert min(again) < 15 and len(again) == 4  # the drafter reads no more than the target
     if not graphs:  # no step ran ahead of the one that ended a turn
         assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
 
