@@ -131,8 +131,8 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
             add(*together)
         if isinstance(part, Experts):
             chosen = round(chosen_experts(part.config, num_nodes))
-            (_, inner, width), outer = part.up.shape, part.down.shape[2]
-            sizes.extend([(chosen * inner, width), (width, chosen * outer)])
+            for weight in (part.up, part.down):
+                sizes.append((chosen * weight.shape[1], weight.shape[2]))
 
     for layer in cast(list[Layer], model.model.layers):
         for block in layer.blocks:
