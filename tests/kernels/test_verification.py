@@ -137,7 +137,7 @@ DEEP = {
     "a share beside its parent's", "what passes below a node is none of its",
     "the target after the root", "the same number at each level", "coins of the level below",
 }  # fmt: skip
-QUICK = set(list(MISTAKES)[::4])
+QUICK = {"no residual", "one sibling forgotten", "what passes below a node is none of its"}
 
 
 @in_the_interpreter

@@ -65,8 +65,13 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
+@pytest.mark.parametrize(
+    ("temperature", "verifier"),
+    [(0.0, "coupled"), *((1.0, each) for each in ("coupled", "naive", "multi_step", "traversal"))],
+)
+def test_steps_of_fused_kernels_give_the_same_tokens(
+    temperature, verifier, monkeypatch, captured_on_cpu
+):
     """Two rows of their own trees, the whole step in Triton's interpreter."""
     if torch.cuda.is_available():
         pytest.skip("tests/stree/test_graphs.py compares them on the GPU itself")
@@ -78,7 +83,9 @@ def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, c
     ]
 
     def serve():
-        decoder = BatchDecoder(target, drafter, num_rows=2, max_length=32, max_nodes=10)
+        decoder = BatchDecoder(
+            target, drafter, num_rows=2, max_length=32, max_nodes=10, verifier=verifier
+        )
         return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
 
     wanted = serve()

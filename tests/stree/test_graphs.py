@@ -24,7 +24,7 @@ def eager(monkeypatch, make):
         return make()
 
 
-@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+@pytest.mark.parametrize("verifier", ["coupled", "naive", "multi_step", "traversal"])
 @pytest.mark.parametrize("kernels", ["fused", "naive"])
 @pytest.mark.parametrize("tree", TREES[1:], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
