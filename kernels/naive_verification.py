@@ -297,7 +297,7 @@ class Siblings:
     ) -> Siblings:
         """Of nodes (B, …) of rows at (B, …); like (…, V), the target's distribution there."""
         offered = None
-        if drafts.logits is not None:
+        if drafts.logits is not None and drafts.drawn_by is not None:
             offered = distribution(drafts.logits[at, drafts.drawn_by[at, nodes]], temperature)
         return cls(offered, torch.zeros_like(like, dtype=torch.bool))
 

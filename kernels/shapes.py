@@ -212,9 +212,9 @@ class Drafts:
 
     tokens and parents (B, N); children (B, N, K), −1 for none; levels, the nodes (B, n) with
     children at each depth and their children's places (B, n, k), −1 for none. logits (B, I, V) that
-    a node's children were drawn from, at its drawn_by (B, N), or None; points (B, N) bool, nodes
-    that were not drawn from logits, or None where all (without logits) or none were. finite (B, …)
-    bool, which of the drafter's logits were, or None.
+    a node's children were drawn from, at its drawn_by (B, N), or both None; points (B, N) bool,
+    nodes that were not drawn from logits, or None where all (without logits) or none were. finite
+    (B, …) bool, which of the drafter's logits were, or None.
     """
 
     tokens: Tensor
@@ -222,7 +222,7 @@ class Drafts:
     children: Tensor
     levels: tuple[tuple[Tensor, Tensor], ...]
     logits: Tensor | None
-    drawn_by: Tensor
+    drawn_by: Tensor | None
     points: Tensor | None
     finite: Tensor | None
 

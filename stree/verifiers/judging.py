@@ -43,9 +43,9 @@ class Judging:
         if sampling is None:  # all rules follow the best tokens
             return Coupled().accept(logits, proposal, forest, rows, cache, report)
         drafts = Drafts(
-            proposal.tokens, forest.parents, forest.children,
-            tuple((level.nodes, level.places) for level in forest.levels),
-            proposal.logits, forest.drawn_by, proposal.points, proposal.finite,
+            proposal.tokens, forest.parents, forest.children.contiguous(),
+            tuple((level.nodes, level.places) for level in forest.levels), proposal.logits,
+            None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
         )  # fmt: skip
         ops.accept_drafts(
             self.rule, rows.kept(logits), drafts, sampling, rows.active,

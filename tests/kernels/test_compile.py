@@ -31,8 +31,10 @@ def test_all_kernels_compile(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
-    # What does not fit the registers would go to memory and back
-    assert all(line[4] == "0" for line in lines if line[0].startswith("gated_delta"))
+    # What does not fit the registers goes to memory and back: a few words of it were faster on an
+    # H200 than twice as many warps (2 against 4 at 32 nodes: 18.7 µs against 21.7)
+    spilled = {line[0]: int(line[4]) for line in lines if line[0].startswith("gated_delta")}
+    assert spilled["gated_delta_chain_kernel"] == 0 and spilled["gated_delta_kernel"] <= 32
     # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
     tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
     assert len(tops) >= 6 and max(tops) < 3000

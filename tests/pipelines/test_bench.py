@@ -232,7 +232,7 @@ def test_graphs_of_verifiers_and_rows(captured_on_cpu, tmp_path, capsys):
     assert chain == ["coupled", "multi_step", "block"] and tree == chain[:2]
     timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
     bench_report.main([str(tmp_path)])
-    assert "| tiny, STree, T = 1, 8 committed, multi_step, 2 rows |" in capsys.readouterr().out
+    assert "| tiny, STree, T = 1, 8 committed, multi_step, 2 rows " in capsys.readouterr().out
 
 
 def test_accepted_numbers_have_the_mean_asked_for():

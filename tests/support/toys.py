@@ -195,7 +195,7 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     """What `ops.choose_children` does for rows that sample, as choices that can be enumerated:
     siblings one after the other, without replacement, the first tokens when none is left."""
 
-    def choose_children(logits, depths, sampling, places, tokens, finite) -> None:
+    def choose_children(logits, depths, sampling, places, tokens, finite, *_) -> None:
         finite.copy_(logits.amax(-1).isfinite())
         for row, at, rank in itertools.product(*map(range, places.shape)):
             place = int(places[row, at, rank])
