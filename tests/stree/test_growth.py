@@ -66,8 +66,9 @@ def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
     return [nodes[node][1][-1] for node in kept[1:]], parents
 
 
-@pytest.mark.parametrize("layers", [(), (1,)], ids=["recurrent", "hybrid"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "layers"), list(zip(NAMES, [(1,), (), (), (1,), (1,)], strict=True)), ids=NAMES
+)
 def test_the_tree_is_the_best_by_the_drafter(name, layers):
     """Two rows of other prompts and settings; the drafter's states along the beams included."""
     tree = BeamTree.named(name)
@@ -111,12 +112,12 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
         Request(
             [rng.randrange(61) for _ in range(rng.randint(1, 9))],
             GenerationConfig(
-                rng.randint(5, 20), rng.choice([0.0, 0.7, 1.3]), seed=seed, top_k=rng.choice([0, 9])
+                rng.randint(5, 14), rng.choice([0.0, 0.7, 1.3]), seed=seed, top_k=rng.choice([0, 9])
             ),
         )
-        for seed in range(6)
+        for seed in range(5)
     ]
-    plain = BatchDecoder(target, num_rows=6, max_length=64).generate(served)
+    plain = BatchDecoder(target, num_rows=5, max_length=64).generate(served)
     accepted = 0
     for name in ("beam-2-4-7", "beam-3-3-13"):
         tree, outputs = BeamTree.named(name), []
@@ -137,7 +138,7 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
             depths = [tree.depths[end] for end in eager.stats.end_node_per_call]
             assert depths == eager.stats.accepted_per_call
             accepted += sum(eager.stats.accepted_per_call)
-    assert accepted > 30 or verifier == "naive"
+    assert accepted > 20 or verifier == "naive"
 
 
 @pytest.mark.long
@@ -400,10 +401,10 @@ def test_the_size_is_the_one_that_pays(slope, rates):
     def cost(tree):
         return 1.0 + slope * (tree.num_nodes - 1)
 
-    chosen, speed = simulated(lambda step: rates, 1500, cost)
+    chosen, speed = simulated(lambda step: rates, 800, cost)
     best = max(speed_of(tree, rates, cost) for tree in (PLAIN, *SIZES))
     assert speed > 0.95 * best
-    assert chosen.count(SIZES[-1]) >= 4  # which is tried, at least
+    assert chosen.count(SIZES[-1]) >= 2  # which is tried, at least
 
 
 def test_what_pays_is_found_out_again_when_the_text_changes():
@@ -412,7 +413,7 @@ def test_what_pays_is_found_out_again_when_the_text_changes():
     def cost(tree):
         return 1.0 + 0.012 * (tree.num_nodes - 1)
 
-    chosen, _ = simulated(lambda step: STEEP if step < 600 else FLAT, 1600, cost)
+    chosen, _ = simulated(lambda step: STEEP if step < 600 else FLAT, 1200, cost)
     for rates, steps in ((STEEP, chosen[300:600]), (FLAT, chosen[900:])):
         best = max(speed_of(tree, rates, cost) for tree in SIZES)
         near = [tree for tree in steps if speed_of(tree, rates, cost) > 0.95 * best]
