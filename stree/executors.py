@@ -49,7 +49,7 @@ class Eager:
         where the root of any row stands at most, but for rows that have not begun; mark is told
         when a phase ends.
         """
-        bound = position + forest.num_nodes
+        bound, forest = position + forest.num_nodes, forest.own()
         longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
             longest = max(1, int(torch.where(rows.active, rows.block[:, 0], 0).max()))

@@ -55,15 +55,19 @@ class Forest:
     def of(cls, trees: Sequence[TokenTree], device: torch.device) -> Forest:
         """Where one of the trees grows, all rows grow such a tree."""
         if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
-            from stree.grown import GrownForest
+            from stree.grown import grown_forest
 
             (tree,) = grown
-            return GrownForest(tree, len(trees), device)
+            return grown_forest(tree, len(trees), device)
         return _forest(tuple(trees), device)
 
     def static(self) -> StaticForest:
         """One of its own tensors, which may `hold` other forests of the shape."""
         return StaticForest(self)
+
+    def own(self) -> Forest:
+        """One whose tensors no other step writes."""
+        return self
 
     def hold(self, forest: Forest) -> None:
         raise NotImplementedError

@@ -75,8 +75,11 @@ class GrownForest(Forest):
     def shape(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
         return (self.tree,)
 
-    def static(self) -> GrownForest:  # type: ignore[override]
+    def own(self) -> GrownForest:
         return GrownForest(self.tree, len(self.pool), self.device)
+
+    def static(self) -> GrownForest:  # type: ignore[override]
+        return self.own()
 
     def hold(self, forest: Forest) -> None:
         """Nothing to take over: a draft makes the trees."""
@@ -117,6 +120,12 @@ class GrownForest(Forest):
             )
         ops.build_topology(parents, max_depth, self._topologies[key])
         return self._topologies[key]
+
+
+@functools.lru_cache(maxsize=64)
+def grown_forest(tree: BeamTree, batch: int, device: torch.device) -> GrownForest:
+    """One to ask for sizes: a step that runs has its own."""
+    return GrownForest(tree, batch, device)
 
 
 @functools.lru_cache(maxsize=64)
