@@ -45,19 +45,24 @@ BARS: list[tuple[str, float, dict[str, Any], str]] = [
      dict(what="memory", shape="8b", num_nodes=64), "over_a_state_a_node"),
     ("2.7B Mamba-2, tree call over a step, N = 16", 1.25,
      dict(what="target call", shape="mamba2-2.7b", num_nodes=16), "over_step"),
+    *[(f"{count} rows, step over products, states and keys", 1.12 if count <= 16 else 1.15,
+       dict(what="rows", shape="8b", num_rows=count), "over_bound")
+      for count in (1, 2, 4, 8, 16, 32, 64)],
 ]  # fmt: skip
 SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), "speedup_per_tau")
 
 
 def bars_table(rows: list[Row]) -> Table:
-    """Each bar, the worst of the rows that it is about, and whether it is met."""
+    """Each bar whose subject there are rows about, the worst row, and whether it is met."""
     lines: list[tuple[str, ...]] = [("", "bar", "measured", "")]
     for name, bar, wanted, key in [*BARS, SPEEDUP]:
         values = [_value(row[key]) for row in rows if _is(row, wanted) and key in row]
         upper = key != SPEEDUP[3]
         sign = "≤" if upper else "≥"
         if not values:
-            lines.append((name, f"{sign} {bar:g}", MISSING, "not measured"))
+            about = {each: wanted[each] for each in ("op", "what", "shape") if each in wanted}
+            if any(_is(row, about) for row in rows):
+                lines.append((name, f"{sign} {bar:g}", MISSING, "not measured"))
             continue
         worst = max(values) if upper else min(values)
         met = worst <= bar if upper else worst >= bar
@@ -118,7 +123,7 @@ def steps_table(rows: list[Row]) -> Table:
     heads = ("", "plain, µs", "tree, µs", "not hidden by the host", "speed-up", "speed-up ÷ τ")
     lines = [
         (
-            f"τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
+            f"{row['shape']}, τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
             f"{_value(row['us_tree']):,.0f}", f"{row['host_share']:.1%}",
             f"{row['speedup']:.2f}", f"{row['speedup_per_tau']:.3f}",
         )
@@ -216,13 +221,14 @@ def unrolled_figure(rows: list[Row]) -> Figure:
     return figure
 
 
-def speedup_figure(rows: list[Row]) -> Figure:
+def speedup_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
     """Speed-up over autoregressive decoding against a given τ."""
     figure, axes = new_figure()
-    points = sorted((row["tau"], row["speedup"]) for row in rows)
-    axes.plot(*zip(*points, strict=True), "o-", color=PALETTE[2], label="13-node tree")
-    taus = [tau for tau, _ in points]
+    taus = sorted({row["tau"] for rows in rows_by_shape.values() for row in rows})
     axes.plot(taus, taus, ":", color=PALETTE[0], label="free drafts and trees")
+    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE[2:], strict=False):
+        points = sorted((row["tau"], row["speedup"]) for row in rows)
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"{shape}, 13-node tree")
     axes.set(xlabel="τ, given", ylabel="speed-up", ylim=(0, None))
     axes.legend()
     return figure
@@ -298,9 +304,11 @@ def serving_figure(rows: list[Row]) -> Figure:
         axes.plot(counts, chosen, "o-", color=colour, label=f"{shape}, τ = {tau:g}, chosen")
         axes.plot(counts, trees, "--", color=colour, label=f"{shape}, τ = {tau:g}, tree")
     axes.axhline(1.0, color="grey", linewidth=0.8)
+    counts = sorted({row["num_rows"] for row in rows})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="sequences at once", ylabel="speed-up over plain decoding")
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
@@ -368,8 +376,8 @@ def main(arguments: list[str] | None = None) -> None:
         if _is(row, dict(what="target call", context=1024)):
             calls.setdefault(row["shape"], []).append(row)
     calls = {shape: each for shape, each in calls.items() if len(each) > _degree(each)}
-    of_steps = any(row.get("what") != "distill" for row in rows)
-    parts = [bars_table(rows).to_markdown()] if of_steps else []
+    bars = bars_table(rows)
+    parts = [bars.to_markdown()] if len(bars.rows) > 1 else []
     for wanted, table in (
         ("op", kernels_table),
         ("target call", calls_table),
@@ -391,9 +399,14 @@ def main(arguments: list[str] | None = None) -> None:
             "runtime_vs_nodes": runtime_figure(calls),
             "required_tau": required_tau_figure(calls),
         }
+    steps: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("what") == "step":
+            steps.setdefault(row["shape"], []).append(row)
+    if steps := {shape: each for shape, each in steps.items() if len(each) > 1}:
+        figures["speedup_vs_tau"] = speedup_figure(steps)
     for what, name, draw in (
         ("unrolled", "tree_vs_unrolled", unrolled_figure),
-        ("step", "speedup_vs_tau", speedup_figure),
         ("serve", "speedup_vs_rows", serving_figure),
         ("distill", "losses", losses_figure),
     ):

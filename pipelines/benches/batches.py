@@ -72,11 +72,14 @@ def joint_of_rows(
     that either keeps beside states and keys."""
     floor = Floor(target, max(counts) * (TREES[-1].max_depth + 1 + TREES[-1].num_nodes))
     for count, tree in itertools.product(counts, TREES[1:]):
-        targets, kept = {}, {}
-        for name in BACKTRACKING:
-            decoder = _decoder(
+        decoders = {
+            name: _decoder(
                 target, drafter, tree, count, context + 8 * (repeats + 8), backtracking=name
             )
+            for name in BACKTRACKING
+        }  # a graph does not keep the buffers that it reads
+        targets, kept = {}, {}
+        for name, decoder in decoders.items():
             launcher(decoder, context)()
             assert isinstance(decoder.executor, Graphs)
             (envelope,) = decoder.executor.envelopes.values()
@@ -95,7 +98,7 @@ def joint_of_rows(
             **{f"kept_bytes_{name}": each for name, each in kept.items()},
             **{f"us_{name}": each for name, each in times.items()},
         )  # fmt: skip
-        del decoder, envelope, targets
+        del decoder, decoders, envelope, targets
 
 
 def serve_at(

@@ -289,7 +289,7 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
     lines = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
     assert "met" in lines["replay + conv + scan, µs a layer, N = 16"]
     assert "6.5" in lines["mamba_tree, N = 16, 1,024 committed"]
-    assert "143" in lines["τ = 3.00"] and "3.0%" in lines["τ = 3.00"]
+    assert "143" in lines["8b, τ = 3.00"] and "3.0%" in lines["8b, τ = 3.00"]
     assert "not measured" in lines["replay + conv + scan, µs a layer, N = 64"]
     assert "missed" in lines["tree call over a step, N = 16"]  # 1.07 above 1.06
     assert "missed" in lines["speedup per τ, 13-node tree"]  # the worst row counts
