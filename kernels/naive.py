@@ -519,6 +519,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def activated(y: Tensor, kind: str) -> Tensor:
+    """An MLP's inner values (…, I): of gate and up side by side, (…, 2·I), or of up alone."""
+    if kind == "relu2":
+        return F.relu(y).square()
+    if kind == "swiglu":
+        return swiglu(y)
+    gate, up = y.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """x (…, D) by gate and up one above the other, (2·I, D), and SwiGLU of both → (…, I)."""
     return swiglu(linear(x, weight))

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree_kernels import naive, naive_gated_delta, naive_growth, naive_verification
+from stree_kernels import (
+    naive,
+    naive_experts,
+    naive_gated_delta,
+    naive_growth,
+    naive_verification,
+)
 from stree_kernels.shapes import (
     Derived,
     Drafts,
@@ -23,6 +29,7 @@ from stree_kernels.shapes import (
     GatedDeltaWeights,
     MixerShape,
     MixerWeights,
+    Router,
     Sampling,
     Steering,
     Topology,
@@ -191,6 +198,26 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_swiglu`."""
     return _module("products", x).linear_swiglu(x, weight)
+
+
+def choose_experts(
+    logits: Tensor, correction: Tensor | None, router: Router
+) -> tuple[Tensor, Tensor]:
+    """See `naive_experts.choose_experts`."""
+    if not fused(logits.device, logits.dtype):
+        return naive_experts.choose_experts(logits, correction, router)
+    module = importlib.import_module("stree_kernels.experts")
+    return module.choose_experts(logits, correction, router)
+
+
+def experts(
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+) -> Tensor:
+    """See `naive_experts.experts`."""
+    if not fused(rows.device, rows.dtype):
+        return naive_experts.experts(rows, weights, chosen, up, down, kind)
+    module = importlib.import_module("stree_kernels.experts")
+    return module.experts(rows, weights, chosen, up, down, kind)
 
 
 def advance(steering: Steering, like: Tensor) -> None:

@@ -232,3 +232,20 @@ class Drafts:
             return self.points[at, nodes]
         fill = torch.ones_like if self.logits is None else torch.zeros_like
         return fill(nodes, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Router:
+    """How tokens choose experts by logits.
+
+    softmax: the `top` best logits; their shares by softmax over those, or over all if not
+    normalised. Else, by sigmoid (DeepSeek-V3): the best scores, corrected for the choice alone,
+    within the top_groups best of `groups` of experts; normalised if asked. Both times scale.
+    """
+
+    top: int
+    softmax: bool = True
+    normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1

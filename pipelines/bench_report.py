@@ -60,7 +60,7 @@ def bars_table(rows: list[Row]) -> Table:
         upper = key != SPEEDUP[3]
         sign = "≤" if upper else "≥"
         if not values:
-            about = {each: wanted[each] for each in ("op", "what", "shape") if each in wanted}
+            about: Row = {each: wanted[each] for each in ("op", "what", "shape") if each in wanted}
             if any(_is(row, about) for row in rows):
                 lines.append((name, f"{sign} {bar:g}", MISSING, "not measured"))
             continue
@@ -304,9 +304,9 @@ def serving_figure(rows: list[Row]) -> Figure:
         axes.plot(counts, chosen, "o-", color=colour, label=f"{shape}, τ = {tau:g}, chosen")
         axes.plot(counts, trees, "--", color=colour, label=f"{shape}, τ = {tau:g}, tree")
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    counts = sorted({row["num_rows"] for row in rows})
+    ticks = sorted({row["num_rows"] for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.set(xlabel="sequences at once", ylabel="speed-up over plain decoding")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure

@@ -15,7 +15,7 @@ KERNELS = {
     "embed_kernel", "root_kernel", "share_kernel", "rows_kernel",
     "siblings_kernel", "walk_kernel",
     "heads_kernel", "sigmoid_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
-    "topology_kernel", "pick_kernel",
+    "topology_kernel", "pick_kernel", "list_kernel", "up_kernel", "down_kernel", "route_kernel",
 }  # fmt: skip
 
 

@@ -386,5 +386,7 @@ def test_buffers_serve_calls_that_fit_them(granite):
     kept = decoder._batch
     decoder.generate(ids[:1], max_new_tokens=8)
     assert decoder._batch is kept
-    decoder.generate(ids[:1], max_new_tokens=300)
-    assert decoder._batch is not kept and decoder._batch.num_rows == 3
+    decoder.generate(
+        torch.cat([ids, ids]), attention_mask=torch.cat([mask, mask]), max_new_tokens=4
+    )
+    assert decoder._batch is not kept and decoder._batch.num_rows == 6

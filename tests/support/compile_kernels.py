@@ -2,10 +2,10 @@
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
-attention in the shapes of Qwen3.5-27B take a tree and a single token. Each launch is compiled with
-the very arguments it has there, and not run. Prints a line a launch: kernel, warps, instructions of
-its PTX, bytes of shared memory, and where --spills asks for it, of the machine code, stores of
-spilled registers.
+attention in the shapes of Qwen3.5-27B, and experts in Granite-4.0-H-Tiny's, take a tree and a
+single token. Each launch is compiled with the very arguments it has there, and not run. Prints
+a line a launch: kernel, warps, instructions of its PTX, bytes of shared memory, and where --spills
+asks for it, of the machine code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -33,6 +33,7 @@ from stree_kernels.shapes import (
     Drafts,
     GatedDeltaShape,
     GatedDeltaWeights,
+    Router,
     Sampling,
     Steering,
 )
@@ -143,6 +144,20 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
         ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
 
 
+def experts(num_rows: int, dtype: torch.dtype) -> None:
+    """In the shapes of Granite-4.0-H-Tiny."""
+    count, top, width, inner = 64, 6, 1536, 512
+    up, down = (
+        torch.zeros(count, *shape, dtype=dtype) for shape in ((2 * inner, width), (width, inner))
+    )
+    rows = torch.zeros(num_rows, width, dtype=dtype)
+    for softmax in (False, True):
+        chosen = ops.choose_experts(
+            torch.zeros(num_rows, count), torch.zeros(count), Router(top, softmax)
+        )
+    ops.experts(rows, *chosen, up, down, "swiglu")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
@@ -190,6 +205,7 @@ def main() -> None:
             ops.take_roots(hidden, block, active, tokens, cache.path_length)
         for num_nodes in {1, *options.nodes}:
             gated_delta(num_nodes, getattr(torch, options.dtype))
+            experts(num_nodes, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):

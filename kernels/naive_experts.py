@@ -1,0 +1,81 @@
+"""MLPs of which each token has chosen a few, in plain PyTorch: CPU path and oracle of the kernels.
+
+Shapes: R rows (tokens of all sequences), E experts, K of them chosen by a row, I an expert's width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree_kernels import naive
+from stree_kernels.shapes import Router
+
+ALL_ROWS = 64  # whose outputs of all experts exist at once
+
+
+def choose_experts(
+    logits: Tensor, correction: Tensor | None, router: Router
+) -> tuple[Tensor, Tensor]:
+    """Weights in logits' dtype and indices of the chosen experts, (R, K) each.
+
+    Args: logits (R, E) in fp32 or wider; correction (E,), of a router by sigmoid.
+    """
+    if router.softmax:
+        best, chosen = logits.topk(router.top, dim=-1)
+        others = best if router.normalised else logits
+        return (best - others.logsumexp(-1, keepdim=True)).exp() * router.scale, chosen
+    scores = logits.sigmoid()
+    assert correction is not None
+    corrected = scores + correction
+    if router.top_groups < router.groups:
+        grouped = corrected.unflatten(-1, (router.groups, -1))
+        best_two = grouped.topk(2, dim=-1).values.sum(-1)
+        best_groups = best_two.topk(router.top_groups, dim=-1).indices
+        allowed = torch.zeros_like(best_two, dtype=torch.bool).scatter(1, best_groups, True)
+        corrected = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+    chosen = corrected.topk(router.top, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.scale, chosen
+
+
+def experts(
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+) -> Tensor:
+    """down(activation(up·x)) of each row's experts, weighed and added up.
+
+    Args: rows (R, D), weights and chosen (R, K), up (E, I, D) or, with a gate above it,
+    (E, 2·I, D), down (E, D, I), kind as in `naive.activated`.
+    Returns parts of a sum, (S, R, D) in rows' dtype or wider; here one. No step waits for the
+    device.
+    """
+    weights = weights.to(rows.dtype)
+    if chosen.numel() <= len(up):
+        return _by_the_chosen(rows, weights, chosen, up, down, kind)[None]
+    pieces = (each.split(ALL_ROWS) for each in (rows, weights, chosen))
+    results = [_by_all(r, w, c, up, down, kind) for r, w, c in zip(*pieces, strict=True)]
+    return torch.cat(results)[None]
+
+
+def _by_the_chosen(
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+) -> Tensor:
+    """For few rows: only the chosen experts' weights are read, each for itself."""
+    inner = torch.einsum("rd,rkid->rki", rows, up[chosen])
+    inner = naive.activated(inner, kind) * weights[..., None]
+    return torch.einsum("rki,rkdi->rd", inner, down[chosen])
+
+
+def _by_all(
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+) -> Tensor:
+    """Every expert's products for every row: its weights are read once."""
+    shape = len(rows), len(up)
+    scale = weights.new_zeros(shape).scatter(1, chosen, weights).t()[..., None]
+    unchosen = torch.ones(shape, dtype=torch.bool, device=rows.device).scatter(1, chosen, False)
+    inner = naive.activated(torch.matmul(rows, up.transpose(1, 2)), kind)
+    # Filled, not multiplied: what nobody asked for may be anything
+    inner = (inner * scale).masked_fill(unchosen.t()[..., None], 0)
+    return torch.bmm(inner, down.transpose(1, 2)).sum(0)
