@@ -149,8 +149,9 @@ def short_conv_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """See `naive.short_conv_tree`, which serves every device so far."""
-    return naive.short_conv_tree(inputs, rows, weight, bias, topology, steering, first)
+    """See `naive.short_conv_tree`."""
+    module = _module("short_conv", inputs)
+    return module.short_conv_tree(inputs, rows, weight, bias, topology, steering, first)
 
 
 def add_rms_norm(
@@ -173,6 +174,11 @@ def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
     """See `naive.norm_heads`."""
     return _module("pointwise", qkv).norm_heads(qkv, q_weight, k_weight, eps, num_k)
+
+
+def gated(y: Tensor, gate: Tensor) -> Tensor:
+    """See `naive.gated`."""
+    return _module("pointwise", y).gated(y, gate)
 
 
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:

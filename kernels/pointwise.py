@@ -80,14 +80,23 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_
     return out
 
 
+def gated(y: Tensor, gate: Tensor) -> Tensor:
+    """`naive.gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    return _opened(y, gate, silu=True)
+
+
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
     """`naive.sigmoid_gated` in one launch; y (B, Q, C), gate (B, Q, C) with unit last stride."""
+    return _opened(y, gate, silu=False)
+
+
+def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
     assert y.is_contiguous() and gate.stride(-1) == 1
     gate, width = gate.flatten(0, -2), y.shape[-1]
     out = torch.empty_like(y)
-    sigmoid_kernel[(len(gate), triton.cdiv(width, GATE_BLOCK))](
+    gate_kernel[(len(gate), triton.cdiv(width, GATE_BLOCK))](
         y, gate, gate.stride(0), out, width,
-        BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y),
+        SILU=silu, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y),
     )  # fmt: skip
     return out
 
@@ -180,13 +189,19 @@ def heads_kernel(
 
 
 @triton.jit
-def sigmoid_kernel(y, gate, gate_stride, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def gate_kernel(
+    y, gate, gate_stride, out, width,
+    SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     follow(OVERLAPS)
     value = tl.load(y + row * width + at, mask=mask, other=0.0)
-    opened = tl.sigmoid(tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32))
+    z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
+    opened = tl.sigmoid(z)
+    if SILU:
+        opened *= z
     tl.store(out + row * width + at, (value.to(tl.float32) * opened).to(value.dtype), mask=mask)
 
 

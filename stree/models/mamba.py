@@ -132,5 +132,5 @@ class Mamba2(Part):
             norm = self.norm
             y = ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups)
         else:
-            y = self._gate(y, z)
+            y = ops.gated(y if self.gated_norm == "gate" else self.norm(y), z)
         return project_parts(y, self.out_proj)

@@ -14,8 +14,9 @@ KERNELS = {
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
     "embed_kernel", "root_kernel", "share_kernel", "rows_kernel",
     "siblings_kernel", "walk_kernel",
-    "heads_kernel", "sigmoid_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
+    "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "topology_kernel", "pick_kernel", "list_kernel", "up_kernel", "down_kernel", "route_kernel",
+    "short_conv_kernel",
 }  # fmt: skip
 
 

@@ -75,11 +75,12 @@ def test_norm_heads(num_q, num_k, width, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("name", ["gated", "sigmoid_gated"])
 @pytest.mark.parametrize("width", [7, 1100])
-def test_sigmoid_gated(width, dtype):
+def test_gates(width, name, dtype):
     y, wide = normal(2, 3, width, dtype=dtype), normal(2, 3, width + 9, seed=1, dtype=dtype)
     arguments = y, wide[..., 9:]
-    got, wanted = pointwise.sigmoid_gated(*arguments), naive.sigmoid_gated(*arguments)
+    got, wanted = (getattr(module, name)(*arguments) for module in (pointwise, naive))
     assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 

@@ -2,10 +2,10 @@
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
-attention in the shapes of Qwen3.5-27B, and experts in Granite-4.0-H-Tiny's, take a tree and a
-single token. Each launch is compiled with the very arguments it has there, and not run. Prints
-a line a launch: kernel, warps, instructions of its PTX, bytes of shared memory, and where --spills
-asks for it, of the machine code, stores of spilled registers.
+attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
+LFM2-1.2B's take a tree and a single token. Each launch is compiled with the very arguments it has
+there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of shared
+memory, and where --spills asks for it, of the machine code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -127,6 +127,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
     )  # fmt: skip
     ops.gate_normed(y, projected[..., : shape.d_inner], zeros(shape.value_dim), 1e-6)
     qkv, scale = zeros(1, num_nodes, (24 + 2 * 4) * 256), zeros(256, dtype=wide)
+    ops.gated(qkv, qkv)
     ops.sigmoid_gated(ops.norm_heads(qkv, scale, scale, 1e-6, 4), qkv)
 
 
@@ -142,6 +143,19 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
     sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
     for rule in ("naive", "multi_step", "traversal"):
         ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
+
+
+def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
+    """In the shape of LFM2-1.2B."""
+    tree, channels, width = TokenTree.chain(num_nodes - 1), 2048, 3
+    one = torch.zeros(1, dtype=torch.long)
+    steering = Steering(one, torch.zeros(1, 8, dtype=torch.long), one, one, one)
+    rows = torch.zeros(2, 1, width - 1 + num_nodes, channels, dtype=dtype)
+    inputs, weight = (
+        torch.zeros(*shape, channels, dtype=dtype) for shape in ((1, num_nodes), (3,))
+    )
+    topology = topology_of(tree, width, torch.device("cpu"))
+    ops.short_conv_tree(inputs, rows, weight.t(), None, topology, steering, 0)
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:
@@ -206,6 +220,7 @@ def main() -> None:
         for num_nodes in {1, *options.nodes}:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
+            short_conv(num_nodes, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):

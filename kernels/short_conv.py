@@ -1,0 +1,107 @@
+"""A short convolution over a tree and its memory, in one launch (Triton).
+
+One program serves a sequence and a block of channels: nobody else reads or writes these, so it
+takes the accepted path's last inputs from one half of the buffer, writes them and the new nodes' to
+the other half, and convolves each node with its ancestors. The naive twin is
+`naive.short_conv_tree`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.shapes import Steering, Topology
+
+BLOCK_CHANNELS = 64  # as in tree_conv.py, not measured here
+BLOCK_NODES = 16
+
+
+def short_conv_tree(
+    inputs: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """`naive.short_conv_tree` in one launch; inputs' and rows' last strides are 1."""
+    batch, num_new, channels = inputs.shape
+    assert inputs.stride(2) == rows.stride(3) == 1
+    out = torch.empty(batch, num_new, channels, dtype=inputs.dtype, device=inputs.device)
+    short_conv_kernel[(triton.cdiv(channels, BLOCK_CHANNELS), batch)](
+        inputs, inputs.stride(0), inputs.stride(1),
+        rows, rows.stride(0), rows.stride(1), rows.stride(2),
+        weight, weight.stride(0), weight.stride(1), bias, out,
+        topology.windows, topology.windows.shape[1],
+        steering.path, steering.path.stride(0), steering.path_length, steering.variant,
+        steering.parity, first, num_new, channels,
+        WIDTH=weight.shape[1], NEW=first == 0, BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
+        num_warps=4, **overlapping(inputs),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["first", "num_new"])
+def short_conv_kernel(
+    inputs, batch_stride, node_stride, rows, half_stride, rows_batch_stride, row_stride,
+    weights, channel_stride, tap_stride, bias, out, windows, tree_size,
+    path, path_stride, path_lengths, variants, parities, first, num_new, channels,
+    WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    batch = tl.program_id(1).to(tl.int64)
+    mine = channel < channels
+    inputs += batch * batch_stride
+    rows += batch * rows_batch_stride
+    out += batch * num_new * channels
+    follow(OVERLAPS)
+    parity = load_kept(parities)
+    windows += load_kept(variants + batch) * tree_size * WIDTH
+    old = rows + parity * half_stride
+    half = 1 - parity if NEW else parity
+    now = rows + half * half_stride
+    if NEW:
+        path_length = load_kept(path_lengths + batch).to(tl.int32)
+        for place in tl.static_range(WIDTH - 1):
+            newest = _newest(place, path + batch * path_stride, path_length, WIDTH)
+            kept = load_kept(old + newest * row_stride + channel, mine)
+            store_kept(now + place * row_stride + channel, kept, mine)
+    for start in range(0, num_new, BLOCK_Q):
+        new = start + tl.arange(0, BLOCK_Q)
+        here = (new < num_new)[:, None] & mine[None, :]
+        given = inputs + new[:, None] * node_stride + channel[None, :]
+        row = WIDTH - 1 + first + new
+        value = tl.load(given, mask=here, other=0.0)
+        store_kept(now + row[:, None] * row_stride + channel[None, :], value, here)
+    tl.debug_barrier()  # what follows reads what these threads have written
+    for start in range(0, num_new, BLOCK_Q):
+        new = start + tl.arange(0, BLOCK_Q)
+        known = new < num_new
+        here = known[:, None] & mine[None, :]
+        sums = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
+        for tap in tl.static_range(WIDTH):
+            seen = tl.load(windows + (first + new) * WIDTH + tap, mask=known, other=0)
+            weight = load_kept(weights + channel * channel_stride + tap * tap_stride, mine)
+            read = now + seen[:, None] * row_stride + channel[None, :]
+            value = tl.load(read, mask=here, other=0.0)
+            sums += value.to(tl.float32) * weight.to(tl.float32)[None, :]
+        if bias is not None:
+            sums += load_kept(bias + channel, mine).to(tl.float32)[None, :]
+        written = out + new[:, None] * channels + channel[None, :]
+        tl.store(written, sums.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _newest(place, path, path_length, WIDTH: tl.constexpr):
+    """Which row of the old half is the input at `place` of the new tail: of the old tail, or of a
+    node of the accepted path."""
+    at = path_length + place
+    on_path = at >= WIDTH - 1
+    node = load_kept(path + at - (WIDTH - 1), on_path).to(tl.int32)
+    return tl.where(on_path, WIDTH - 1 + node, at)
