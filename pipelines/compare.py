@@ -1,8 +1,8 @@
 """Compare drafters, trees and verifiers on one target, in turns prompt by prompt.
 
 python pipelines/compare.py configs/compare/quickstart.yaml
-The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree, a verifier
-and a way to backtrack.
+The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree (chain-tuned: the
+fastest of chain-1 to chain-6 at each temperature), a verifier and a way to backtrack.
 Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
 stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
 """
@@ -16,6 +16,8 @@ from stree.errors import exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import PlainParser
 from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.reports import arms
 from stree_pipelines.reports.rendering import render_page
 
@@ -29,14 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--batch_size", type=int, help="prompts decoded at once (default: the file's, or 1)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: the file's, or auto)")
     add("--overwrite", action="store_true", default=None, help="measure again what exists")
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     options = vars(parser.parse_args(arguments))
+    dry_run = options.pop("dry_run")
     settings, chosen = read_comparison(options.pop("config"), options)
+    if dry_run:
+        workers = Workers.unconnected()
+        for line in describe_comparison(Comparison(settings, chosen, workers=workers)):
+            if workers.is_main:
+                print(line, flush=True)
+        return
     comparison = Comparison(settings, chosen)
     comparison.announce()
     try:
-        rows = comparison.evaluate(None)
+        rows = comparison.evaluate()
         if comparison.workers.is_main:
-            places = arms.places_of(rows, comparison.store)
+            places = arms.places_of(rows, comparison.store, comparison.tunings())
             text, folder = arms.markdown(places), Path(settings.out)
             page = render_page("compare.html.j2", arms.page(places, folder.resolve().name))
             write_atomically(folder / "comparison.md", text)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.plain_data import parse_yaml, read_text
 from stree.tokenizer import require_same_tokenizer
+from stree.tree import BeamTree
 from stree_pipelines.command_line import input_path
+from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
@@ -21,14 +25,19 @@ from stree_pipelines.evaluation.plan import (
     Job,
     make_job,
 )
+from stree_pipelines.evaluation.records import ResultRow
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
+TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest
+TRIED_CHAINS = tuple(f"chain-{length}" for length in range(1, 7))
+NUM_TUNING_PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class Arm:
     """A drafter (as `eval_spec.py --checkpoint` names it), a tree, a verifier and a way to
-    backtrack, by a name."""
+    backtrack, by a name. The tree `chain-tuned` is the fastest of `TRIED_CHAINS`, found for each
+    benchmark and temperature."""
 
     name: str
     drafter: str
@@ -51,13 +60,31 @@ class Arm:
                 f"arm {number} has {sorted(map(str, content))}, wanted name and drafter, and tree, "
                 "verifier and backtracking where they are not the paper's, coupled and replay"
             )
+        if "/" in content["name"]:
+            raise UsageError(
+                f"arm {number} is called {content['name']!r:.80}, wanted a name without /: files "
+                "are called by it"
+            )
         return cls(**{**content, "drafter": input_path(content["drafter"])})
 
-    def settings(self, common: EvaluationSettings) -> EvaluationSettings:
-        return replace(
-            common, methods=(TREE,), tree=self.tree, verifier=self.verifier,
+    @property
+    def trees(self) -> tuple[str, ...]:
+        """All that it may decode with."""
+        return TRIED_CHAINS if self.tree == TUNED else (self.tree,)
+
+    def settings(self, common: EvaluationSettings, tree: str) -> EvaluationSettings:
+        """With one of its trees. Raises UsageError for what no decoder would be made with."""
+        settings = replace(
+            common, methods=(TREE,), tree=tree, verifier=self.verifier,
             backtracking=self.backtracking,
         )  # fmt: skip
+        grown = isinstance(settings.method_tree(TREE), BeamTree)
+        if grown and not DrafterName.parse(self.drafter).is_folder:
+            raise UsageError(
+                f"arm {self.name} grows {tree} with {self.drafter}: n-grams fill trees of one "
+                "shape, take paper, chain-N or png-N-D"
+            )
+        return settings
 
 
 def read_comparison(
@@ -96,14 +123,46 @@ def read_comparison(
     return settings, arms
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """How an arm's chain was chosen on a benchmark at a temperature: a row for each length."""
+
+    arm: str
+    benchmark: str
+    temperature: float
+    rows: tuple[ResultRow, ...]
+
+    @property
+    def tree(self) -> str:
+        """The name of the fastest."""
+        fastest = max(self.rows, key=lambda row: row.tokens_per_second or 0.0)
+        assert fastest.tree is not None
+        return fastest.tree.name
+
+    def __str__(self) -> str:
+        speeds = ", ".join(
+            f"{row.tree.name} {row.tokens_per_second or 0.0:.1f}" for row in self.rows if row.tree
+        )
+        return (
+            f"{self.arm} has {self.tree}, the fastest of those that were tried on the first "
+            f"{self.rows[0].num_prompts} prompts, in turns (tokens/s: {speeds})."
+        )
+
+
 class Comparison(Evaluation):
     """All arms on one target, and plain decoding, in turns: each answer is paired with plain
-    decoding's of the same prompt. Rows and samples are an evaluation's, whose method is the arm."""
+    decoding's of the same prompt. Rows and samples are an evaluation's, whose method is the arm.
+
+    Chains that are tuned are tried first; what was tried has rows, too, whose methods are
+    ARM: chain-N, and is not repeated by a run that goes on. Their prompts are answered again in the
+    comparison itself, so that what is reported is not what was chosen by.
+    """
 
     def __init__(self, settings: EvaluationSettings, arms: list[Arm], **parts: Any) -> None:
         self.arms = arms
         for arm in arms:  # a bad tree is refused now
-            arm.settings(settings).method_tree(TREE)
+            for tree in arm.trees:
+                arm.settings(settings, tree)
         super().__init__(settings, **parts)
 
     def announce(self, num_checkpoints: int = 1) -> None:
@@ -116,21 +175,72 @@ class Comparison(Evaluation):
             f"{device_name(self.answerer.device)}, {settings.dtype}"
         )
 
+    def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:
+        """The rows of all arms, plain decoding's first, by benchmark and temperature."""
+        if trials := self.trials():
+            self.measure(trials)
+        for tuning in self.tunings():
+            self.progress.say(f"{tuning.benchmark}, T = {tuning.temperature:g}: {tuning}")
+        return self.measure(self.plan())
+
     def plan(self, checkpoint: str | Path | None = None) -> list[Job]:
-        """The rows of all arms, plain decoding's first."""
-        drafters = {arm.drafter: Drafter.at(arm.drafter) for arm in self.arms}
-        for drafter in drafters.values():
-            if drafter.name.folder is not None:
-                require_same_tokenizer(self.settings.target, drafter.name.folder)
+        """The rows of all arms, plain decoding's first. A chain whose trials are not there yet
+        stands as the longest."""
+        tuned = {(each.arm, each.benchmark, each.temperature): each.tree for each in self.tunings()}
         jobs = []
         for benchmark in self.benchmarks:
             for temperature in self.settings.temperatures:
                 jobs.append(self._job(AUTOREGRESSIVE, None, benchmark, temperature))
                 for arm in self.arms:
-                    job = make_job(
-                        arm.settings(self.settings), TREE, drafters[arm.drafter], benchmark,
-                        temperature, self.target_sha256, self.chat_template,
-                        self.answerer.device.type,
-                    )  # fmt: skip
-                    jobs.append(replace(job, method=arm.name))
+                    place = arm.name, benchmark.name, float(temperature)
+                    tree = tuned.get(place, arm.trees[-1])
+                    jobs.append(self._arm_job(arm, tree, benchmark, temperature, arm.name))
         return jobs
+
+    def trials(self) -> list[Job]:
+        """The rows by which chains are tuned: of each length, on the first prompts."""
+        return [job for jobs in self._trials.values() for job in jobs]
+
+    def tunings(self) -> list[Tuning]:
+        """Of the chains whose trials are all there."""
+        rows = {row.key: row for row in self.store.results()}
+        return [
+            Tuning(*place, tuple(rows[job.result_key] for job in jobs))
+            for place, jobs in self._trials.items()
+            if all(job.result_key in rows for job in jobs)
+        ]
+
+    @cached_property
+    def _trials(self) -> dict[tuple[str, str, float], list[Job]]:
+        """By arm, benchmark and temperature; those of one benchmark and temperature in a row."""
+        return {
+            (arm.name, benchmark.name, float(temperature)): [
+                self._arm_job(
+                    arm, tree, replace(benchmark, prompts=benchmark.prompts[:NUM_TUNING_PROMPTS]),
+                    temperature, f"{arm.name}: {tree}",
+                )
+                for tree in arm.trees
+            ]
+            for benchmark in self.benchmarks
+            for temperature in self.settings.temperatures
+            for arm in self.arms
+            if arm.tree == TUNED
+        }  # fmt: skip
+
+    @cached_property
+    def _drafters(self) -> dict[str, Drafter]:
+        """By name. Looked up once: chains are tuned with the drafter that is then compared."""
+        drafters = {arm.drafter: Drafter.at(arm.drafter) for arm in self.arms}
+        for drafter in drafters.values():
+            if drafter.name.folder is not None:
+                require_same_tokenizer(self.settings.target, drafter.name.folder)
+        return drafters
+
+    def _arm_job(
+        self, arm: Arm, tree: str, benchmark: Benchmark, temperature: float, method: str
+    ) -> Job:
+        job = make_job(
+            arm.settings(self.settings, tree), TREE, self._drafters[arm.drafter], benchmark,
+            temperature, self.target_sha256, self.chat_template, self.answerer.device.type,
+        )  # fmt: skip
+        return replace(job, method=method)

@@ -141,10 +141,16 @@ class Evaluation:
         """Measure one drafter checkpoint (None: autoregressive only) and return its rows, the
         baseline's included. Rows that exist are returned as they are, unless `overwrite`.
 
+        Raises as `measure`.
+        """
+        return self.measure(self.plan(checkpoint))
+
+    def measure(self, jobs: Sequence[Job]) -> list[ResultRow]:
+        """The rows of jobs, in the order of a plan.
+
         Raises the first worker's StreeError on every worker; finished prompts stay journalled.
         Raises InvariantBroken, with all rows saved, as `require_lossless` does.
         """
-        jobs = self.plan(checkpoint)
         try:
             with ExitStack() as stack:
                 self._on_main(lambda: stack.enter_context(self.store.locked(self._say_waiting)))

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stree.models.convert import load_config
+from stree.tree import TokenTree
 from stree_pipelines.dry_run import (
     MemoryNeeds,
     config_lines,
@@ -14,8 +15,10 @@ from stree_pipelines.dry_run import (
     require_disk,
     require_writable,
 )
-from stree_pipelines.estimates import cache_bytes, decoding_memory
+from stree_pipelines.estimates import cache_bytes, decoding_memory, num_parameters
 from stree_pipelines.evaluation.answers import num_warmup_tokens
+from stree_pipelines.evaluation.arms import TUNED, Comparison
+from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
@@ -24,6 +27,69 @@ from stree_pipelines.evaluation.records import ResultKey
 # prompt and of a turn, and text, id and acceptance of a token.
 SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
 RESULT_BYTES = 2650
+# What each arm of a comparison says itself
+ARM_OPTIONS = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
+
+
+class Work:
+    """Jobs of an evaluation, lot by lot in the order of its plan, and what is left to do of them.
+
+    Attributes:
+        jobs: all, by the key of their row.
+        pending: those whose row is not there.
+        rounds: what is to be asked for them.
+    """
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self.evaluation = evaluation
+        rows = [] if evaluation.settings.overwrite else evaluation.store.results()
+        self._existing = {row.key for row in rows}
+        self.jobs: dict[ResultKey, Job] = {}
+        self.pending: list[Job] = []
+        self.rounds: list[Round] = []
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        new = {job.result_key: job for job in jobs}
+        to_go = [job for key, job in new.items() if key not in self._existing | self.jobs.keys()]
+        self.rounds += [
+            each for group in groups_of(to_go) for each in self.evaluation.rounds(group)
+        ]
+        self.pending += to_go
+        self.jobs |= new
+
+    @property
+    def answers(self) -> list[tuple[BenchmarkPrompt, Job]]:
+        return [(each.prompt, job) for each in self.rounds for job in each.jobs]
+
+    @property
+    def num_tokens(self) -> int:
+        """At most."""
+        turns = sum(len(prompt.turns) for prompt, _ in self.answers)
+        return turns * self.evaluation.settings.max_new_tokens
+
+    @property
+    def fewest_calls(self) -> int:
+        """Of the target for so many tokens, if every draft were accepted."""
+        most = self.evaluation.settings.max_new_tokens
+        return sum(
+            len(prompt.turns) * -(-most // (1 + (job.tree.max_depth if job.tree else 0)))
+            for prompt, job in self.answers
+        )
+
+    @property
+    def num_journalled(self) -> int:
+        store = self.evaluation.store
+        return sum(len(store.journalled(job.samples_name)) for job in self.pending)
+
+    def how(self) -> Iterator[str]:
+        """Batches and warm-ups."""
+        settings = self.evaluation.settings
+        warm_ups = len({(job.decoder_key, job.temperature) for _, job in self.answers})
+        lengths = ", and prefill where a decoder first meets a prompt's length"
+        if settings.batch_size > 1:
+            yield f"batches: {settings.batch_size} prompts at once"
+            lengths = ""
+        yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}"
 
 
 def describe_evaluation(
@@ -37,21 +103,11 @@ def describe_evaluation(
     """
     settings = evaluation.settings
     require_writable(settings.out)
-    jobs: dict[ResultKey, Job] = {}
-    pending: list[Job] = []
-    rounds: list[Round] = []
-    existing = set() if settings.overwrite else {row.key for row in evaluation.store.results()}
+    work = Work(evaluation)
     for name in checkpoints:
-        new = {job.result_key: job for job in evaluation.plan(name)}
-        to_go = [job for key, job in new.items() if key not in existing | jobs.keys()]
-        rounds += [each for group in groups_of(to_go) for each in evaluation.rounds(group)]
-        pending += to_go
-        jobs |= new
-    answers = [(each.prompt, job) for each in rounds for job in each.jobs]
-    plain = sum(each.baseline is not None for each in rounds)
-    warm_ups = len({(job.decoder_key, job.temperature) for _, job in answers})
-    num_tokens = sum(len(prompt.turns) for prompt, _ in answers) * settings.max_new_tokens
-    journalled = sum(len(evaluation.store.journalled(job.samples_name)) for job in pending)
+        work.add(evaluation.plan(name))
+    jobs = work.jobs
+    plain = sum(each.baseline is not None for each in work.rounds)
     memory = memory_of(evaluation, list(jobs.values()))
     yield config_lines({**asdict(settings), "checkpoints": checkpoints, **(more or {})})
     yield model_line("target", load_config(settings.target))
@@ -60,20 +116,65 @@ def describe_evaluation(
     yield (
         f"rows: {len(jobs)} ({len(checkpoints)} checkpoints, {len(settings.methods)} methods, "
         f"{len(settings.temperatures)} temperatures, {len(evaluation.benchmarks)} benchmarks), "
-        f"{len(jobs) - len(pending)} are there"
+        f"{len(jobs) - len(work.pending)} are there"
     )
     yield (
-        f"answers: {len(answers):,} prompts × methods to go, {plain:,} of them plain decoding "
-        f"(measured beside each checkpoint), at most {num_tokens:,} tokens; {journalled:,} more "
-        "are journalled"
+        f"answers: {len(work.answers):,} prompts × methods to go, {plain:,} of them plain decoding "
+        f"(measured beside each checkpoint), at most {work.num_tokens:,} tokens; "
+        f"{work.num_journalled:,} more are journalled"
     )
-    lengths = ", and prefill where a decoder first meets a prompt's length"
-    if settings.batch_size > 1:
-        yield f"batches: {settings.batch_size} prompts at once"
-        lengths = ""
-    yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}"
+    yield from work.how()
     yield f"each process: {memory}"
-    yield require_disk(settings.out, _disk(pending, settings))
+    yield require_disk(settings.out, _disk(work.pending, settings, len(settings.methods)))
+    memory.require(what_to_lower(settings))
+
+
+def describe_comparison(comparison: Comparison) -> Iterator[str]:
+    """What a comparison would do, line by line. Raises as `describe_evaluation`."""
+    settings = comparison.settings
+    require_writable(settings.out)
+    trials, plan = comparison.trials(), comparison.plan()
+    tuned = {(each.arm, each.benchmark, each.temperature) for each in comparison.tunings()}
+    work = Work(comparison)
+    work.add(trials)
+    num_trials = len(work.answers)
+    work.add(plan)
+    plain = [job for job in plan if job.drafter is None]
+    memory = max(
+        (memory_of(comparison, jobs, together=True) for jobs in (plan, plain + trials)),
+        key=lambda each: sum(each.parts.values()),
+    )
+    content = {name: value for name, value in asdict(settings).items() if name not in ARM_OPTIONS}
+    yield config_lines({**content, "arms": [asdict(arm) for arm in comparison.arms]})
+    yield model_line("target", load_config(settings.target))
+    for path in drafter_paths(plan):
+        yield model_line(path, load_config(path))
+    places = {(job.method, job.benchmark.name, job.temperature): job for job in plan}
+    for arm in comparison.arms:
+        mine = {place: job for place, job in places.items() if place[0] == arm.name}
+        trees = list(dict.fromkeys(_described(job.tree) for job in mine.values()))
+        if not mine.keys() <= tuned and arm.tree == TUNED:
+            trees = [f"a chain, tuned: {len(arm.trees)} lengths tried on the first prompts"]
+        yield (
+            f"arm {arm.name}: {arm.drafter}, {' or '.join(trees)}, verifier {arm.verifier}, "
+            f"backtracking {arm.backtracking}"
+        )
+    yield (
+        f"rows: {len(work.jobs)} ({len(trials)} of chains that are tried, {len(comparison.arms)} "
+        f"arms and plain decoding × {len(settings.temperatures)} temperatures × "
+        f"{len(comparison.benchmarks)} benchmarks), {len(work.jobs) - len(work.pending)} are there"
+    )
+    yield (
+        f"answers: {len(work.answers):,} to go, {num_trials:,} of them to tune chains by, at most "
+        f"{work.num_tokens:,} tokens; {work.num_journalled:,} more are journalled"
+    )
+    yield (
+        f"calls of the target: {work.fewest_calls:,} where all drafts are accepted to "
+        f"{work.num_tokens:,} where none is, shared by {comparison.workers.count} processes"
+    )
+    yield from work.how()
+    yield f"each process: {memory}"
+    yield require_disk(settings.out, _disk(work.pending, settings, _most_in_turns(work.pending)))
     memory.require(what_to_lower(settings))
 
 
@@ -83,16 +184,24 @@ def drafter_paths(jobs: Iterable[Job]) -> list[str]:
     return list(dict.fromkeys(str(name.folder) for name in names if name.folder is not None))
 
 
-def memory_of(evaluation: Evaluation, jobs: Sequence[Job]) -> MemoryNeeds:
-    """What a process holds at most: the target, the largest drafter, and every method's caches."""
+def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = False) -> MemoryNeeds:
+    """What a process holds at most: the target, the largest drafter (all of them, where they draft
+    `together`), and every method's caches."""
     settings, answerer = evaluation.settings, evaluation.answerer
     drafters = [load_config(path) for path in drafter_paths(jobs)]
     largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
-    trees = {job.method: job.tree.num_nodes if job.tree else 1 for job in jobs}
+    decoders = {job.decoder_key[1]: job for job in jobs}
+    trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in decoders.items()}
     parts = decoding_memory(
         load_config(settings.target), largest, answerer.dtype, answerer.max_length, trees,
         settings.batch_size,
     )  # fmt: skip
+    if together:  # a folder's model is loaded again for another name, such as FOLDER+ngram
+        names = dict.fromkeys(job.drafter for job in jobs if job.drafter)
+        folders = [drafter.name.folder for drafter in names if drafter.name.folder is not None]
+        weights = sum(num_parameters(load_config(folder)) for folder in folders)
+        parts["drafters"] = answerer.dtype.itemsize * weights
+        parts.pop("drafter", None)
     if answerer.num_prefixes:
         drafting = [largest] * (len(trees) - (AUTOREGRESSIVE in trees)) if largest else []
         parts["earlier turns"] = answerer.num_prefixes * sum(
@@ -106,7 +215,17 @@ def _num_turns(job: Job) -> int:
     return sum(len(prompt.turns) for prompt in job.benchmark.prompts)
 
 
-def _disk(pending: Sequence[Job], settings: EvaluationSettings) -> dict[str, int]:
+def _described(tree: TokenTree | None) -> str:
+    assert tree is not None
+    return f"{tree.name} ({tree.num_nodes} nodes, {tree.max_depth} deep)"
+
+
+def _most_in_turns(pending: Sequence[Job]) -> int:
+    """Of the methods that are asked in turns, and journalled together."""
+    return max(map(len, groups_of(pending)), default=0)
+
+
+def _disk(pending: Sequence[Job], settings: EvaluationSettings, num_methods: int) -> dict[str, int]:
     """At most, as if every answer were as long as it may be."""
     samples = [
         sum(
@@ -117,5 +236,5 @@ def _disk(pending: Sequence[Job], settings: EvaluationSettings) -> dict[str, int
         for job in pending
     ]
     # All methods of a benchmark and temperature are journalled before the first is published.
-    journals = sum(sorted(samples, reverse=True)[: len(settings.methods)])
+    journals = sum(sorted(samples, reverse=True)[:num_methods])
     return {"samples": sum(samples), "journals": journals, "rows": RESULT_BYTES * len(pending)}

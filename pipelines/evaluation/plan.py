@@ -134,8 +134,9 @@ class Job:
 
     @property
     def decoder_key(self) -> tuple[Drafter | None, str]:
-        """What has a decoder of its own: the methods are under way at the same time."""
-        return self.drafter, self.method
+        """What has a decoder of its own: the methods are under way at the same time, and the tree
+        of one may be another elsewhere."""
+        return self.drafter, self.method if self.tree is None else f"{self.method}: {self.tree}"
 
     def sample_key(self, prompt: BenchmarkPrompt) -> SampleKey:
         return (*self._head, prompt.id, self.decoding_hash, self.seed)

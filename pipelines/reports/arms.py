@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from stree import metrics
+from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
@@ -38,6 +39,11 @@ class Place:
     temperature: float
     rows: dict[str, ResultRow]
     cells: dict[str, Cell]
+    tunings: dict[str, Tuning] = field(default_factory=dict)  # of the arms whose chain was tuned
+
+    def called(self, arm: str) -> str:
+        """The arm, with the chain that was found for it."""
+        return f"{arm} ({self.tunings[arm].tree})" if arm in self.tunings else arm
 
     @property
     def title(self) -> str:
@@ -53,7 +59,9 @@ class Verdict:
     reason: str
 
 
-def places_of(rows: Sequence[ResultRow], store: ResultStore) -> list[Place]:
+def places_of(
+    rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning] = ()
+) -> list[Place]:
     """The rows of one comparison, in their order."""
     places: dict[tuple[str, float], Place] = {}
     for row in rows:
@@ -63,6 +71,8 @@ def places_of(rows: Sequence[ResultRow], store: ResultStore) -> list[Place]:
         samples = tuple(store.samples(row))
         place.rows[row.method] = row
         place.cells[row.method] = Cell(summary, row.num_prompts, (row.samples,), samples)
+    for each in tunings:
+        places[each.benchmark, each.temperature].tunings[each.arm] = each
     return list(places.values())
 
 
@@ -74,7 +84,7 @@ def table(place: Place) -> Table:
         lines.append((
             PLAIN if plain else name,
             "" if row.checkpoint is None else _drafter(row),
-            row.tree.name if row.tree else "", row.verifier or "", row.backtracking or "",
+            _tree(row, place), row.verifier or "", row.backtracking or "",
             figure(cell["acceptance_length"], cell.interval("acceptance_length")),
             figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
             figure(1.0 if plain else cell["speedup"], cell.interval("speedup"), unit="×"),
@@ -94,12 +104,12 @@ def verdict(place: Place) -> Verdict:
     best = max(timed, key=lambda name: timed[name]["speedup"])
     cell = timed[best]
     interval = cell.interval("speedup")
-    gain = f"{best} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
+    gain = f"{place.called(best)} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
     if cell["speedup"] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
     if interval is None or interval[0] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
-    ties = []
+    ties = []  # not told apart from the best
     for name, other in timed.items():
         between = speed_ratio(cell, other).interval if name != best else None
         if between is not None and between[0] <= 1 <= between[1]:
@@ -107,18 +117,22 @@ def verdict(place: Place) -> Verdict:
     chains = [name for name in ties if _is_chain(place.rows[name].tree)]
     if chains and not _is_chain(place.rows[best].tree):
         return Verdict(
-            chains[0], f"The chain {chains[0]} wins: {gain}, but they can't be told apart, and a "
-            "chain verifies fewer tokens.",
+            chains[0], f"The chain {place.called(chains[0])} wins: {gain}, but they can't be told "
+            "apart, and a chain verifies fewer tokens.",
         )  # fmt: skip
     what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
     beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""
-    return Verdict(best, f"{what} {best} wins: {gain}{beside}.")
+    return Verdict(best, f"{what} {place.called(best)} wins: {gain}{beside}.")
 
 
 def markdown(places: Sequence[Place]) -> str:
-    parts = ["# Drafters, trees and verifiers compared\n", f"{INTRO}\n"]
+    """Who wins where, then the tables."""
+    parts = ["# Drafters, trees and verifiers compared\n"]
+    parts += [f"- {place.title}: {verdict(place).reason}" for place in places]
+    parts += ["", f"{INTRO}\n"]
     for place in places:
-        parts += [table(place).to_markdown(), f"{verdict(place).reason}\n"]
+        parts.append(table(place).to_markdown())
+        parts += [f"{tuning}\n" for tuning in place.tunings.values()]
     return "\n".join(parts)
 
 
@@ -130,6 +144,7 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
         title = f"Speed-up, {place.title}"
         parts.append({
             "title": place.title, "table": table(place), "verdict": verdict(place),
+            "tunings": list(map(str, place.tunings.values())),
             "svg": plots.to_svg(speedups(place), title, inline=True),
         })  # fmt: skip
     trees = {row.tree for place in places for row in place.rows.values() if row.tree}
@@ -164,6 +179,12 @@ def speedups(place: Place) -> Figure:
 
 def _drafter(row: ResultRow) -> str:
     return Path(row.checkpoint or "").name if row.step is None else f"step {row.step}"
+
+
+def _tree(row: ResultRow, place: Place) -> str:
+    if row.tree is None:
+        return ""
+    return f"{row.tree.name}, tuned" if row.method in place.tunings else row.tree.name
 
 
 def _is_chain(tree: Tree | None) -> bool:

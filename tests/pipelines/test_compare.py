@@ -10,10 +10,10 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree import metrics
-from stree.errors import UsageError
+from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
 from stree.tree import TokenTree
-from stree_pipelines import compare
-from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines import compare, dry_run
+from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultStore
@@ -40,6 +40,8 @@ def content(world, out, **changes) -> dict:
             {"name": "tree", "drafter": drafter, "verifier": "traversal"},
             {"name": "both", "drafter": f"{drafter}+ngram:3", "backtracking": "joint"},
             {"name": "text", "drafter": "ngram:3", "tree": "chain-3"},
+            {"name": "grown", "drafter": drafter, "tree": "beam-2-2-4", "backtracking": "joint"},
+            {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
         ],
         **changes,
     }  # fmt: skip
@@ -61,22 +63,92 @@ def done(world, tmp_path_factory):
 
 def test_every_arm_has_a_row_beside_plain_decoding(done):
     rows = ResultStore(done).results()
-    names = [AUTOREGRESSIVE, "chain", "tree", "both", "text"]
+    names = [AUTOREGRESSIVE, "chain", "tree", "both", "text", "grown", "tuned"]
     for temperature in (0.0, 1.0):
-        here = [row for row in rows if row.temperature == temperature]
+        here = [row for row in rows if row.temperature == temperature and row.method in names]
         assert [row.method for row in here] == names
-        assert [row.verifier for row in here] == [None, "block", "traversal", "coupled", "coupled"]
-        assert [row.backtracking for row in here] == [None, *["replay"] * 2, "joint", "replay"]
+        assert [row.verifier for row in here] == [None, "block", "traversal", *["coupled"] * 4]
+        joint, replay = "joint", "replay"
+        ways = [None, replay, replay, joint, replay, joint, replay]
+        assert [row.backtracking for row in here] == ways
+        assert here[5].tree.name == "beam-2-2-4" and here[5].nodes_per_call == 4
         assert all(row.speedup for row in here[1:]) and here[1].lossless == here[2].lossless
-    samples = [ResultStore(done).samples(row) for row in rows]
-    assert all(s.baseline is not None for each in samples[1:5] for s in each)
+        samples = [ResultStore(done).samples(row) for row in here]
+        assert all(s.baseline is not None for each in samples[1:] for s in each)
+
+
+def test_a_tuned_chain_is_the_fastest_of_those_that_were_tried(done):
+    rows = ResultStore(done).results()
+    text, page = ((done / f"comparison.{kind}").read_text() for kind in ("md", "html"))
+    for temperature in (0.0, 1.0):
+        here = {row.method: row for row in rows if row.temperature == temperature}
+        tried = [here[f"tuned: {name}"] for name in TRIED_CHAINS]
+        assert [row.tree.name for row in tried] == list(TRIED_CHAINS)
+        fastest = max(tried, key=lambda row: row.tokens_per_second).tree.name
+        assert here["tuned"].tree.name == fastest
+        for name, content in (("md", text), ("html", page)):
+            assert f"tuned has {fastest}, the fastest of those" in content, name
+            assert f"{fastest}, tuned" in content, name
+        assert all(f"{row.tree.name} {row.tokens_per_second:.1f}" in text for row in tried)
+
+
+def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
+    world, tmp_path, monkeypatch
+):
+    longest = {0.0: "chain-1", 1.0: "chain-3"}
+    monkeypatch.setattr(Tuning, "tree", property(lambda self: longest[self.temperature]))
+    arms = [{"name": "tuned", "drafter": str(export(world, 100)), "tree": "chain-tuned"}]
+    given = content(world, tmp_path / "out", arms=arms, limit=1, max_new_tokens=9)
+    settings, chosen = read_comparison(written(tmp_path, given), {})
+    quiet = EvaluationProgress(enabled=False)
+    comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
+    rows = comparison.evaluate()
+    # The drafter is the target: a call gives as many tokens as the chain has nodes.
+    assert [(row.method, row.acceptance_length) for row in rows if row.tree] == [
+        ("tuned", 2.0), ("tuned", 4.0)
+    ]  # fmt: skip
+
+
+def test_a_dry_run_says_what_is_left_and_writes_nothing(world, done, tmp_path, capsys):
+    path = written(tmp_path, content(world, tmp_path / "out"))
+    compare.main([str(path), "--dry_run"])
+    printed = capsys.readouterr().out
+    assert "arm tree: " in printed and "paper (13 nodes, 4 deep), verifier traversal" in printed
+    assert "a chain, tuned: 6 lengths tried on the first prompts" in printed
+    # 2 temperatures; tried: 2 prompts of 3 turns in all, by 6 chains and plain; then by 7 methods
+    assert "rows: 26 (12 of chains that are tried, 6 arms and plain decoding × 2" in printed
+    assert "answers: 56 to go, 28 of them to tune chains by, at most 504 tokens" in printed
+    calls = 2 * 3 * ((6 + 3 + 2 + 2 + 2 + 1 + 1) + (6 + 2 + 2 + 2 + 2 + 2 + 1))
+    assert f"calls of the target: {calls} where all drafts are accepted to 504" in printed
+    assert "memory: about" in printed and "disk: " in printed
+    assert not (tmp_path / "out").exists()
+    compare.main([str(written(tmp_path, content(world, done))), "--dry_run"])
+    printed = capsys.readouterr().out
+    found = [row for row in ResultStore(done).results() if row.method == "tuned"]
+    assert all(f"{row.tree.name} (" in printed for row in found)
+    assert "rows: 26" in printed and "26 are there" in printed and "answers: 0 to go" in printed
+
+
+def test_a_dry_run_refuses_what_does_not_fit(world, tmp_path, monkeypatch, capsys):
+    path = str(written(tmp_path, content(world, tmp_path / "out")))
+    monkeypatch.setattr(dry_run, "free_memory_bytes", lambda on_cuda: 1000)
+    with pytest.raises(OutOfMemory, match="1000 B are free: lower max_new_tokens") as refused:
+        compare.main([path, "--dry_run"])
+    assert refused.value.exit_code == 71 and "TOO LITTLE" in capsys.readouterr().out
+    monkeypatch.setattr(dry_run, "free_disk_bytes", lambda path: 1000)
+    with pytest.raises(CannotWrite, match="1000 B are free") as refused:
+        compare.main([path, "--dry_run"])
+    assert refused.value.exit_code == 73
+    absent = written(tmp_path, content(world, tmp_path / "out", target="absent"))
+    with pytest.raises(StreeError):
+        compare.main([str(absent), "--dry_run"])
 
 
 def test_the_table_and_the_page_hold_the_rows_figures(done):
     store = ResultStore(done)
     text, page = ((done / f"comparison.{kind}").read_text() for kind in ("md", "html"))
     for row in store.results():
-        if row.method != AUTOREGRESSIVE:
+        if row.method != AUTOREGRESSIVE and ": " not in row.method:
             tau = metrics.acceptance_length(store.samples(row))
             assert f"{tau:.2f}" in text and f"{row.speedup:.2f}×" in text
             assert f"{row.speedup:.2f}×" in page
@@ -94,7 +166,7 @@ def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
         comparison.answerer, "make_decoder", lambda *_, **parts: asked.append(parts) or 1 / 0
     )
     rows = comparison.evaluate(None)  # all is there: nothing is decoded
-    assert not asked and len(rows) == 10
+    assert not asked and len(rows) == 14
     settings, arms = read_comparison(
         written(tmp_path, content(world, done, arms=content(world, done)["arms"][:1])), {}
     )
@@ -104,7 +176,7 @@ def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
 
 def test_rounds_that_are_journalled_are_not_asked_again(world, tmp_path):
     given = content(world, tmp_path / "out", temperatures=[0.0])
-    settings, arms = read_comparison(written(tmp_path, {**given, "arms": given["arms"][2:]}), {})
+    settings, arms = read_comparison(written(tmp_path, {**given, "arms": given["arms"][2:4]}), {})
     comparison = Comparison(
         settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
     )
@@ -156,6 +228,7 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
         ({"arms": [{"name": "x"}]}, "wanted name and drafter"),
         ({"arms": [{"name": "x", "drafter": "d", "size": "2"}]}, "wanted name and drafter"),
         ({"arms": [{"name": "x", "drafter": 3}]}, "each a text"),
+        ({"arms": [{"name": "x/y", "drafter": "d"}]}, "wanted a name without /"),
         ({"arms": [{"name": "autoregressive", "drafter": "d"}]}, "takes part anyhow"),
         ({"arms": None}, "must hold `arms"),
         ({"methods": ["stree"]}, "no options of a comparison"),
@@ -171,16 +244,25 @@ def test_a_file_that_is_no_comparison_is_one_line(world, tmp_path, changes, said
 
 
 def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, tmp_path):
-    arms = [{"name": "x", "drafter": "ngram", "tree": "paper", "verifier": "block"}]
-    settings, chosen = read_comparison(written(tmp_path, content(world, tmp_path, arms=arms)), {})
-    with pytest.raises(UsageError, match="judges chains only"):
-        Comparison(settings, chosen, workers=Workers())
+    refused = {
+        "judges chains only": {"tree": "paper", "verifier": "block"},
+        "cannot judge beam-2-2-4": {"tree": "beam-2-2-4", "verifier": "multi_step"},
+        "n-grams fill trees of one shape": {"tree": "beam-2-2-4"},
+    }
+    for said, options in refused.items():
+        given = content(world, tmp_path, arms=[{"name": "x", "drafter": "ngram", **options}])
+        settings, chosen = read_comparison(written(tmp_path, given), {})
+        with pytest.raises(UsageError, match=said):
+            Comparison(settings, chosen, workers=Workers())
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_is_a_comparison(path):
     settings, arms = read_comparison(path, {})
-    assert all(arm.settings(settings).method_tree("stree").num_nodes > 1 for arm in arms)
+    trees = [
+        arm.settings(settings, tree).method_tree("stree") for arm in arms for tree in arm.trees
+    ]
+    assert all(tree.num_nodes > 1 for tree in trees)
 
 
 def test_the_shipped_n_gram_tree_is_two_chains_of_six():
