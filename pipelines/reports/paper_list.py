@@ -1,0 +1,215 @@
+"""Every table and figure of the papers: what makes ours, or why it cannot be made, and what
+differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stree.errors import NotFound
+from stree_pipelines.command_line import input_path
+from stree_pipelines.reports import paper_numbers, paper_tables
+from stree_pipelines.reports.paper_tables import Made
+
+STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
+POLICIES = "docs/results/h200-policies"
+KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
+EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
+COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
+CHAT_PAIR = "ours is the 73 M hybrid of `make chat` and its 9.2 M drafter"
+RANDOM = "ours has random weights of those shapes"
+RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
+A100, RTX_4090 = "A100 40GB", "RTX 4090"
+
+
+def decode(what: str, *shapes: str) -> tuple[str, ...]:
+    """The commands that time steps of these shapes."""
+    return tuple(
+        f'python pipelines/bench_decode.py OUT/{shape}.jsonl --shape {shape} --what "[{what}]"'
+        for shape in shapes
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure of a paper.
+
+    Attributes:
+        what: its subject. hardware: the paper's.
+        note: what differs in ours; without a `build`, why there is none.
+        commands: write the rows of ours. rows: the folder where they are looked for.
+    """
+
+    name: str
+    what: str
+    hardware: str
+    note: str
+    commands: tuple[str, ...] = ()
+    rows: str = ""
+    build: Callable[[Path], Made] | None = None
+
+    def made(self, folder: str | None = None) -> Made:
+        """Raises NotFound when it cannot be made, or its rows are not there."""
+        if self.build is None:
+            raise NotFound(f"{self.name} cannot be made: {self.note}")
+        return self.build(Path(input_path(folder or self.rows)))
+
+
+PAPERS: dict[str, Sequence[Entry]] = {
+    "STree (Wu et al. 2025)": (
+        Entry("stree-figure-1", "unrolled and packed trees", "", "an illustration, as in "
+              "[concepts](concepts.md)"),
+        Entry("stree-table-1", "a forward pass by model size", "not named", RANDOM + ": of "
+              "Mamba2-2.7B beside its 2.3B, and of a hybrid of 8B; its larger ones are not among "
+              "the benchmark's shapes. A graph's replay, without drafting",
+              decode("calls", "mamba2-2.7b", "8b"), STEP,
+              paper_tables.stree_1),
+        Entry("stree-figure-2", "a call against its nodes, and the τ that it needs", RTX_3090,
+              RANDOM + "; the figure's values are not in the text, which reads 1.5× for "
+              "Mamba2-2.7B and 1.1× for MambaInLlama-8B at 15 nodes. Needed is our own tree scan's "
+              "time over its time of 5 nodes, where the paper has the multi-step update for the "
+              "chain",
+              decode("calls", "8b", "mamba2-2.7b"), STEP,
+              paper_tables.stree_figure_2),
+        Entry("stree-table-2", "grown trees, packed and unrolled, end to end", RTX_3090,
+              "it needs the weights of Mamba2-2.7B and 130M, and the engine has no way to decode "
+              "an unrolled tree; stree-figure-3 has the calls"),
+        Entry("stree-figure-3", "full binary trees, packed and unrolled", RTX_3090,
+              RANDOM + ", a hybrid of 8B, where the paper has Mamba2-2.7B. Unrolled is by the "
+              "multi-step update. Sixteen paths of five tokens are 80, the paper says 90",
+              decode("unrolled", "8b"), STEP, paper_tables.stree_figure_3),
+        Entry("stree-table-3", "speed and τ on three benchmarks", RTX_3090,
+              CHAT_PAIR + ", 256 new tokens instead of 1,024",
+              EVALUATE, CHATS, paper_tables.speeds(
+                  paper_numbers.STREE_3, "STree, Table 3: speed in tokens/s, and τ")),
+        Entry("stree-figure-4", "speed and τ against temperature", RTX_3090,
+              CHAT_PAIR + "; the figure's values are not in the text", COMPARE, POLICIES,
+              paper_tables.stree_figure_4),
+        Entry("stree-table-4", "five static trees", RTX_3090,
+              "the shapes B to E are a figure that the text does not have, only their widths, "
+              "depths and numbers of tokens; `compare.py` takes any shape as a YAML file"),
+        Entry("stree-table-5", "shares of attention layers in the target", RTX_3090,
+              "it needs three targets of one drafter, whose weights we do not have"),
+        Entry("stree-table-6", "speed and τ against distillation steps", RTX_3090,
+              CHAT_PAIR + "; ours is MT-Bench at T = 1, the paper names neither. "
+              "`report.py RUN` writes this table for every run", EVALUATE, CHATS,
+              paper_tables.stree_6),
+        Entry("stree-table-7", "speed and τ on a faster GPU", "H100",
+              CHAT_PAIR + ", 256 new tokens, on an H200", EVALUATE, CHATS, paper_tables.speeds(
+                  paper_numbers.STREE_7, "STree, Table 7: speed in tokens/s, and τ")),
+        Entry("stree-table-8", "static and grown trees", RTX_3090,
+              CHAT_PAIR + "; the faster of beam-4-5-16 and beam-4-5-32, which verify the best of "
+              "what was drawn, where the paper's verifies all of M = 3, N = 4. The bracket of its "
+              "static tree is 1.75x here and 1.74× in Table 3", COMPARE, POLICIES,
+              paper_tables.stree_8),
+        Entry("stree-figure-5", "the shapes of Table 4", "", "the text does not have it"),
+    ),
+    "Snakes and Ladders (Wu et al. 2024)": (
+        Entry("snakes-figures-1-3", "how backtracking works", "", "illustrations; "
+              "[architecture](architecture.md) has both ways in words"),
+        Entry("snakes-table-1", "kernels that update the state", "not named",
+              "ours is a layer of 32 heads of 128 × 128 on an H200; SSU is mamba-ssm's; chunk scan "
+              "was timed within calls only (stree-figure-3's rows). Batch sizes above 1 are not "
+              "measured", KERNELS, STEP,
+              paper_tables.snakes_1),
+        Entry("snakes-table-2", "what the parts of its implementation save", A10G,
+              "it takes away parts of an implementation that ours does not have: states are copied "
+              "nowhere, and no step runs chunk scan"),
+        Entry("snakes-table-3", "replay and joint attainment by number of drafts", A10G,
+              RANDOM + "; trees, not drafts in a batch; a target call without drafting",
+              decode("joint", "mamba2-2.7b"), STEP, paper_tables.snakes_3),
+        Entry("snakes-table-4", "the same by model size, and memory", L40S,
+              "1.3B, 7B and 13B of Mamba-2 are not among the benchmark's shapes; "
+              "[architecture](architecture.md) has the bytes that either way keeps"),
+        Entry("snakes-table-5", "n-grams on three benchmarks", A10G,
+              "ours is the 73 M hybrid of `make chat`, 128 new tokens at T = 0, n-grams of prompt "
+              "and answer without a corpus", COMPARE, POLICIES, paper_tables.snakes_5),
+        Entry("snakes-figure-4", "throughput against batch size", A10G,
+              RANDOM + ", at given τ, with a drafter; the figure's values are not in the text. Of "
+              "real text in a queue `bench_queue.py` writes a table and figure of its own",
+              decode("serve", "8b"), STEP, paper_tables.snakes_figure_4),
+    ),
+    "Mamba Drafters (Choi et al. 2025)": (
+        Entry("drafters-figure-1", "drafting time and memory by context", "H100",
+              "it needs Transformer drafters and EAGLE beside ours, which are not distilled here"),
+        Entry("drafters-tables-1-2", "Mamba drafters, Transformers and EAGLE-2", RTX_4090,
+              "they need Pythia-6.9B and Mistral-7B and their drafters"),
+        Entry("drafters-figure-2", "throughput and calibration by drafter size", RTX_4090,
+              "it needs Pythia-6.9B and drafters of several sizes; calibration is not measured"),
+        Entry("drafters-table-3", "LongBench from 1k to 8k tokens", "H100",
+              "it needs LongBench, and a target and drafters that were trained at such lengths"),
+        Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
+              "drafters must have the target's tokenizer here"),
+        Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
+              "no run has both yet: arms of `compare.py` with chain-5 and that tree's YAML file "
+              "would measure it"),
+        Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
+              "no Transformer drafter is distilled here"),
+        Entry("drafters-table-7", "a bandit over trees", RTX_4090,
+              "the engine chooses trees by measured cost (`stree.Modes`), which an arm of "
+              "`compare.py` cannot name yet"),
+    ),
+    "DySpec (Xiong et al. 2024)": (
+        Entry("dyspec-figures-1-3", "tree shapes; acceptance and draft probability", A100,
+              "illustrations, and JF68M with Llama2-7B on CNN DailyMail"),
+        Entry("dyspec-figure-4", "where a step's time goes", A100,
+              "the paper's values are a plot; ours is in the columns draft to host of every "
+              "comparison's table"),
+        Entry("dyspec-table-1", "dynamic and fixed trees of 64 nodes, Llama2-7B", A100,
+              CHAT_PAIR + "; trees that grow of 16 and 32 nodes. C4, OWT and CNN are left out: we "
+              "have no prompts of them. Sequoia and SpecInfer are not implemented", COMPARE,
+              POLICIES, paper_tables.dyspec(
+                  paper_numbers.DYSPEC_1, "DySpec, Table 1: speed-up (accepted a step)")),
+        Entry("dyspec-table-2", "the same, Llama2-13B", A100, "as dyspec-table-1", COMPARE,
+              POLICIES, paper_tables.dyspec(
+                  paper_numbers.DYSPEC_2, "DySpec, Table 2: speed-up (accepted a step)")),
+        Entry("dyspec-tables-3-4", "Llama2-70B with weights on the CPU", A100,
+              "it needs Llama2-70B and 768 nodes; trees have at most 256 here"),
+        Entry("dyspec-figure-5", "tree sizes step by step", A100, "it needs Llama2-70B"),
+        Entry("dyspec-table-5", "tree attention by node order, with figures 6 to 9", A100,
+              "node orders are not implemented, and trees have at most 256 nodes"),
+    ),
+}  # fmt: skip
+
+ENTRIES = {entry.name: entry for entries in PAPERS.values() for entry in entries}
+INTRO = """# The papers' tables
+
+Every table and figure of the papers that this project follows: the command that makes ours, what
+differs, or why there is none. `python pipelines/paper_tables.py NAME` prints one of them from the
+committed rows, `--rows FOLDER` from yours, with the paper's numbers beside. This page is written by
+`python pipelines/paper_tables.py --page docs/paper-tables.md`.
+
+The papers' numbers are copied from their tables. Theirs and ours are of other models on other GPUs:
+ratios can be set beside each other, tokens/s cannot.
+"""
+
+
+def page() -> str:
+    """All entries by paper, and the tables whose rows are there."""
+    parts = [INTRO]
+    for paper, entries in PAPERS.items():
+        parts.append(f"## {paper}\n")
+        for entry in entries:
+            hardware = f" Theirs: {entry.hardware}." if entry.hardware else ""
+            parts.append(f"### `{entry.name}`: {entry.what}\n")
+            if entry.build is None:
+                parts.append(f"Not made: {entry.note}.{hardware}\n")
+                continue
+            parts += [f"    {command}" for command in entry.commands]
+            parts.append(f"\nWhat differs: {entry.note}.{hardware}\n")
+            try:
+                parts.append(entry.made().to_markdown())
+            except NotFound:
+                parts.append("No rows of it are committed yet.\n")
+    return "\n".join(parts)
+
+
+def listing() -> str:
+    """A line an entry."""
+    width = max(map(len, ENTRIES))
+    return "\n".join(
+        f"{name:<{width}}  {entry.what}: "
+        + ("; ".join(entry.commands) if entry.build else f"not made ({entry.note})")
+        for name, entry in ENTRIES.items()
+    )

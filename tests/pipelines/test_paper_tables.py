@@ -1,0 +1,157 @@
+"""The papers' tables: in their layout, ours beside theirs, and plain words where there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_evaluation import export, make_world
+
+from stree.errors import NotFound, UsageError
+from stree_pipelines import compare, paper_tables
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.reports.paper_list import ENTRIES, page
+
+REPOSITORY = Path(__file__).parents[2]
+COMMITTED = [
+    "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
+    "stree-table-7", "snakes-table-1",
+]  # fmt: skip
+COMPARED = [
+    "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A tiny comparison whose benchmark is called mt_bench."""
+    root = make_world(tmp_path_factory.mktemp("world"))
+    shutil.copy(root / "talk.jsonl", root / "mt_bench.jsonl")
+    drafter, out = str(export(root, 10)), root / "compared"
+    model = {"drafter": drafter, "verifier": "multi_step"}
+    content = {
+        "target": str(root / "target"), "out": str(out), "device": "cpu", "ignore_eos": True,
+        "benchmarks": [str(root / "mt_bench.jsonl")], "temperatures": [0.0, 0.6],
+        "max_new_tokens": 4, "limit": 1,
+        "arms": [
+            {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
+            {"name": "chain", "tree": "chain-4", **model}, {"name": "tree", **model},
+            {"name": "naive", "drafter": drafter, "verifier": "naive"},
+            {"name": "beam", "drafter": drafter, "tree": "beam-2-2-4"},
+            {"name": "n-grams", "drafter": "ngram:6", "tree": "png-6-2"},
+        ],
+    }  # fmt: skip
+    (root / "arms.yaml").write_text(yaml.safe_dump(content))
+    compare.main([str(root / "arms.yaml")])
+    return out
+
+
+def printed(capsys, *arguments) -> str:
+    paper_tables.main(list(map(str, arguments)))
+    return capsys.readouterr().out
+
+
+def line_of(text: str, label: str) -> list[str]:
+    """The cells of the table's line that begins with this one."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    (found,) = [cells for cells in lines if cells and cells[0] == label]
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_tables_of_committed_rows_are_made(name, capsys):
+    text = printed(capsys, name)
+    assert "Ours: NVIDIA H200, commit " in text and "What differs: " in text
+    if ENTRIES[name].hardware:
+        assert f"Theirs: {ENTRIES[name].hardware}" in text
+
+
+def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
+    rows = {
+        (row.step, row.method, row.benchmark, row.temperature): row
+        for row in ResultStore(REPOSITORY / "docs/results/h200-sharegpt").results()
+    }
+    text = printed(capsys, "stree-table-7")
+    assert line_of(text, "T = 1, STree, paper")[:2] == ["85.18 (1.11×)", "2.04"]
+    row = rows[1600, "stree", "gsm8k", 1.0]
+    speed = f"{row.tokens_per_second:.1f} ({row.speedup:.2f}×)"
+    assert line_of(text, "T = 1, STree, ours")[-2:] == [speed, f"{row.acceptance_length:.2f}"]
+    text = printed(capsys, "stree-table-6")
+    taus = [f"{rows[step, 'stree', 'mt_bench', 1.0].acceptance_length:.2f}" for step in (16, 1600)]
+    assert line_of(text, "τ (STree)")[:4] == ["1.51", "2.02", "2.23", taus[0]]
+    assert line_of(text, "τ (STree)")[-1] == taus[1]
+    text = printed(capsys, "stree-table-1")
+    rows = (REPOSITORY / "docs/results/h200-step/8b.jsonl").read_text().splitlines()
+    (call,) = [
+        row for row in map(json.loads, rows)
+        if (row["what"], row["num_nodes"]) == ("target call", 13)
+    ]  # fmt: skip
+    ours = f"{call['us_tree']['median'] / 1000:.2f} ({call['over_step']:.2f}x)"
+    assert line_of(text, "STree")[-1] == ours
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_tables_of_a_comparison_are_made(name, compared, capsys):
+    text = printed(capsys, name, "--rows", compared)
+    assert "ours" in text and "Ours: CPU" in text
+
+
+def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
+    rows = {(row.method, row.temperature): row for row in ResultStore(compared).results()}
+    text = printed(capsys, "stree-table-8", "--rows", compared)
+    methods = ("autoregressive", "chain", "tree", "beam")
+    # Greedily, τ does not depend on the verifier
+    assert line_of(text, "τ, paper") == ["1", "2.04", "2.47", "2.60"]
+    taus = [f"{rows[method, 0.0].acceptance_length:.2f}" for method in methods]
+    assert line_of(text, "τ, ours") == taus
+    text = printed(capsys, "stree-figure-4", "--rows", compared)
+    for at, method in enumerate(("chain", "tree", "naive")):
+        tau = f"{rows[method, 0.6].acceptance_length:.2f}"
+        assert line_of(text, "0.6")[2 * at + 1] == tau
+    text = printed(capsys, "snakes-table-5", "--rows", compared)
+    row = rows["n-grams", 0.0]
+    assert line_of(text, "ARP + PNG(6,2), ours")[0].startswith(f"{row.tokens_per_second:.1f} (")
+    assert line_of(text, "Joint + PNG(6,2), ours") == ["–"] * 3
+
+
+def test_benchmarks_that_are_not_committed_have_their_tables(tmp_path, capsys):
+    environment = {"git_sha": "abc", "device": "a GPU"}
+    common = {"shape": "8b", "environment": environment, "num_rows": 1}
+    times = {"us_replay": {"median": 2000.0}, "us_joint": {"median": 1500.0}}
+    joint = {**common, **times, "what": "joint", "num_nodes": 3, "tree": "chain-2"}
+    speeds = {"plain": 100.0, "tree": 150.0, "modes": 160.0}
+    serve = {
+        **common, "what": "serve", "tau": 2.0, "speedup_tree": 1.5, "speedup_modes": 1.6,
+        **{f"tokens_per_second_{way}": speed for way, speed in speeds.items()},
+    }  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(joint)}\n{json.dumps(serve)}\n")
+    text = printed(capsys, "snakes-table-3", "snakes-figure-4", "--rows", tmp_path)
+    assert line_of(text, "2 (8b, chain-2), ours") == ["2.00", "1.50"]
+    assert line_of(text, "6, paper") == ["22.36", "18.82"]
+    assert line_of(text, "1") == ["2", "100", "150", "160", "1.50×", "1.60×"]
+
+
+def test_what_cannot_be_made_says_why(tmp_path, capsys):
+    for name, entry in ENTRIES.items():
+        if entry.build is None:
+            with pytest.raises(NotFound, match="cannot be made: ") as refused:
+                paper_tables.main([name])
+            assert entry.note in str(refused.value) and "\n" not in str(refused.value)
+            continue
+        with pytest.raises(NotFound, match="run the command that --list names"):
+            paper_tables.main([name, "--rows", str(tmp_path / "nowhere")])
+    listed = printed(capsys, "--list")
+    assert all(name in listed for name in ENTRIES)
+    with pytest.raises(UsageError, match="there is no stree-table-9"):
+        paper_tables.main(["stree-table-9"])
+    with pytest.raises(UsageError, match="no table is named"):
+        paper_tables.main([])
+
+
+def test_the_page_is_what_the_command_writes(tmp_path):
+    written = (REPOSITORY / "docs/paper-tables.md").read_text(encoding="utf-8")
+    assert written == page(), "python pipelines/paper_tables.py --page docs/paper-tables.md"
+    assert set(COMMITTED + COMPARED) <= ENTRIES.keys()
