@@ -137,8 +137,9 @@ def advise(data: RunData, temperature: float) -> Advice:
         reason = f"The fastest speculation, {method_label(best)}, is {times}."
         return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
     if interval and interval[0] <= 1:
-        reason = f"{method_label(best)} is {times}: the interval includes 1, so it may be none."
-        return Advice(plain, reason + _what_to_expect(cell), AUTOREGRESSIVE, best)
+        reason = f"{method_label(best)} is {times}: the interval includes 1, so it may be none. "
+        reason += "More prompts would tell; until then plain decoding needs no drafter."
+        return Advice(plain, reason, AUTOREGRESSIVE, best)
     rivals = [method for method in timed if method != best]
     comparison, tie = "", ""
     if rivals:
