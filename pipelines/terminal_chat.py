@@ -72,8 +72,9 @@ class Chat:
         self.plain = decoder.batch
         if decoder.drafter is not None:
             self.plain = BatchDecoder(
-                decoder.target, num_rows=1, max_length=decoder.max_length, tokenizer=self.tokenizer
-            )
+                decoder.target, num_rows=1, max_length=decoder.max_length,
+                tokenizer=self.tokenizer, num_prefixes=2,
+            )  # fmt: skip
         self.is_plain = decoder.drafter is None
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
         self.messages: list[dict[str, str]] = []
@@ -128,7 +129,7 @@ class Chat:
         decoder = self.plain if self.is_plain else self.decoder
         words, since = Words(self.tokenizer), 0.0
         with stopping() as stop:
-            row = decoder.admit(Request(ids, self.generation))
+            row = decoder.admit(Request(ids, self.generation, keep_prompt=True))
             try:
                 reason = ""
                 while not reason and not stop:
@@ -139,7 +140,7 @@ class Chat:
                     self._show(words, report.tokens, report.num_accepted)
                     reason = report.finish_reason
             finally:
-                stats = decoder.release(row).stats
+                stats = decoder.release(row, keep=True).stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
         how = "plain" if self.is_plain else f"tree {decoder.tree.name}"
@@ -224,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
         decoder = stree.load(
             input_path(options.target), options.drafter and input_path(options.drafter),
             tree=tree, temperature=options.temperature, device=options.device,
-            dtype=options.dtype, max_length=options.max_length,
+            dtype=options.dtype, max_length=options.max_length, num_prefixes=2,
         )  # fmt: skip
         chat = Chat(decoder, generation, console)
     for note in dict.fromkeys(str(each.message) for each in told):

@@ -151,6 +151,7 @@ class BatchDecoder:
         require_target(target)
         require_whole("max_length", max_length)
         require_whole("num_rows", num_rows)
+        require_whole("num_prefixes", num_prefixes, least=0)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         model = drafter.model if isinstance(drafter, NGram) else drafter

@@ -218,10 +218,10 @@ class StopRule:
         return any(each in text for each in self.stop_strings)
 
 
-def require_whole(name: str, value: Any) -> None:
-    """Raise `UsageError` unless it is a whole number of at least 1."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} is {value!r}, wanted a whole number of at least 1")
+def require_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raise `UsageError` unless it is a whole number of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} is {value!r}, wanted a whole number of at least {least}")
 
 
 def require_room(

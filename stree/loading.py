@@ -37,6 +37,7 @@ def load(
     max_length: int = 2048,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
+    num_prefixes: int = 0,
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
@@ -48,7 +49,9 @@ def load(
     for n-grams, which have no profile.
     temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
     of the weights, also by name. max_length, the longest sequence, prompt included. verifier, as
-    in `stree.verifiers.named`. backtracking, "replay" or "joint", as in `BatchDecoder`.
+    in `stree.verifiers.named`. backtracking, "replay" or "joint", and num_prefixes, how many
+    prefixes are kept (of a conversation two: its last prompt, and that with the answer), as in
+    `BatchDecoder`.
     Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
     not there, `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
     than the target's.
@@ -91,7 +94,7 @@ def load(
         )
     return Decoder(
         model, drafting, tree, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
-        backtracking=backtracking,
+        backtracking=backtracking, num_prefixes=num_prefixes,
     )  # fmt: skip
 
 

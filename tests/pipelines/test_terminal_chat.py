@@ -15,6 +15,7 @@ from toys import right_now_and_then
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.models.convert import load_model
+from stree.prompts import chat_ids
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.terminal_chat import Chat, Words, main, typed_lines
 
@@ -82,11 +83,14 @@ def test_accepted_drafts_are_in_colour_and_the_text_is_plain_decoding_s(target, 
 
 
 def test_a_conversation_grows_and_is_forgotten(target, tokenizer):
-    decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
+    decoder = Decoder(target, max_length=64, tokenizer=tokenizer, num_prefixes=2)
     chat, shown = chat_of(decoder, max_new_tokens=4)
     assert "nothing was asked yet" in told(chat, shown, "/again")
     assert "decoding is plain anyway" in told(chat, shown, "/plain")
     first = told(chat, shown, "a")
+    goes_on = chat_ids(tokenizer, [*chat.messages, {"role": "user", "content": "b"}])
+    asked = chat_ids(tokenizer, chat.messages[:1])
+    assert decoder.num_reusable(goes_on) > len(asked)  # what was read is not read again
     told(chat, shown, "b")
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["a", "b"]
     refused = told(chat, shown, "what " * 60)
