@@ -19,6 +19,7 @@ from stree.drafters.ngram import NGram
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.models.hybrid import HybridModel
+from stree.modes import Costs, Modes
 from stree.prompts import chat_ids, text_ids
 from stree.settings import Asked, asked_for
 from stree.tree import TokenTree
@@ -30,7 +31,8 @@ class Decoder:
     """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
 
     Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`); without
-    one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's).
+    one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's), or
+    `Modes`, whose costs are measured first (`measure_costs`).
     max_length, the longest sequence, prompt included, but none goes beyond the target's positions.
     tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
     backtracking, "replay" or "joint", as in `BatchDecoder`. num_prefixes, how many prefixes are
@@ -44,7 +46,7 @@ class Decoder:
         self,
         target: Any,
         drafter: HybridModel | NGram | Drafter | None = None,
-        tree: TokenTree | None = None,
+        tree: TokenTree | Modes | None = None,
         *,
         max_length: int = 2048,
         tokenizer: Any = None,
@@ -52,9 +54,10 @@ class Decoder:
         backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
-        if drafter is None and tree is not None and tree.num_nodes > 1:
-            raise UsageError(f"{tree} needs a drafter to fill it")
-        if tree is not None and tree.num_nodes == 1:
+        largest = tree.largest if isinstance(tree, Modes) else tree
+        if drafter is None and largest is not None and largest.num_nodes > 1:
+            raise UsageError(f"{largest} needs a drafter to fill it")
+        if largest is not None and largest.num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
             target, drafter, tree,
@@ -194,6 +197,10 @@ class Decoder:
             if num_calls:
                 output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
             return output
+
+    def measure_costs(self, context: int = 32, num_steps: int = 8) -> Costs:
+        """As `BatchDecoder.measure_costs`."""
+        return self.batch.measure_costs(context, num_steps)
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""

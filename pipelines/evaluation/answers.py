@@ -19,6 +19,7 @@ from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
+from stree.modes import Modes
 from stree.rows import Rows
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
@@ -27,7 +28,13 @@ from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.batching import Batch, BatchDecoder
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
-from stree_pipelines.evaluation.plan import Drafter, EvaluationSettings, Job, prompt_seed
+from stree_pipelines.evaluation.plan import (
+    ChosenTree,
+    Drafter,
+    EvaluationSettings,
+    Job,
+    prompt_seed,
+)
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 
 WARMUP_TOKENS = 16
@@ -256,7 +263,9 @@ class Answerer:
             num_calls=sum(s.num_calls for s in stats),
             num_nodes=sum(s.num_nodes for s in stats),
             accepted_per_call=tuple(a for s in stats for a in s.accepted_per_call),
-            end_node_per_call=tuple(node for s in stats for node in s.end_node_per_call),
+            end_node_per_call=None
+            if isinstance(job.tree, ChosenTree)
+            else tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
             call_share=sum(shares) if shares else None,
             num_reused_tokens=sum(s.num_reused_tokens for s in stats),
@@ -348,13 +357,15 @@ class Answerer:
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
-                tree=job.tree,
+                tree=Modes(job.tree.choices) if isinstance(job.tree, ChosenTree) else job.tree,
                 max_length=room,
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,
                 backtracking=job.backtracking,
                 num_prefixes=self.num_prefixes,
             )
+            if isinstance(job.tree, ChosenTree):
+                decoder.measure_costs()
             self._decoders[key] = room, decoder
         return decoder
 

@@ -23,6 +23,7 @@ from stree_pipelines.evaluation.plan import (
     Drafter,
     EvaluationSettings,
     Job,
+    choices_of,
     make_job,
 )
 from stree_pipelines.evaluation.records import ResultRow
@@ -37,7 +38,7 @@ NUM_TUNING_PROMPTS = 4
 class Arm:
     """A drafter (as `eval_spec.py --checkpoint` names it), a tree, a verifier and a way to
     backtrack, by a name. The tree `chain-tuned` is the fastest of `TRIED_CHAINS`, found for each
-    benchmark and temperature."""
+    benchmark and temperature; `A or B` is chosen step by step by measured cost."""
 
     name: str
     drafter: str
@@ -78,7 +79,9 @@ class Arm:
             common, methods=(TREE,), tree=tree, verifier=self.verifier,
             backtracking=self.backtracking,
         )  # fmt: skip
-        grown = isinstance(settings.method_tree(TREE), BeamTree)
+        chosen = settings.method_tree(TREE)
+        assert chosen is not None
+        grown = any(isinstance(each, BeamTree) for each in choices_of(chosen))
         if grown and not DrafterName.parse(self.drafter).is_folder:
             raise UsageError(
                 f"arm {self.name} grows {tree} with {self.drafter}: n-grams fill trees of one "

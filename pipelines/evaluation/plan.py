@@ -23,6 +23,32 @@ from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
+OR = " or "
+
+
+@dataclass(frozen=True)
+class ChosenTree(TokenTree):
+    """Several trees, of which each step has the one that pays most by measured cost, or none
+    (`stree.Modes`), by a name such as "chain-2 or beam-4-5-16".
+
+    `parents` is a shape that holds all of theirs: what is recorded of the steps are depths.
+    """
+
+    choices: tuple[TokenTree, ...] = ()
+
+    @classmethod
+    def named(cls, name: str) -> ChosenTree:
+        """Raises `UsageError` for what is no tree."""
+        choices = tuple(map(TokenTree.load, map(input_path, name.split(OR))))
+        ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
+        for tree in choices:
+            paths: list[tuple[int, ...]] = [()]
+            for node, parent in enumerate(tree.parents[1:], start=1):
+                paths.append((*paths[parent], tree.children[parent].index(node)))
+            ranks |= dict.fromkeys(paths)
+        nodes = sorted(ranks, key=lambda path: (len(path), path))
+        parents = (nodes.index(path[:-1]) for path in nodes[1:])
+        return cls((-1, *parents), OR.join(tree.name for tree in choices), choices)
 
 
 @dataclass(frozen=True)
@@ -76,10 +102,18 @@ class EvaluationSettings:
         that the verifier does not judge."""
         if method == AUTOREGRESSIVE:
             return None
-        chain = method == CHAIN
-        tree = TokenTree.chain(self.num_chain_drafts) if chain else TokenTree.load(self.tree)
-        require_tree(named(self.verifier), tree)
+        tree = TokenTree.chain(self.num_chain_drafts)
+        if method == TREE:
+            several = OR in self.tree and not Path(self.tree).is_file()
+            tree = ChosenTree.named(self.tree) if several else TokenTree.load(self.tree)
+        for each in choices_of(tree):
+            require_tree(named(self.verifier), each)
         return tree
+
+
+def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
+    """What a step may have of it."""
+    return tree.choices if isinstance(tree, ChosenTree) else (tree,)
 
 
 @dataclass(frozen=True)
@@ -249,6 +283,11 @@ def resolve(
         if options[name] is None:
             raise UsageError(f"--{name} is missing: give it, or a --run that implies it")
     settings = EvaluationSettings(**options)
+    if isinstance(settings.method_tree(TREE), ChosenTree):
+        raise UsageError(
+            f"--tree is {settings.tree!r}, wanted one shape: trees that are chosen among are arms "
+            "of compare.py"
+        )
     if not checkpoints and AUTOREGRESSIVE not in settings.methods:
         raise UsageError(
             f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"

@@ -147,8 +147,8 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
               "no Transformer drafter is distilled here"),
         Entry("drafters-table-7", "a bandit over trees", RTX_4090,
-              "the engine chooses trees by measured cost (`stree.Modes`), which an arm of "
-              "`compare.py` cannot name yet"),
+              "the engine chooses trees by measured cost (`stree.Modes`, in an arm of `compare.py` "
+              "A or B); a bandit is a worked example in [architecture](architecture.md)"),
     ),
     "DySpec (Xiong et al. 2024)": (
         Entry("dyspec-figures-1-3", "tree shapes; acceptance and draft probability", A100,

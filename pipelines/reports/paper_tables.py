@@ -181,7 +181,7 @@ def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path]
             for (method, label), cells in zip(LABELS.items(), published, strict=True):
                 assert cells[0] == label
                 lines.append((f"T = {temperature:g}, {label}, paper", *cells[1:]))
-                mine = []
+                mine: list[str] = []
                 for benchmark in BENCHMARKS:
                     mine += _speed_and_tau(found.get((method, benchmark, temperature)))
                 lines.append((f"T = {temperature:g}, {label}, {OURS}", *mine))
@@ -316,7 +316,7 @@ def _arms(folder: Path) -> list[ResultRow]:
 
 
 def _tree_name(row: ResultRow) -> str | None:
-    return row.tree and row.tree.name
+    return row.tree.name if row.tree else None
 
 
 def _is_model(row: ResultRow) -> bool:

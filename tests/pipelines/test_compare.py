@@ -11,11 +11,12 @@ from tiny_evaluation import export, make_world
 
 from stree import metrics
 from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
+from stree.modes import Modes
 from stree.tree import TokenTree
 from stree_pipelines import compare, dry_run
 from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import arms as report
@@ -107,6 +108,34 @@ def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(
     assert [(row.method, row.acceptance_length) for row in rows if row.tree] == [
         ("tuned", 2.0), ("tuned", 4.0)
     ]  # fmt: skip
+
+
+def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
+    seen = []
+    choose = Modes.choose
+    monkeypatch.setattr(
+        Modes, "choose", lambda self, rows: seen.append(choose(self, rows)) or seen[-1]
+    )
+    name = "chain-3 or beam-2-2-4"
+    arms = [{"name": "chosen", "drafter": str(export(world, 100)), "tree": name}]
+    for batch_size in (1, 2):
+        out = tmp_path / f"out{batch_size}"
+        given = content(world, out, arms=arms, batch_size=batch_size, temperatures=[0.0])
+        settings, chosen = read_comparison(written(tmp_path, given), {})
+        quiet = EvaluationProgress(enabled=False)
+        comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
+        rows = comparison.evaluate()
+        assert rows[1].tree.name == name and rows[1].lossless.share == 1.0
+        assert rows[1].end_nodes == {} and 1 <= rows[1].nodes_per_call <= 4
+        assert name in report.markdown(report.places_of(rows, comparison.store))
+    assert {tree.name for tree in seen} <= {"plain", "chain-3", "beam-2-2-4"} and seen
+
+
+def test_what_is_recorded_of_several_trees_holds_all_of_them():
+    tree = ChosenTree.named("chain-3 or paper or beam-3-2-6")
+    assert tree.max_depth == 4 and tree.choices[0].name == "chain-3"
+    assert tree.parents == TokenTree.paper().parents
+    assert ChosenTree.named("chain-6 or beam-2-1-3").parents == (-1, 0, 0, 1, 3, 4, 5, 6)
 
 
 def test_a_dry_run_says_what_is_left_and_writes_nothing(world, done, tmp_path, capsys):
@@ -248,6 +277,7 @@ def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, t
         "judges chains only": {"tree": "paper", "verifier": "block"},
         "cannot judge beam-2-2-4": {"tree": "beam-2-2-4", "verifier": "multi_step"},
         "n-grams fill trees of one shape": {"tree": "beam-2-2-4"},
+        "judges chains only, and paper": {"tree": "chain-2 or paper", "verifier": "block"},
     }
     for said, options in refused.items():
         given = content(world, tmp_path, arms=[{"name": "x", "drafter": "ngram", **options}])
