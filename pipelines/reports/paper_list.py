@@ -13,9 +13,10 @@ from stree_pipelines.reports import paper_numbers, paper_tables
 from stree_pipelines.reports.paper_tables import Made
 
 STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
-POLICIES = "docs/results/h200-policies"
+POLICIES, PAPER_TREES = "docs/results/h200-policies", "docs/results/h200-paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
+TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat` and its 9.2 M drafter"
 RANDOM = "ours has random weights of those shapes"
@@ -87,8 +88,9 @@ PAPERS: dict[str, Sequence[Entry]] = {
               CHAT_PAIR + "; the figure's values are not in the text", COMPARE, POLICIES,
               paper_tables.stree_figure_4),
         Entry("stree-table-4", "five static trees", RTX_3090,
-              "the shapes B to E are a figure that the text does not have, only their widths, "
-              "depths and numbers of tokens; `compare.py` takes any shape as a YAML file"),
+              CHAT_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
+              "figure of their shapes is not in the text: configs/trees has ours", TREES,
+              PAPER_TREES, paper_tables.stree_4),
         Entry("stree-table-5", "shares of attention layers in the target", RTX_3090,
               "it needs three targets of one drafter, whose weights we do not have"),
         Entry("stree-table-6", "speed and τ against distillation steps", RTX_3090,
@@ -142,13 +144,18 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
               "drafters must have the target's tokenizer here"),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
-              "no run has both yet: arms of `compare.py` with chain-5 and that tree's YAML file "
-              "would measure it"),
+              CHAT_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
+              PAPER_TREES, paper_tables.drafters_5),
         Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
-              "no Transformer drafter is distilled here"),
-        Entry("drafters-table-7", "a bandit over trees", RTX_4090,
-              "the engine chooses trees by measured cost (`stree.Modes`, in an arm of `compare.py` "
-              "A or B); a bandit is a worked example in [architecture](architecture.md)"),
+              CHAT_PAIR + "; ours on MT-Bench, which the paper does not name here; no Transformer "
+              "drafter is distilled here", TREES, PAPER_TREES, paper_tables.drafters_6),
+        Entry("drafters-table-7", "a search over trees", RTX_4090,
+              CHAT_PAIR + "; ours chooses among the same three trees by measured cost "
+              "(`stree.Modes`), where the paper has a bandit (a worked example in "
+              "[architecture](architecture.md)), and plain decoding is among its choices. The "
+              "fixed tree is (3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its "
+              "Table 7. Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,
+              paper_tables.drafters_7),
     ),
     "DySpec (Xiong et al. 2024)": (
         Entry("dyspec-figures-1-3", "tree shapes; acceptance and draft probability", A100,

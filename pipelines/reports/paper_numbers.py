@@ -42,6 +42,16 @@ STREE_7: dict[float, tuple[Cells, ...]] = {
     ),
 }  # fmt: skip
 
+# MT-Bench, as its column A is Table 3's STree at T = 1
+STREE_4: tuple[Cells, ...] = (
+    ("Static tree configuration", "A", "B", "C", "D", "E"),
+    ("Max tree width", "3", "16", "6", "4", "3"),
+    ("Tree depth", "4", "3", "3", "4", "5"),
+    ("Number of tokens", "13", "29", "16", "13", "16"),
+    ("Speed", "54.08", "46.90", "51.19", "54.39", "56.79"),
+    ("τ", "2.03", "2.15", "2.01", "2.07", "2.09"),
+)
+
 STREE_6: tuple[Cells, ...] = (
     ("", "12000 step", "48000 step", "264000 step"),
     ("Speed (Vanilla SD)", "44.52 (1.21x)", "53.11 (1.24x)", "56.49 (1.42x)"),
@@ -93,7 +103,23 @@ SNAKES_5: tuple[Cells, ...] = (
     ("ARP + PNG(6,2)", "103.80 (1.47×)", "122.73 (1.74×)", "120.66 (1.72×)"),
 )
 
-# Of the two data sets that we have, too; speed-up and accepted tokens a step
+DRAFTERS_5: tuple[Cells, ...] = (
+    ("Tree?", "Accept length", "Latency", "Throughput"),
+    ("×", "3.08", "6.62", "112.69"),
+    ("✓", "3.91", "8.30", "127.37"),
+)
+DRAFTERS_6: tuple[Cells, ...] = (
+    ("Method", "(3,3,2,1)", "(3,2,2,1,1)", "(2,2,2,1,1,1)"),
+    ("Pythia", "75.38", "70.71", "63.75"),
+    ("Ours", "124.99", "127.37", "124.37"),
+)
+DRAFTERS_7: tuple[Cells, ...] = (
+    ("Search?", "MT-bench", "HumanEval"),
+    ("×", "124.99", "149.15"),
+    ("✓", "128.21", "172.38"),
+)
+
+# Of the data sets that we have, too; speed-up and accepted tokens a step
 DYSPEC_HEAD: Cells = ("Dataset", "Temp", "Ours", "Sequoia", "Specinfer")
 DYSPEC_1: tuple[Cells, ...] = (
     ("GSM8k", "0", "3.93× (6.86)", "2.79× (4.92)", "2.01× (3.47)"),

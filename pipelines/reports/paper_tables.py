@@ -11,7 +11,7 @@ from typing import Any
 from stree.errors import NotFound
 from stree.tree import balanced
 from stree_pipelines.bench_report import read_rows
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, OR, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
@@ -250,6 +250,66 @@ def stree_figure_4(folder: Path) -> Made:
     return made("STree, Figure 4: speed and τ against temperature", lines, found.values())
 
 
+def stree_4(folder: Path) -> Made:
+    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 1.0, "multi_step")}
+    trees = ("paper", "stree-b", "stree-c", "stree-d", "stree-e")
+    picked = [rows.get(tree) for tree in trees]
+    used = [row for row in picked if row]
+    _require(used, "mt_bench at T = 1", folder)
+    *heads, speed, tau = theirs.STREE_4
+    mine = [_speed_and_tau(row) for row in picked]
+    lines = [
+        *heads, ("Speed, paper", *speed[1:]), (f"Speed, {OURS}", *(each[0] for each in mine)),
+        ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
+    ]  # fmt: skip
+    return made("STree, Table 4: static trees at T = 1", lines, used)
+
+
+def drafters_5(folder: Path) -> Made:
+    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 0.0)}
+    used, ours = [], []
+    head, *paper = theirs.DRAFTERS_5
+    for (mark, *_), tree in zip(paper, ("chain-5", "drafters-3-2-2-1-1"), strict=True):
+        row = rows.get(tree)
+        used += [row] if row else []
+        speed, tau = _speed_and_tau(row)
+        ours.append(
+            (f"{mark}, {OURS}", tau, figure(row.time_ms.get("draft") if row else None), speed)
+        )
+    _require(used, "mt_bench at T = 0", folder)
+    lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper), *ours]
+    return made("Mamba Drafters, Table 5: a chain and a tree on MT-Bench", lines, used)
+
+
+def drafters_6(folder: Path) -> Made:
+    rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 0.0)}
+    head, *paper = theirs.DRAFTERS_6
+    trees = [f"drafters-{title.strip('()').replace(',', '-')}" for title in head[1:]]
+    used = [rows[tree] for tree in trees if tree in rows]
+    _require(used, "mt_bench at T = 0", folder)
+    mine = (f"Mamba-2, {OURS}", *(_speed_and_tau(rows.get(tree))[0] for tree in trees))
+    lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper), mine]
+    return made("Mamba Drafters, Table 6: tokens/s by tree", lines, used)
+
+
+def drafters_7(folder: Path) -> Made:
+    used, columns = [], []
+    head, *paper = theirs.DRAFTERS_7
+    for benchmark in ("mt_bench", "humaneval"):
+        rows = _at(folder, benchmark, 0.0)
+        fixed = _one(row for row in rows if _tree_name(row) == "drafters-3-3-2-1")
+        chosen = _one(row for row in rows if OR in (_tree_name(row) or ""))
+        used += [row for row in (fixed, chosen) if row]
+        columns.append([_speed_and_tau(row)[0] for row in (fixed, chosen)])
+    _require(used, "T = 0", folder)
+    lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper)]
+    lines += [
+        (f"{mark}, {OURS}", *(column[at] for column in columns))
+        for at, (mark, *_) in enumerate(paper)
+    ]
+    return made("Mamba Drafters, Table 7: tokens/s with a fixed tree and a chosen one", lines, used)
+
+
 def snakes_5(folder: Path) -> Made:
     rows = [row for row in _arms(folder) if not row.temperature]
     head, *paper = theirs.SNAKES_5
@@ -313,6 +373,17 @@ def _results(folder: Path) -> list[ResultRow]:
 def _arms(folder: Path) -> list[ResultRow]:
     """Rows of a comparison, but for those that chains were tuned by."""
     return [row for row in _results(folder) if not row.method.endswith(f": {_tree_name(row)}")]
+
+
+def _at(
+    folder: Path, benchmark: str, temperature: float, verifier: str | None = None
+) -> list[ResultRow]:
+    """Rows of a comparison where a model drafts, there and (if it matters) by this verifier."""
+    return [
+        row for row in _arms(folder)
+        if (row.benchmark, row.temperature) == (benchmark, temperature)
+        and _is_model(row) and verifier in (None, row.verifier)
+    ]  # fmt: skip
 
 
 def _tree_name(row: ResultRow) -> str | None:

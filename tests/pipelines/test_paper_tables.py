@@ -11,8 +11,10 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree.errors import NotFound, UsageError
+from stree.tree import TokenTree, balanced
 from stree_pipelines import compare, paper_tables
 from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.reports import paper_numbers
 from stree_pipelines.reports.paper_list import ENTRIES, page
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,6 +24,7 @@ COMMITTED = [
 ]  # fmt: skip
 COMPARED = [
     "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
+    "stree-table-4", "drafters-table-5", "drafters-table-6", "drafters-table-7",
 ]  # fmt: skip
 
 
@@ -34,7 +37,7 @@ def compared(tmp_path_factory):
     model = {"drafter": drafter, "verifier": "multi_step"}
     content = {
         "target": str(root / "target"), "out": str(out), "device": "cpu", "ignore_eos": True,
-        "benchmarks": [str(root / "mt_bench.jsonl")], "temperatures": [0.0, 0.6],
+        "benchmarks": [str(root / "mt_bench.jsonl")], "temperatures": [0.0, 0.6, 1.0],
         "max_new_tokens": 4, "limit": 1,
         "arms": [
             {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
@@ -42,6 +45,10 @@ def compared(tmp_path_factory):
             {"name": "naive", "drafter": drafter, "verifier": "naive"},
             {"name": "beam", "drafter": drafter, "tree": "beam-2-2-4"},
             {"name": "n-grams", "drafter": "ngram:6", "tree": "png-6-2"},
+            {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
+            {"name": "five", "drafter": drafter, "tree": "chain-5"},
+            {"name": "fixed", "drafter": drafter, "tree": "configs/trees/drafters-3-3-2-1.yaml"},
+            {"name": "chosen", "drafter": drafter, "tree": "chain-2 or paper"},
         ],
     }  # fmt: skip
     (root / "arms.yaml").write_text(yaml.safe_dump(content))
@@ -111,6 +118,21 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     for at, method in enumerate(("chain", "tree", "naive")):
         tau = f"{rows[method, 0.6].acceptance_length:.2f}"
         assert line_of(text, "0.6")[2 * at + 1] == tau
+    text = printed(capsys, "stree-table-4", "--rows", compared)
+    taus = line_of(text, "τ, ours")
+    assert taus[0] == f"{rows['tree', 1.0].acceptance_length:.2f}" and taus[1:4] == ["–"] * 3
+    assert taus[4] == f"{rows['E', 1.0].acceptance_length:.2f}"
+    text = printed(capsys, "drafters-table-5", "--rows", compared)
+    row = rows["five", 0.0]
+    ours = [f"{row.acceptance_length:.2f}", f"{row.time_ms['draft']:.2f}"]
+    assert line_of(text, "×, ours")[:2] == ours
+    text = printed(capsys, "drafters-table-7", "--rows", compared)
+    for mark, method in (("×", "fixed"), ("✓", "chosen")):
+        speed = f"{rows[method, 0.0].tokens_per_second:.1f} ("
+        assert line_of(text, f"{mark}, ours")[0].startswith(speed)
+    text = printed(capsys, "drafters-table-6", "--rows", compared)
+    speed = f"{rows['fixed', 0.0].tokens_per_second:.1f} ("
+    assert line_of(text, "Mamba-2, ours")[0].startswith(speed)
     text = printed(capsys, "snakes-table-5", "--rows", compared)
     row = rows["n-grams", 0.0]
     assert line_of(text, "ARP + PNG(6,2), ours")[0].startswith(f"{row.tokens_per_second:.1f} (")
@@ -132,6 +154,21 @@ def test_benchmarks_that_are_not_committed_have_their_tables(tmp_path, capsys):
     assert line_of(text, "2 (8b, chain-2), ours") == ["2.00", "1.50"]
     assert line_of(text, "6, paper") == ["22.36", "18.82"]
     assert line_of(text, "1") == ["2", "100", "150", "160", "1.50×", "1.60×"]
+
+
+def test_the_shipped_trees_have_the_papers_numbers():
+    _, widths, depths, counts, *_ = paper_numbers.STREE_4
+    trees = [TokenTree.paper()]
+    trees += [TokenTree.load(REPOSITORY / f"configs/trees/stree-{name}.yaml") for name in "bcde"]
+    shapes = [(max(map(len, tree.levels)), tree.max_depth, tree.num_nodes) for tree in trees]
+    assert shapes == [
+        tuple(map(int, row)) for row in zip(widths[1:], depths[1:], counts[1:], strict=True)
+    ]
+    for title in paper_numbers.DRAFTERS_6[0][1:]:
+        branching = [int(count) for count in title.strip("()").split(",")]
+        name = f"drafters-{'-'.join(map(str, branching))}"
+        tree = TokenTree.load(REPOSITORY / f"configs/trees/{name}.yaml")
+        assert tree == balanced(branching, name)
 
 
 def test_what_cannot_be_made_says_why(tmp_path, capsys):
