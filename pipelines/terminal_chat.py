@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.text import Text
 
 import stree
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.description import described, placed
 from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
 from stree.prompts import chat_ids, text_ids
+from stree.requests import Request
 from stree_pipelines.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"

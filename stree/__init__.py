@@ -4,13 +4,14 @@ from pathlib import Path
 
 import stree.threads  # noqa: F401  (before torch is loaded)
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.engine import Decoder, generate
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.loading import load
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes
+from stree.requests import Request
 from stree.transformers_decoder import TransformersDecoder, from_transformers
 from stree.tree import TokenTree
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,12 +21,11 @@ from stree.description import counted, described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
-from stree.errors import StreeError, UsageError, naming_what_does_not_fit
+from stree.errors import UsageError, naming_what_does_not_fit
 from stree.executors import executor_of
 from stree.forest import Forest
 from stree.generation import (
     DecodingStats,
-    GenerationConfig,
     GenerationOutput,
     StopRule,
     not_finite,
@@ -42,6 +39,7 @@ from stree.models.joint import require_backtracking
 from stree.modes import Costs, Modes, measure_costs
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
+from stree.requests import Launch, Progress, Report, Request
 from stree.rows import Rows
 from stree.settings import asked_for, settings_of
 from stree.step import Step
@@ -51,72 +49,6 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt of one sequence, how to go on after it (`transformers`' GenerationConfig will do,
-    too), and the tree to do it with (None: the decoder's).
-
-    With keep_prompt, a decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
-    what goes on from it may not begin with all that is generated.
-    """
-
-    prompt_ids: Sequence[int] | Tensor
-    generation: GenerationConfig = GenerationConfig()
-    tree: TokenTree | None = None
-    keep_prompt: bool = False
-
-
-@dataclass
-class Report:
-    """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
-    accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
-
-    row: int
-    tokens: list[int]
-    finish_reason: str = ""
-    error: StreeError | None = None
-    num_accepted: int = 0
-
-
-@dataclass
-class _Sequence:
-    """The host's side of a row."""
-
-    prompt: list[int]
-    generation: GenerationConfig
-    tree: TokenTree | None  # None: each step's is chosen
-    keep_prompt: bool
-    stop: StopRule
-    stats: DecodingStats
-    num_read: int = 0  # tokens of the prompt that are in the caches
-    num_drafted_from: int = 0  # tokens that the drafter has read
-    behind: bool = False  # whether the drafter has missed a block
-    longest: int = 1  # the most tokens that the row's block has
-    finish_reason: str = ""
-    since: float = field(default_factory=time.perf_counter)
-
-    @property
-    def reading(self) -> bool:
-        return self.num_read < len(self.prompt)
-
-    @property
-    def decoding(self) -> bool:
-        return not self.reading and not self.finish_reason
-
-    @property
-    def position(self) -> int:
-        """Where the root stands in the sequence: all before it is committed."""
-        return len(self.prompt) + len(self.stop.tokens) - 1
-
-
-@dataclass
-class _Launch:
-    """A step that was started: of which sequences, with which trees, whether the drafter ran."""
-
-    rows: dict[int, tuple[_Sequence, TokenTree]]
-    drafted: bool
 
 
 class BatchDecoder:
@@ -199,8 +131,8 @@ class BatchDecoder:
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
-        self._sequences: dict[int, _Sequence] = {}
-        self._launched: deque[_Launch] = deque()  # steps that are not collected
+        self._sequences: dict[int, Progress] = {}
+        self._launched: deque[Launch] = deque()  # steps that are not collected
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree)
@@ -247,7 +179,7 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self._sequences[row] = _Sequence(prompt, generation, tree, request.keep_prompt, stop, stats)
+        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
             self.drafter.clear(row)
@@ -358,14 +290,14 @@ class BatchDecoder:
         asked, _ = asked_for(given, generation_config, attention_mask, options, self.tokenizer)
         return [Request(prompt.tolist(), generation) for prompt, generation in asked]
 
-    def _living(self, launch: _Launch) -> list[int]:
+    def _living(self, launch: Launch) -> list[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
         return [
             row for row, (each, _) in launch.rows.items()
             if self._sequences.get(row) is each and each.decoding
         ]  # fmt: skip
 
-    def _read(self, row: int, sequence: _Sequence, alone: bool) -> list[Report]:
+    def _read(self, row: int, sequence: Progress, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
         if self.prefixes is not None and sequence.num_read == 0:
             read = self.prefixes.load(row, sequence.prompt)
@@ -389,7 +321,7 @@ class BatchDecoder:
         self.rows.begin(row, len(sequence.prompt), token)
         return [self._keep(row, sequence, [token])]
 
-    def _first_token(self, row: int, sequence: _Sequence, logits: Tensor) -> tuple[int, bool]:
+    def _first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
         rows = self.rows.narrow(row, 1, [sequence.generation])
         rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
@@ -415,14 +347,14 @@ class BatchDecoder:
             self.modes.costs = measure_costs(self, self.modes.trees, context, num_steps)
         return self.modes.costs
 
-    def _trees(self, decoding: dict[int, _Sequence]) -> dict[int, TokenTree]:
+    def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
         """The rows' trees in the next step."""
         chosen = self.tree
         if self.modes is not None and any(each.tree is None for each in decoding.values()):
             chosen = self.modes.choose(len(decoding))
         return {row: each.tree or chosen for row, each in decoding.items()}
 
-    def _catch_up(self, decoding: dict[int, _Sequence]) -> None:
+    def _catch_up(self, decoding: dict[int, Progress]) -> None:
         """Let the drafter read what it has missed; the host knows all of it by now."""
         assert self.drafter is not None
         for row, each in decoding.items():
@@ -434,7 +366,7 @@ class BatchDecoder:
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
 
-    def _launch(self, decoding: dict[int, _Sequence], trees: dict[int, TokenTree]) -> None:
+    def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
         rows, forest, longest, position = self._step_of(decoding, trees)
         clock, drafted = self.phase_clock, forest.num_nodes > 1
         mark = clock.mark if clock else _no_mark
@@ -446,10 +378,10 @@ class BatchDecoder:
         for each in decoding.values():
             each.behind = each.behind or (self.drafter is not None and not drafted)
         launched = {row: (each, trees[row]) for row, each in decoding.items()}
-        self._launched.append(_Launch(launched, drafted))
+        self._launched.append(Launch(launched, drafted))
 
     def _step_of(
-        self, decoding: dict[int, _Sequence], trees: dict[int, TokenTree]
+        self, decoding: dict[int, Progress], trees: dict[int, TokenTree]
     ) -> tuple[Rows, Forest, int, int]:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
@@ -459,7 +391,7 @@ class BatchDecoder:
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
         longest = max(each.longest for each in self._sequences.values())
 
-        def position(row: int, sequence: _Sequence) -> int:
+        def position(row: int, sequence: Progress) -> int:
             # Steps that are still on their way commit at most a block each; of a row that has
             # ended, some of the last block may have been dropped
             ahead = sum(
@@ -478,7 +410,7 @@ class BatchDecoder:
         ]
 
     def _account(
-        self, row: int, sequence: _Sequence, tree: TokenTree, drafted: bool, report: list[int]
+        self, row: int, sequence: Progress, tree: TokenTree, drafted: bool, report: list[int]
     ) -> Report:
         finite, count, *rest = report
         if finite != 1:
@@ -514,13 +446,13 @@ class BatchDecoder:
                 "the same for all its requests"
             )
 
-    def _keep(self, row: int, sequence: _Sequence, block: list[int]) -> Report:
+    def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
         kept, sequence.finish_reason = sequence.stop.keep(block)
         if sequence.finish_reason:
             self.rows.active[row] = False
         return Report(row, kept, sequence.finish_reason)
 
-    def _fail(self, row: int, sequence: _Sequence, who: str) -> Report:
+    def _fail(self, row: int, sequence: Progress, who: str) -> Report:
         sequence.finish_reason = "error"
         self.rows.active[row] = False
         models = [(name, model) for name, model, _ in self._models() if name == who]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stree import threads
-from stree.batch import BatchDecoder, Report, Request
+from stree.batch import BatchDecoder
 from stree.clock import PAUSED, PhaseClock
 from stree.description import described, placed
 from stree.drafters import Drafter
@@ -21,6 +21,7 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes
 from stree.prompts import chat_ids, text_ids
+from stree.requests import Report, Request
 from stree.settings import Asked, asked_for
 from stree.tree import TokenTree
 from stree.verifiers import Verifier

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.drafters.naming import DrafterName
@@ -29,6 +29,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.prompts import prompts_of
+from stree.requests import Request
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
 

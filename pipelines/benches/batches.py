@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.executors import Graphs
 from stree.generation import GenerationConfig
 from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
 from stree.models.joint import BACKTRACKING
 from stree.modes import PLAIN, Modes
+from stree.requests import Request
 from stree.tree import TokenTree
 from stree_pipelines.benches.calls import Floor, kept_bytes
 from stree_pipelines.benches.steps import (

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig
 from stree.models.convert import load_config
+from stree.requests import Request
 from stree.speculation_profile import Tree
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.benches.queueing import (

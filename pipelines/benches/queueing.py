@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.generation import DecodingStats
+from stree.requests import Request
 from stree.speculation_profile import Record, Tree
 from stree_pipelines.evaluation.records import BatchSize, Count, Environment, NonNegative, Share
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.errors import BadData, UsageError
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.plain_data import parse_json
+from stree.requests import Request
 from stree.tree import TokenTree
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from stree import metrics
-from stree.batch import Request
 from stree.engine import Decoder
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.modes import Modes
+from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES

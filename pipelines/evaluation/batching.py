@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from stree.batch import BatchDecoder, Report, Request
+from stree.batch import BatchDecoder
 from stree.generation import GenerationOutput
+from stree.requests import Report, Request
 
 
 @dataclass

@@ -21,11 +21,12 @@ from tiny_evaluation import (
     without_timings,
 )
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.engine import Decoder
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
+from stree.requests import Request
 from stree_pipelines.evaluation import answers
 from stree_pipelines.evaluation.batching import Batch
 from stree_pipelines.evaluation.records import ResultStore

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from tiny_evaluation import export, make_world, tiny_model
 
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.errors import InvariantBroken, UsageError
 from stree.generation import GenerationConfig
+from stree.requests import Request
 from stree_pipelines import bench_queue
 from stree_pipelines.benches import queue_bench
 from stree_pipelines.benches.queueing import (

@@ -8,9 +8,10 @@ import torch
 from toys import right_now_and_then, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
-from stree.batch import BatchDecoder, Request
+from stree.batch import BatchDecoder
 from stree.errors import InvariantBroken, UsageError
 from stree.modes import Modes
+from stree.requests import Request
 from stree.tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),

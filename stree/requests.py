@@ -1,0 +1,79 @@
+"""What is asked of a batch, what a step reports, and the host's side of a row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from stree.errors import StreeError
+from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of one sequence, how to go on after it (`transformers`' GenerationConfig will do,
+    too), and the tree to do it with (None: the decoder's).
+
+    With keep_prompt, a decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
+    what goes on from it may not begin with all that is generated.
+    """
+
+    prompt_ids: Sequence[int] | Tensor
+    generation: GenerationConfig = GenerationConfig()
+    tree: TokenTree | None = None
+    keep_prompt: bool = False
+
+
+@dataclass
+class Report:
+    """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
+    accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
+
+    row: int
+    tokens: list[int]
+    finish_reason: str = ""
+    error: StreeError | None = None
+    num_accepted: int = 0
+
+
+@dataclass
+class Progress:
+    """The host's side of a row."""
+
+    prompt: list[int]
+    generation: GenerationConfig
+    tree: TokenTree | None  # None: each step's is chosen
+    keep_prompt: bool
+    stop: StopRule
+    stats: DecodingStats
+    num_read: int = 0  # tokens of the prompt that are in the caches
+    num_drafted_from: int = 0  # tokens that the drafter has read
+    behind: bool = False  # whether the drafter has missed a block
+    longest: int = 1  # the most tokens that the row's block has
+    finish_reason: str = ""
+    since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def reading(self) -> bool:
+        return self.num_read < len(self.prompt)
+
+    @property
+    def decoding(self) -> bool:
+        return not self.reading and not self.finish_reason
+
+    @property
+    def position(self) -> int:
+        """Where the root stands in the sequence: all before it is committed."""
+        return len(self.prompt) + len(self.stop.tokens) - 1
+
+
+@dataclass
+class Launch:
+    """A step that was started: of which sequences, with which trees, whether the drafter ran."""
+
+    rows: dict[int, tuple[Progress, TokenTree]]
+    drafted: bool
