@@ -1,11 +1,14 @@
 """Graphs give what steps one operation after the other give. Runs on CUDA only."""
 
+import itertools
+
 import pytest
 import torch
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import MAX_KEPT, Eager, Graphs
+from stree.models.joint import BACKTRACKING
 from stree.tree import balanced
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -57,9 +60,10 @@ def test_graphs_are_lossless(models, temperature, dtype):
     for length in (3, 200):
         prompt = (list(range(50)) * 4)[:length]
         wanted = Decoder(target, max_length=700).generate(prompt, generation).tokens
-        for tree in TREES[1:]:
-            decoder = Decoder(target, drafter, tree, max_length=700)
-            assert decoder.generate(prompt, generation).tokens == wanted
+        grown = TokenTree.load("beam-3-4-13")
+        for tree, backtracking in itertools.product((*TREES[1:], grown), BACKTRACKING):
+            decoder = Decoder(target, drafter, tree, max_length=700, backtracking=backtracking)
+            assert decoder.generate(prompt, generation).tokens == wanted, (tree, backtracking)
 
 
 def test_rows_get_what_they_get_alone(models):
