@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("config", help="YAML file of options and arms")
     add("--out", help="folder of the rows and the pages (default: the file's `out`)")
     add("--limit", type=int, help="first so many prompts of each benchmark (default: the file's)")
+    add("--benchmark_dir", help="where benchmarks are looked up by name (default: the file's)")
     add("--batch_size", type=int, help="prompts decoded at once (default: the file's, or 1)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: the file's, or auto)")
     add("--overwrite", action="store_true", default=None, help="measure again what exists")

@@ -172,10 +172,12 @@ class Comparison(Evaluation):
         settings = self.settings
         prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
         answers = prompts * len(settings.temperatures) * (len(self.arms) + 1)
+        tuned = sum(arm.tree == TUNED for arm in self.arms)
+        first = f"; before, {tuned} chains are tuned" if tuned else ""
         self.progress.say(
             f"{len(self.arms)} arms and plain decoding × {len(settings.temperatures)} temperatures "
             f"× {prompts} prompts: {answers:,} answers, on {self.workers.count} × "
-            f"{device_name(self.answerer.device)}, {settings.dtype}"
+            f"{device_name(self.answerer.device)}, {settings.dtype}{first}"
         )
 
     def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:

@@ -134,7 +134,8 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
     settings = comparison.settings
     require_writable(settings.out)
     trials, plan = comparison.trials(), comparison.plan()
-    tuned = {(each.arm, each.benchmark, each.temperature) for each in comparison.tunings()}
+    tunings = [] if settings.overwrite else comparison.tunings()
+    tuned = {(each.arm, each.benchmark, each.temperature) for each in tunings}
     work = Work(comparison)
     work.add(trials)
     num_trials = len(work.answers)

@@ -27,6 +27,7 @@ from stree_pipelines import (
     eval_spec,
     fetch_benchmarks,
     generate_data,
+    paper_tables,
     profile_drafter,
     report,
     suggest_tree,
@@ -65,6 +66,7 @@ COMMANDS = {
     bench_queue: ["o", "--target", "t"],
     bench_training: ["o"],
     bench_report: ["o"],
+    paper_tables: ["stree-table-1"],
 }
 NAMES = {command: command.__name__.rpartition(".")[2] for command in COMMANDS}
 
