@@ -66,7 +66,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "the benchmark's shapes. A graph's replay, without drafting",
               decode("calls", "mamba2-2.7b", "8b"), STEP,
               paper_tables.stree_1),
-        Entry("stree-figure-2", "a call against its nodes, and the τ that it needs", RTX_3090,
+        Entry("stree-figure-2", "a call against its nodes, and the τ that it needs", "not named",
               RANDOM + "; the figure's values are not in the text, which reads 1.5× for "
               "Mamba2-2.7B and 1.1× for MambaInLlama-8B at 15 nodes. Needed is our own tree scan's "
               "time over its time of 5 nodes, where the paper has the multi-step update for the "
@@ -158,7 +158,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               paper_tables.drafters_7),
     ),
     "DySpec (Xiong et al. 2024)": (
-        Entry("dyspec-figures-1-3", "tree shapes; acceptance and draft probability", A100,
+        Entry("dyspec-figures-1-3", "tree shapes; acceptance and draft probability", "",
               "illustrations, and JF68M with Llama2-7B on CNN DailyMail"),
         Entry("dyspec-figure-4", "where a step's time goes", A100,
               "the paper's values are a plot; ours is in the columns draft to host of every "
@@ -174,7 +174,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("dyspec-tables-3-4", "Llama2-70B with weights on the CPU", A100,
               "it needs Llama2-70B and 768 nodes; trees have at most 256 here"),
         Entry("dyspec-figure-5", "tree sizes step by step", A100, "it needs Llama2-70B"),
-        Entry("dyspec-table-5", "tree attention by node order, with figures 6 to 9", A100,
+        Entry("dyspec-table-5", "tree attention by node order, with figures 6 to 9", "not named",
               "node orders are not implemented, and trees have at most 256 nodes"),
     ),
 }  # fmt: skip
