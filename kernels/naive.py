@@ -9,10 +9,20 @@ Sums run in fp32, or in fp64 when the inputs are. The derivation is in README.md
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.places import (
+    Index,
+    ancestors_of,
+    attention_places,
+    conv_places,
+    moved_slots,
+    path_places,
+)
 from stree_kernels.shapes import MixerShape, MixerWeights, Sampling, Steering, Topology
 
 _WORD = 2**32 - 1
@@ -121,56 +131,68 @@ def tree_scan(
     ancestors: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """Outputs of all nodes of a token tree from one state (STree, Eq. 5-6).
+    """Outputs of the last Q nodes of a token tree from one state (STree, Eq. 5-6).
 
-    Args: x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S), C (B, N, Gc, S), D (H,),
-    ancestors (N, N) or (B, N, N) bool with [i, j] true when j is i or an ancestor of i, state
+    Args: x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S), C (B, Q, Gc, S), D (H,),
+    ancestors (B, N, N) with 1 or true at [i, j] when j is i or an ancestor of i, state
     (B, H, P, S).
-    Returns y (B, N, H, P) in x's dtype. The state is not written: see `replay`.
+    Returns y (B, Q, H, P) in x's dtype. The state is not written: see `replay`.
     """
-    num_heads = dt.shape[-1]
-    out_dtype = x.dtype
-    x, B, C = (_per_head(part, num_heads) for part in (x, B, C))
-    dt = dt.to(x.dtype)
-    ancestors = ancestors.expand(len(x), -1, -1)
-    log_decay = torch.einsum("bij,bjh->bhi", ancestors.to(x.dtype), dt * A.to(x.dtype))
-    difference = log_decay[..., :, None] - log_decay[..., None, :]
-    # Off the ancestor mask the difference can be positive and overflow: mask before the exponent
-    weights = difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
-    scores = torch.einsum("bihs,bjhs->bhij", C, B) * weights * dt.transpose(1, 2)[:, :, None, :]
-    y = torch.einsum("bhij,bjhp->bihp", scores, x)
-    from_state = torch.einsum("bihs,bhps->bihp", C, state.to(x.dtype))
-    y = y + from_state * log_decay.transpose(1, 2).exp()[..., None]
+    num_nodes, num_heads = dt.shape[1:]
+    num_new, out_dtype = C.shape[1], x.dtype
+    x, B, C = (part.to(accumulation_dtype(part.dtype)).transpose(1, 2) for part in (x, B, C))
+    dt, ancestors = dt.to(x.dtype).transpose(1, 2), ancestors.to(x.dtype)
+    x_groups, c_groups = x.shape[1], C.shape[1]
+    log_decay = (dt * A.to(x.dtype)[:, None]) @ ancestors.mT  # (B, H, N), from the root
+    from_root = log_decay[..., num_nodes - num_new :, None]
+    ancestors = ancestors[:, None, num_nodes - num_new :]
+    # No decay along a path is positive; off the mask it can be, and overflow
+    weights = (from_root - log_decay[:, :, None]).clamp_(max=0).exp_() * ancestors
+    weights = weights * dt[:, :, None]
+    groups = math.lcm(B.shape[1], c_groups)
+    scores = _groups(C, groups) @ _groups(B, groups).mT
+    scores = weights.unflatten(1, (groups, -1)) * scores[:, :, None]  # (B, G, H / G, Q, N)
+    # Heads of a group are rows of one product
+    y = scores.reshape(len(x), x_groups, -1, num_nodes) @ x
+    y = y.view(len(x), num_heads, num_new, -1)
+    state = state.to(x.dtype).view(len(x), c_groups, -1, state.shape[-1])
+    from_state = (C @ state.mT).unflatten(-1, (num_heads // c_groups, -1))
+    y = torch.addcmul(y, from_state.transpose(2, 3).flatten(1, 2), from_root.exp())
     if D is not None:
-        y = y + x * D.to(x.dtype)[:, None]
-    return y.to(out_dtype)
+        D = D.to(x.dtype).view(x_groups, -1, 1, 1)
+        skipped = x[:, :, None, num_nodes - num_new :]
+        y = torch.addcmul(y.unflatten(1, (x_groups, -1)), skipped, D).flatten(1, 2)
+    return y.transpose(1, 2).to(out_dtype)
 
 
 def replay(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Tensor, path_length: Tensor
-) -> Tensor:
-    """The state after the accepted path of a tree, from the inputs that the tree's call kept.
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, counts: Tensor | None
+) -> None:
+    """Advance a state, in place, along an accepted path, from the inputs that the tree's call kept.
 
     h ← exp(Σ_k a_k)·h + Σ_k exp(Σ_{m>k} a_m)·dt_k·x_k ⊗ B_k  (activation replay: Wu et al. 2024)
 
-    Args: state (B, H, P, S), x (B, N, Gx, P), dt (B, N, H), A (H,), B (B, N, Gb, S),
-    path (B, K) node indices of which the first path_length (B,) count.
-    Returns the new state in state's dtype; a path length of 0 returns the state as it was.
+    Args: state (B, H, P, S) in fp32 or wider; x (B, K, Gx, P), dt (B, K, H), A (H,), B
+    (B, K, Gb, S) along the path; counts (B, K) bool, the nodes that are accepted, None for all.
+    A row without an accepted node keeps its state.
     """
-    num_heads = dt.shape[-1]
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    counts = torch.arange(path.shape[1], device=path.device) < path_length[:, None]
-    # where(), not a product: an uncounted slot may hold anything, NaN included
-    x, B = (
-        torch.where(counts[..., None, None], _per_head(part[rows, path], num_heads), 0.0)
-        for part in (x, B)
-    )
-    dt = torch.where(counts[..., None], dt[rows, path].to(x.dtype), 0.0)
-    log_decay = dt * A.to(x.dtype)
+    x, dt, B = (part.to(state.dtype) for part in (x, dt, B))
+    if counts is not None:  # where(), not a product: an uncounted slot may hold anything, NaN too
+        x, B = (torch.where(counts[..., None, None], part, 0.0) for part in (x, B))
+        dt = torch.where(counts[..., None], dt, 0.0)
+    batch, length, groups = B.shape[:3]
+    log_decay = dt * A.to(state.dtype)
     total = log_decay.sum(1)
-    after = total[:, None] - log_decay.cumsum(1)
-    added = torch.einsum("bkh,bkhp,bkhs->bhps", after.exp() * dt, x, B)
-    return (total.exp()[..., None, None] * state.to(x.dtype) + added).to(state.dtype)
+    steps = (total[:, None] - log_decay.cumsum(1)).exp_() * dt
+    added = x[:, :, :, None] * steps.view(batch, length, x.shape[2], -1, 1)  # (B, K, Gx, H / Gx, P)
+    added = added.view(batch, length, groups, -1).permute(0, 2, 3, 1) @ B.transpose(1, 2)
+    state.mul_(total.exp_()[..., None, None]).add_(added.view(state.shape))
+
+
+def _groups(grouped: Tensor, groups: int) -> Tensor:
+    """(B, G, …) → (B, groups, …), each repeated as often as it takes."""
+    repeats = groups // grouped.shape[1]
+    return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=1)
 
 
 def tree_conv(
@@ -182,11 +204,9 @@ def tree_conv(
     bias (C,), windows (N, W) or (B, N, W) indices into [tail, inputs], oldest first
     (`TokenTree.windows`). Returns (B, N, C) in inputs' dtype.
     """
-    dtype = accumulation_dtype(inputs.dtype)
     sequences = torch.arange(len(inputs), device=inputs.device)[:, None, None]
-    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[sequences, windows].to(dtype)
-    y = torch.einsum("bnwc,cw->bnc", seen, weight.to(dtype))
-    return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
+    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[sequences, windows]
+    return _convolve(seen, weight, bias)
 
 
 def mamba_tree(
@@ -210,26 +230,18 @@ def mamba_tree(
     Returns y (B, Q, H·P) in projected's dtype, before the gate. Writes `rows` and `state`.
     """
     num_new = projected.shape[1]
-    half = steering.parity
-    if first == 0:
-        tail = mamba_replay(rows, state, weights, shape, steering)
-        half = 1 - half
-        rows[half, :, : shape.tail] = tail[None]
+    places = conv_places(shape.tail, topology, steering, 0, first, num_new)
     kept = projected[..., shape.d_inner :]
-    nodes = slice(shape.tail + first, shape.tail + first + num_new)
-    rows[half, :, nodes] = kept[None]
-    seen = rows.index_select(0, half)[0, :, : nodes.stop]
-    num_nodes = first + num_new
-    windows = topology.windows.index_select(0, steering.variant)[:, :num_nodes].long()
-    ancestors = topology.ancestors.index_select(0, steering.variant)[:, :num_nodes, :num_nodes]
-    inputs = conv_channels(seen[..., : shape.num_channels], shape)
-    tail, nodes_in = inputs[:, : shape.tail], inputs[:, shape.tail :]
-    convolved = tree_conv(nodes_in, tail, weights.conv, weights.conv_bias, windows)
-    x, B, C = split_channels(F.silu(convolved), shape)
-    dt = positive_dt(seen[:, shape.tail :, shape.num_channels :], weights, shape)
-    A = -weights.A_log.to(dt.dtype).exp()
-    y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state)
-    return y[:, first:].flatten(-2)
+    if first == 0:
+        kept = torch.cat([rows[places.newest], kept], dim=1)
+    rows[places.written] = kept
+    x, dt, B, C = _scan_inputs(rows[places.windows], weights, shape)
+    A, path = -weights.A_log.to(dt.dtype).exp(), places.path
+    if first == 0:
+        replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
+    ancestors = ancestors_of(topology, steering, first, num_new, dt.dtype)
+    x, dt, B, C = x[:, path:], dt[:, path:], B[:, path:], C[:, path + first :]
+    return tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
 
 
 def mamba_replay(
@@ -239,39 +251,29 @@ def mamba_replay(
 
     Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
     """
-    path, path_length = steering.path, steering.path_length
-    line = _walked(rows, shape.tail, steering)
-    walked = line[:, shape.tail :]
-    inputs = conv_channels(line[..., : shape.num_channels], shape)
-    steps = torch.arange(path.shape[1], device=path.device)
-    windows = steps[:, None] + torch.arange(shape.width, device=path.device)
-    convolved = tree_conv(
-        inputs[:, shape.tail :], inputs[:, : shape.tail], weights.conv, weights.conv_bias, windows
-    )
-    x, B, _ = split_channels(F.silu(convolved), shape)
-    dt = positive_dt(walked[..., shape.num_channels :], weights, shape)
-    A = -weights.A_log.to(dt.dtype).exp()
-    state.copy_(replay(state, x, dt, A, B, steps.expand_as(path), path_length))
-    return _newest(line, shape.tail, steering)
+    places = path_places(shape.tail, steering)
+    x, dt, B, _ = _scan_inputs(rows[places.windows], weights, shape)
+    replay(state, x, dt, -weights.A_log.to(dt.dtype).exp(), B, places.counts)
+    return rows[places.newest]
 
 
-def _walked(rows: Tensor, tail: int, steering: Steering) -> Tensor:
-    """[committed tail, accepted path] of the last tree's rows, (B, W − 1 + K, C); zeros past it."""
-    seen = rows.index_select(0, steering.parity)[0]
-    sequences = torch.arange(seen.shape[0], device=seen.device)[:, None]
-    path = steering.path
-    counts = torch.arange(path.shape[1], device=path.device) < steering.path_length[:, None]
-    path = torch.where(counts, path, 0)
-    # where(), not a product: an uncounted node may hold anything, NaN included
-    walked = torch.where(counts[..., None], seen[sequences, tail + path], 0.0)
-    return torch.cat([seen[:, :tail], walked.to(seen.dtype)], dim=1)
+def _scan_inputs(
+    seen: Tensor, weights: MixerWeights, shape: MixerShape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (B, n, Gx, P), dt (B, n, H), B (B, n, Gb, S) and C (B, n, Gc, S) of n nodes, given what
+    `rows` keeps of the inputs that the conv sees at each, (B, n, W, C + H)."""
+    inputs = conv_channels(seen[..., : shape.num_channels], shape)
+    convolved = F.silu(_convolve(inputs, weights.conv, weights.conv_bias))
+    dt = positive_dt(seen[:, :, -1, shape.num_channels :], weights, shape)
+    x, B, C = split_channels(convolved, shape)
+    return x, dt, B, C
 
 
-def _newest(line: Tensor, tail: int, steering: Steering) -> Tensor:
-    """The tail of a line that `_walked` gives, (B, W − 1, C)."""
-    sequences = torch.arange(line.shape[0], device=line.device)[:, None]
-    newest = steering.path_length[:, None] + torch.arange(tail, device=line.device)
-    return line[sequences, newest]
+def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, n, C) of the inputs (B, n, W, C) that a conv sees, oldest first, in their dtype."""
+    dtype = accumulation_dtype(seen.dtype)
+    y = (seen.to(dtype) * weight.to(dtype).t()).sum(2)
+    return (y if bias is None else y + bias.to(dtype)).to(seen.dtype)
 
 
 def short_conv_tree(
@@ -292,26 +294,18 @@ def short_conv_tree(
     in `mamba_tree`; weight (C, W), bias (C,).
     Returns (B, Q, C) in inputs' dtype. Writes `rows`.
     """
-    batch, num_new, _ = inputs.shape
-    tail = weight.shape[1] - 1
-    half = steering.parity
+    places = conv_places(weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1])
     if first == 0:
-        newest = short_conv_replay(rows, tail, steering)
-        half = 1 - half
-        rows[half, :, :tail] = newest[None]
-    nodes = slice(tail + first, tail + first + num_new)
-    rows[half, :, nodes] = inputs[None]
-    seen = rows.index_select(0, half)[0]
-    windows = topology.windows[steering.variant][:, first : first + num_new].long()
-    sequences = torch.arange(batch, device=inputs.device)[:, None, None]
-    dtype = accumulation_dtype(inputs.dtype)
-    y = torch.einsum("bnwc,cw->bnc", seen[sequences, windows].to(dtype), weight.to(dtype))
-    return (y if bias is None else y + bias.to(dtype)).to(inputs.dtype)
+        inputs = torch.cat([rows[places.newest], inputs], dim=1)
+    rows[places.written] = inputs
+    halves, sequences, windows = places.windows
+    new = (halves[places.path :], sequences, windows[:, places.path :])
+    return _convolve(rows[new], weight, bias)
 
 
 def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
     """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
-    return _newest(_walked(rows, tail, steering), tail, steering)
+    return rows[path_places(tail, steering).newest]
 
 
 def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
@@ -344,7 +338,8 @@ def split_channels(convolved: Tensor, shape: MixerShape) -> tuple[Tensor, Tensor
 def positive_dt(dt: Tensor, weights: MixerWeights, shape: MixerShape) -> Tensor:
     """dt (…, H) after bias, softplus and clamp, in the accumulation dtype."""
     dtype = accumulation_dtype(dt.dtype)
-    return F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype)).clamp(*shape.dt_limit)
+    dt = F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype))
+    return dt if shape.dt_limit == (0.0, math.inf) else dt.clamp(*shape.dt_limit)
 
 
 def segment_conv(
@@ -389,61 +384,52 @@ def attend_tree(
     given.
     Returns (B, Q, H·D) in qkv's dtype.
     """
-    batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    num_nodes = first + num_new
-    length = steering.length
-    if first == 0:
-        move_accepted(keys, length, steering.path, steering.path_length)
-        move_accepted(values, length, steering.path, steering.path_length)
-        length = length + steering.path_length
-    depths = topology.depths[steering.variant][:, first:num_nodes]
     heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
-    cos, sin = rotary[:, length[:, None] + depths][:, :, :, None]
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    rows = torch.arange(batch, device=qkv.device)[:, None]
-    slots = length[:, None] + torch.arange(first, num_nodes, device=qkv.device)
-    keys[rows, :, slots] = k
-    values[rows, :, slots] = v
-    ancestors = topology.ancestors[steering.variant][:, first:num_nodes, :num_nodes]
-    y = tree_attention(q, keys[:, :, :bound], values[:, :, :bound], length, ancestors, scale)
-    return y.flatten(-2)
+    num_heads = heads.shape[2] - 2 * num_kv_heads
+    places = attention_places(
+        topology, steering, first, qkv.shape[1], bound, rotary, num_heads // num_kv_heads, qkv.dtype
+    )
+    rotated = rotate(heads[:, :, :-num_kv_heads], *places.rotary)
+    q, k = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
+    for cache, new in ((keys, k), (values, heads[:, :, -num_kv_heads:])):
+        if places.moves is not None:
+            _move(cache, places.moves)
+        new = new.transpose(1, 2)
+        cache.scatter_(2, places.slots.expand_as(new), new)
+    seen = keys[:, :, : places.bound], values[:, :, : places.bound]
+    return tree_attention(q, *seen, places.mask, places.unused, scale).flatten(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on halves: x (…, D), cos and sin broadcasting to (…, D / 2)."""
-    low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    """Rotary embedding on halves: x (…, D), cos and sin as `whole_heads` gives them."""
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def tree_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    length: Tensor,
-    ancestors: Tensor,
+    mask: Tensor | None,
+    unused: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
     """Attention of tree nodes to the committed keys and to their ancestors.
 
-    Args: q (B, Q, H, D), keys and values (B, Hkv, L, D) whose slots [0, length) are committed and
-    [length, length + N) are the tree's nodes, length (B,), ancestors (Q, N) or (B, Q, N) bool;
-    scale, of the scores, D^−½ unless given. Slots past them may hold anything.
-    Returns (B, Q, H, D) in q's dtype.
+    Args: q (B, Q, H, D), keys and values (B, Hkv, L, D), mask (B, 1, H / Hkv·Q, L), unused
+    (B, 1, L, 1) as in `AttentionPlaces`; scale, of the scores, D^−½ unless given. Unused slots may
+    hold anything. Returns (B, Q, H, D) in q's dtype.
     """
-    batch, num_nodes, num_heads, head_dim = q.shape
-    num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
-    dtype = accumulation_dtype(q.dtype)
-    visible = _visible_slots(length, ancestors, num_slots)  # (B, Q, L)
-    grouped = q.view(batch, num_nodes, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = grouped @ keys[:, :, None].transpose(-1, -2)
-    scores = scores.to(dtype) * (head_dim**-0.5 if scale is None else scale)
-    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    used = visible.any(1)[:, None, :, None]
-    clean = torch.where(used, values, 0.0).to(values.dtype)  # 0 · NaN would be NaN
-    out = weights.to(values.dtype) @ clean[:, :, None]
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, num_nodes, num_heads, head_dim)
+    num_kv_heads = keys.shape[1]
+    if unused is not None:  # 0 · NaN would be NaN
+        keys, values = (each.masked_fill(unused, 0.0) for each in (keys, values))
+    # The heads that share keys are further queries: the keys need not be repeated
+    grouped = q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    y = F.scaled_dot_product_attention(
+        grouped.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
+    )
+    return y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def add_rms_norm(
@@ -454,7 +440,7 @@ def add_rms_norm(
     added (S, …, D), the parts of a sum, as `linear_parts` gives it.
     """
     if added is not None:
-        x = x + added.sum(0).to(x.dtype)
+        x = x + (added[0] if len(added) == 1 else added.sum(0)).to(x.dtype)
     return x, rms_norm(x, weight, eps)
 
 
@@ -699,27 +685,20 @@ def accept_choices(
     report[:, :2] = torch.cat([code[:, None], count], 1)
 
 
-def _visible_slots(length: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
-    """(B, Q, L): committed slots are seen by all nodes, the tree's by their descendants."""
-    batch, num_nodes = length.shape[0], ancestors.shape[-1]
-    ancestors = ancestors.expand(batch, *ancestors.shape[-2:])
-    table = F.pad(ancestors, (1, 1))
-    table[..., 0] = True
-    slots = torch.arange(num_slots, device=ancestors.device)
-    column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
-    return table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
-
-
 def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tensor) -> None:
     """Make the keys (or values) of an accepted path contiguous, in place.
 
     Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices of which
     the first path_length (B,) count. Slots length … length + K − 1 may be written.
     """
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    steps = torch.arange(path.shape[1], device=path.device)
-    path = torch.where(steps < path_length[:, None], path, steps)
-    cache[rows, :, length[:, None] + steps] = cache[rows, :, length[:, None] + path]
+    moves = moved_slots(length, path, path_length)
+    if moves is not None:
+        _move(cache, moves)
+
+
+def _move(cache: Tensor, moves: Index) -> None:
+    rows, source, target = moves
+    cache[rows, :, target] = cache[rows, :, source]
 
 
 def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ K slots of an accepted path, Z trees.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,6 +185,7 @@ class Steering:
     length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
     first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
     `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
+    shared, what plain PyTorch finds out of all these once a call (`places.py`); None keeps nothing.
     """
 
     length: Tensor
@@ -191,6 +193,11 @@ class Steering:
     path_length: Tensor
     variant: Tensor
     parity: Tensor
+    shared: dict[Any, Any] | None = None
+
+    def of_a_call(self) -> Steering:
+        """The same for one call, whose layers share what they find out."""
+        return replace(self, shared={})
 
 
 @dataclass(frozen=True)

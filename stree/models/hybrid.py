@@ -28,6 +28,7 @@ from stree.models.parts import Extension, Part, RMSNorm, Sequences, TreeCall
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
+from stree_kernels.places import whole_heads
 from stree_kernels.shapes import Topology
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -332,8 +333,8 @@ class HybridModel(nn.Module):
             self._extend(cache.last_tree.on(cache.path[:, :count]), cache)
 
     def _rotary(self, positions: Tensor) -> Tensor | None:
-        """(2, B, T, 1, D / 2) for positions (B, T); None without attention."""
+        """(2, B, T, 1, D) for positions (B, T), see `whole_heads`; None without attention."""
         if not self.config.attn_layers:
             return None
         dtype = naive.accumulation_dtype(self.dtype)
-        return rotary_angles(self.config, positions, dtype)[..., None, :]
+        return whole_heads(rotary_angles(self.config, positions, dtype)[..., None, :])

@@ -65,7 +65,7 @@ class LastTree:
         """Of the path's nodes, which nothing is accepted before, and of the tree's after them."""
         first, second = self.parities
         return (
-            Steering(after.length, self.chain, self.none, self.none, first),
+            Steering(after.length, self.chain, self.none, self.none, first).of_a_call(),
             Steering(after.length, self.chain, after.path_length, after.variant, second),
         )
 

@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 class Sequences:
     """One pass over whole sequences: what its layers share. Streams are (B, T, D)."""
 
-    rotary: Tensor | None = None  # (2, B, T, 1, P / 2)
+    rotary: Tensor | None = None  # (2, B, T, 1, P), see `whole_heads`
     segment_ids: Tensor | None = None  # (B, T)
     mask: Tensor | None = None  # (B, 1, T, L) bool; None is causal
     shared: Sequence[nn.Module] = ()  # transformer blocks of several layers
@@ -105,6 +105,7 @@ class TreeCall:
     embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.steering = self.steering.of_a_call()
         if self.shared:
             tokens = self.tokens
             if self.nodes is not None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import naive
+from stree_kernels.places import visible_slots
 
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), balanced([9]), balanced([2, 3, 2]),
@@ -37,10 +38,18 @@ def walk(x, dt, A, B, C, D, state, path):
     return state, y
 
 
+def replayed(state, x, dt, A, B, path, lengths):
+    """The state after the first lengths (B,) nodes of path (B, K)."""
+    rows, state = torch.arange(len(path))[:, None], state.clone()
+    counts = torch.arange(path.shape[1]) < lengths[:, None]
+    naive.replay(state, x[rows, path], dt[rows, path], A, B[rows, path], counts)
+    return state
+
+
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_tree_scan_and_replay(tree):
     x, dt, A, B, C, D, state = scan_inputs(tree.num_nodes)
-    y = naive.tree_scan(x, dt, A, B, C, D, tree.ancestors, state)
+    y = naive.tree_scan(x, dt, A, B, C, D, tree.ancestors[None], state)
     for node in range(tree.num_nodes):
         path = tree.path_to(node)
         wanted_state, wanted = walk(x, dt, A, B, C, D, state, path)
@@ -48,7 +57,7 @@ def test_tree_scan_and_replay(tree):
         padded = torch.zeros(2, tree.num_nodes, dtype=torch.long)
         padded[:, : len(path)] = torch.tensor(path)
         lengths = torch.tensor([len(path), 0])
-        after = naive.replay(state, x, dt, A, B, padded, lengths)
+        after = replayed(state, x, dt, A, B, padded, lengths)
         torch.testing.assert_close(after[0], wanted_state[0], rtol=0, atol=1e-12)
         assert torch.equal(after[1], state[1])
 
@@ -56,10 +65,10 @@ def test_tree_scan_and_replay(tree):
 def test_replay_ignores_what_uncounted_slots_hold():
     x, dt, A, B, _, _, state = scan_inputs(5)
     path, lengths = torch.tensor([[0, 1, 4], [0, 2, 3]]), torch.tensor([2, 1])
-    wanted = naive.replay(state, x, dt, A, B, path, lengths)
+    wanted = replayed(state, x, dt, A, B, path, lengths)
     for part in (x, dt, B):
         part[0, 4] = part[1, 2:4] = torch.nan
-    assert torch.equal(naive.replay(state, x, dt, A, B, path, lengths), wanted)
+    assert torch.equal(replayed(state, x, dt, A, B, path, lengths), wanted)
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -98,7 +107,9 @@ def test_tree_attention_and_the_move(tree):
     keys, values = normal(2, kv_heads, slots, dim, seed=1), normal(2, kv_heads, slots, dim, seed=2)
     for row, length in enumerate(lengths):
         keys[row, :, length + N :] = values[row, :, length + N :] = torch.nan
-    y = naive.tree_attention(q, keys, values, torch.tensor(lengths), tree.ancestors)
+    visible, unused = visible_slots(torch.tensor(lengths), tree.ancestors.expand(2, -1, -1), slots)
+    mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    y = naive.tree_attention(q, keys, values, mask.repeat(1, heads // kv_heads, 1)[:, None], unused)
     for row, length in enumerate(lengths):
         for node in range(N):
             path = tree.path_to(node)

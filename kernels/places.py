@@ -1,0 +1,215 @@
+"""Where a tree call reads and writes, in plain PyTorch: found out once, for all of its layers.
+
+Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
+width, G query heads a key head, D attention head dim.
+
+All of it follows from topology and steering, which are the same in every layer. A call keeps it in
+`Steering.shared`. Where the host may read values without waiting, it also finds out what need not
+be done at all: paths are as long as any row's, and no key moves to where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stree_kernels.shapes import Steering, Topology
+
+T = TypeVar("T")
+Index = tuple[Tensor, ...]
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host may read its values: nothing waits for a CPU, and no graph captures it."""
+    return tensor.device.type == "cpu"
+
+
+def once(steering: Steering, what: tuple[Any, ...], find: Callable[[], T]) -> T:
+    """What `find` gives, found out by the first layer that asks for it in this call."""
+    shared = steering.shared
+    if shared is None:
+        return find()
+    if what not in shared:
+        shared[what] = find()
+    return shared[what]
+
+
+def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
+    """The last tree's accepted nodes (B, K), 0 where they do not count, and which count (B, K);
+    None for all of them."""
+    path, lengths = steering.path, steering.path_length
+    if on_host(path):
+        path = path[:, : max(1, int(lengths.max()))]
+    counts = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
+    if on_host(path) and bool(counts.all()):
+        return path, None
+    return torch.where(counts, path, 0), counts
+
+
+@dataclass(frozen=True)
+class ConvPlaces:
+    """For a convolution over rows (2, B, W − 1 + N, …) of [committed tail, nodes], twice.
+
+    newest (B, W − 1), the last inputs along the accepted path, as indices into rows; written
+    (B, W − 1 + Q), what a new tree writes (a tree that grows: (B, Q)); windows (B, K + n, W), what
+    the convolution sees at the path's K nodes (0 of a tree that grows) and at n of the tree's,
+    oldest first; path, that K; counts (B, K), which of the path count (None: all).
+    """
+
+    newest: Index
+    written: Index
+    windows: Index
+    path: int
+    counts: Tensor | None
+
+
+def conv_places(
+    tail: int, topology: Topology, steering: Steering, start: int, first: int, num_new: int
+) -> ConvPlaces:
+    """For nodes first … first + num_new − 1, with the windows of those from `start`; tail, W − 1."""
+
+    def find() -> ConvPlaces:
+        old = steering.parity
+        device = old.device
+        sequences = torch.arange(len(steering.path), device=device)[:, None]
+        chosen = topology.windows.index_select(0, steering.variant)
+        windows = chosen[:, start : first + num_new].long()
+        written = torch.arange(tail + first, tail + first + num_new, device=device)
+        if first:
+            return ConvPlaces(
+                (), (old, sequences, written), (old, sequences[..., None], windows), 0, None
+            )
+        replayed = path_places(tail, steering)
+        new, count = 1 - old, replayed.path
+        halves = torch.cat([old.expand(count), new.expand(windows.shape[1])])[:, None]
+        windows = torch.cat([replayed.windows[-1], windows], dim=1)
+        return ConvPlaces(
+            replayed.newest,
+            (new, sequences, torch.arange(tail + num_new, device=device)),
+            (halves, sequences[..., None], windows), count, replayed.counts,
+        )  # fmt: skip
+
+    return once(steering, ("conv", tail, start, first, num_new), find)
+
+
+def path_places(tail: int, steering: Steering) -> ConvPlaces:
+    """For the accepted path alone."""
+    path, counts = accepted_path(steering)
+    old, batch = steering.parity, len(path)
+    sequences = torch.arange(batch, device=path.device)[:, None]
+    steps = torch.arange(tail, device=path.device)
+    line = torch.cat([steps.expand(batch, -1), tail + path], dim=1)
+    newest = line.gather(1, steering.path_length[:, None] + steps)
+    windows = line.unfold(1, tail + 1, 1)
+    return ConvPlaces(
+        (old, sequences, newest), (), (old, sequences[..., None], windows), path.shape[1], counts
+    )
+
+
+def ancestors_of(
+    topology: Topology, steering: Steering, first: int, num_new: int, dtype: torch.dtype
+) -> Tensor:
+    """(B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
+
+    def find() -> Tensor:
+        nodes = first + num_new
+        return topology.ancestors.index_select(0, steering.variant)[:, :nodes, :nodes].to(dtype)
+
+    return once(steering, ("ancestors", first, num_new, dtype), find)
+
+
+@dataclass(frozen=True)
+class AttentionPlaces:
+    """For attention to a cache (B, Hkv, L, D).
+
+    moves, rows and slots of accepted keys to be moved, and the slots that they go to; None when
+    all stay. slots (B, 1, Q, 1), the new nodes'. rotary (2, B, Q, 1, D), see `whole_heads`. bound,
+    how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by node, None
+    when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when all do.
+    """
+
+    moves: Index | None
+    slots: Tensor
+    rotary: Tensor
+    bound: int
+    mask: Tensor | None
+    unused: Tensor | None
+
+
+def attention_places(
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    num_new: int,
+    bound: int,
+    rotary: Tensor,
+    groups: int,
+    dtype: torch.dtype,
+) -> AttentionPlaces:
+    """Args as in `naive.attend_tree`; groups, G; dtype, of the mask."""
+
+    def find() -> AttentionPlaces:
+        length, moves, most = steering.length, None, bound
+        if first == 0:
+            moves = moved_slots(length, steering.path, steering.path_length)
+            length = length + steering.path_length
+        nodes = first + num_new
+        depths = topology.depths.index_select(0, steering.variant)[:, first:nodes]
+        angles = whole_heads(rotary[:, length[:, None] + depths][:, :, :, None])
+        slots = length[:, None] + torch.arange(first, nodes, device=length.device)
+        if on_host(length):
+            most = min(bound, int(length.max()) + nodes)
+        chosen = topology.ancestors.index_select(0, steering.variant)[:, first:nodes, :nodes]
+        visible, unused = visible_slots(length, chosen, most)
+        mask = None
+        if visible is not None:
+            mask = torch.zeros(visible.shape, dtype=dtype, device=length.device)
+            mask = mask.masked_fill_(~visible, -torch.inf).repeat(1, groups, 1)[:, None]
+        return AttentionPlaces(moves, slots[:, None, :, None], angles, most, mask, unused)
+
+    return once(steering, ("attention", first, num_new, bound, groups, dtype), find)
+
+
+def whole_heads(rotary: Tensor) -> Tensor:
+    """Cosines and sines (2, …, D / 2) for both halves of a head, (2, …, D): the first half is
+    turned by minus the sine."""
+    cos, sin = rotary
+    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
+
+
+def moved_slots(length: Tensor, path: Tensor, path_length: Tensor) -> Index | None:
+    """Rows, and slots from and to which a path's keys move; None when all are where they belong."""
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    steps = torch.arange(path.shape[1], device=path.device)
+    path = torch.where(steps < path_length[:, None], path, steps)
+    source, target = length[:, None] + path, length[:, None] + steps
+    if on_host(path):
+        moving = path != steps
+        if not bool(moving.any()):
+            return None
+        rows, source, target = rows.expand_as(path)[moving], source[moving], target[moving]
+    return rows, source, target
+
+
+def visible_slots(
+    length: Tensor, ancestors: Tensor, num_slots: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(B, Q, L) bool: committed slots are seen by all nodes, the tree's by their descendants; and
+    (B, 1, L, 1) bool, those past both. None where the host knows that all are seen, or none unused.
+
+    Args: length (B,), ancestors (B, Q, N) bool.
+    """
+    num_nodes = ancestors.shape[-1]
+    table = torch.nn.functional.pad(ancestors, (1, 1))
+    table[..., 0] = True
+    slots = torch.arange(num_slots, device=ancestors.device)
+    column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
+    visible = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
+    unused = (column > num_nodes)[:, None, :, None]
+    if on_host(length) and not bool(unused.any()):
+        return (None if bool(visible.all()) else visible), None
+    return visible, unused
