@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree_kernels.places import (
+    ConvPlaces,
     Index,
     ancestors_of,
     attention_places,
@@ -138,31 +139,32 @@ def tree_scan(
     (B, H, P, S).
     Returns y (B, Q, H, P) in x's dtype. The state is not written: see `replay`.
     """
-    num_nodes, num_heads = dt.shape[1:]
-    num_new, out_dtype = C.shape[1], x.dtype
-    x, B, C = (part.to(accumulation_dtype(part.dtype)).transpose(1, 2) for part in (x, B, C))
-    dt, ancestors = dt.to(x.dtype).transpose(1, 2), ancestors.to(x.dtype)
-    x_groups, c_groups = x.shape[1], C.shape[1]
-    log_decay = (dt * A.to(x.dtype)[:, None]) @ ancestors.mT  # (B, H, N), from the root
+    batch, num_nodes, num_heads = dt.shape
+    num_new, out_dtype, dtype = C.shape[1], x.dtype, accumulation_dtype(x.dtype)
+    x_groups, b_groups, c_groups = (part.shape[2] for part in (x, B, C))
+    # (B · G, nodes, …): heads of a group are rows of one product
+    x, B, C = (part.to(dtype).transpose(1, 2).flatten(0, 1) for part in (x, B, C))
+    dt, ancestors = dt.to(dtype), ancestors.to(dtype)
+    decays = (dt * A.to(dtype)).transpose(1, 2)
+    log_decay = torch.bmm(decays, ancestors.mT)  # (B, H, N), from the root
     from_root = log_decay[..., num_nodes - num_new :, None]
-    ancestors = ancestors[:, None, num_nodes - num_new :]
     # No decay along a path is positive; off the mask it can be, and overflow
-    weights = (from_root - log_decay[:, :, None]).clamp_(max=0).exp_() * ancestors
-    weights = weights * dt[:, :, None]
-    groups = math.lcm(B.shape[1], c_groups)
-    scores = _groups(C, groups) @ _groups(B, groups).mT
-    scores = weights.unflatten(1, (groups, -1)) * scores[:, :, None]  # (B, G, H / G, Q, N)
-    # Heads of a group are rows of one product
-    y = scores.reshape(len(x), x_groups, -1, num_nodes) @ x
-    y = y.view(len(x), num_heads, num_new, -1)
-    state = state.to(x.dtype).view(len(x), c_groups, -1, state.shape[-1])
-    from_state = (C @ state.mT).unflatten(-1, (num_heads // c_groups, -1))
-    y = torch.addcmul(y, from_state.transpose(2, 3).flatten(1, 2), from_root.exp())
+    weights = (from_root - log_decay[:, :, None]).clamp_(max=0).exp_()
+    weights *= dt.transpose(1, 2)[:, :, None]
+    weights *= ancestors[:, None, num_nodes - num_new :]
+    groups = math.lcm(b_groups, c_groups)
+    scores = torch.bmm(_repeated(C, groups // c_groups), _repeated(B, groups // b_groups).mT)
+    weights.view(batch * groups, -1, num_new, num_nodes).mul_(scores[:, None])
+    state = state.to(dtype).view(batch * c_groups, -1, state.shape[-1])
+    from_state = torch.bmm(C, state.mT).unflatten(-1, (num_heads // c_groups, -1)).transpose(1, 2)
+    y = from_state.reshape(batch, num_heads, num_new, -1) * from_root.exp()
+    y = y.reshape(batch * x_groups, -1, y.shape[-1])
+    y = y.baddbmm_(weights.view(batch * x_groups, -1, num_nodes), x)
+    y = y.view(batch, x_groups, -1, num_new, y.shape[-1])
     if D is not None:
-        D = D.to(x.dtype).view(x_groups, -1, 1, 1)
-        skipped = x[:, :, None, num_nodes - num_new :]
-        y = torch.addcmul(y.unflatten(1, (x_groups, -1)), skipped, D).flatten(1, 2)
-    return y.transpose(1, 2).to(out_dtype)
+        new = x.unflatten(0, (batch, x_groups))[:, :, None, num_nodes - num_new :]
+        y = y.addcmul_(new, D.to(dtype).view(x_groups, -1, 1, 1))
+    return y.flatten(1, 2).transpose(1, 2).to(out_dtype)
 
 
 def replay(
@@ -184,15 +186,15 @@ def replay(
     log_decay = dt * A.to(state.dtype)
     total = log_decay.sum(1)
     steps = (total[:, None] - log_decay.cumsum(1)).exp_() * dt
-    added = x[:, :, :, None] * steps.view(batch, length, x.shape[2], -1, 1)  # (B, K, Gx, H / Gx, P)
-    added = added.view(batch, length, groups, -1).permute(0, 2, 3, 1) @ B.transpose(1, 2)
-    state.mul_(total.exp_()[..., None, None]).add_(added.view(state.shape))
+    x = x[:, :, :, None] * steps.view(batch, length, x.shape[2], -1, 1)  # (B, K, Gx, H / Gx, P)
+    x = x.view(batch, length, groups, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B · Gb, …, K)
+    state.mul_(total.exp_()[..., None, None])
+    state.view(batch * groups, -1, state.shape[-1]).baddbmm_(x, B.transpose(1, 2).flatten(0, 1))
 
 
-def _groups(grouped: Tensor, groups: int) -> Tensor:
-    """(B, G, …) → (B, groups, …), each repeated as often as it takes."""
-    repeats = groups // grouped.shape[1]
-    return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=1)
+def _repeated(grouped: Tensor, repeats: int) -> Tensor:
+    """(G, …) → (G · repeats, …), each repeated after itself."""
+    return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=0)
 
 
 def tree_conv(
@@ -230,12 +232,12 @@ def mamba_tree(
     Returns y (B, Q, H·P) in projected's dtype, before the gate. Writes `rows` and `state`.
     """
     num_new = projected.shape[1]
-    places = conv_places(shape.tail, topology, steering, 0, first, num_new)
+    places = conv_places(rows, shape.tail, topology, steering, 0, first, num_new)
     kept = projected[..., shape.d_inner :]
     if first == 0:
-        kept = torch.cat([rows[places.newest], kept], dim=1)
-    rows[places.written] = kept
-    x, dt, B, C = _scan_inputs(rows[places.windows], weights, shape)
+        kept = torch.cat([_at(rows, places.newest), kept], dim=1)
+    _write(rows, places, kept)
+    x, dt, B, C = _scan_inputs(_at(rows, places.windows), weights, shape)
     A, path = -weights.A_log.to(dt.dtype).exp(), places.path
     if first == 0:
         replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
@@ -251,10 +253,22 @@ def mamba_replay(
 
     Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
     """
-    places = path_places(shape.tail, steering)
-    x, dt, B, _ = _scan_inputs(rows[places.windows], weights, shape)
+    places = path_places(rows, shape.tail, steering)
+    x, dt, B, _ = _scan_inputs(_at(rows, places.windows), weights, shape)
     replay(state, x, dt, -weights.A_log.to(dt.dtype).exp(), B, places.counts)
-    return rows[places.newest]
+    return _at(rows, places.newest)
+
+
+def _at(rows: Tensor, places: Tensor) -> Tensor:
+    """What rows (2, B, R, C) hold at places (…), counted through the first three dims: (…, C)."""
+    found = rows.flatten(0, 2).index_select(0, places.flatten())
+    return found.view(*places.shape, rows.shape[-1])
+
+
+def _write(rows: Tensor, places: ConvPlaces, kept: Tensor) -> None:
+    """Write what is kept of new nodes, (B, n, C), and of the tail before those of a new tree."""
+    there = rows[:, :, places.written : places.written + kept.shape[1]]
+    there.index_copy_(0, places.half, kept[None])
 
 
 def _scan_inputs(
@@ -294,18 +308,18 @@ def short_conv_tree(
     in `mamba_tree`; weight (C, W), bias (C,).
     Returns (B, Q, C) in inputs' dtype. Writes `rows`.
     """
-    places = conv_places(weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1])
+    places = conv_places(
+        rows, weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1]
+    )
     if first == 0:
-        inputs = torch.cat([rows[places.newest], inputs], dim=1)
-    rows[places.written] = inputs
-    halves, sequences, windows = places.windows
-    new = (halves[places.path :], sequences, windows[:, places.path :])
-    return _convolve(rows[new], weight, bias)
+        inputs = torch.cat([_at(rows, places.newest), inputs], dim=1)
+    _write(rows, places, inputs)
+    return _convolve(_at(rows, places.windows[:, places.path :]), weight, bias)
 
 
 def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
     """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
-    return rows[path_places(tail, steering).newest]
+    return _at(rows, path_places(rows, tail, steering).newest)
 
 
 def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
@@ -384,21 +398,22 @@ def attend_tree(
     given.
     Returns (B, Q, H·D) in qkv's dtype.
     """
+    batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    num_heads = heads.shape[2] - 2 * num_kv_heads
+    heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
+    num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
     places = attention_places(
-        topology, steering, first, qkv.shape[1], bound, rotary, num_heads // num_kv_heads, qkv.dtype
+        topology, steering, first, num_new, bound, rotary, num_heads // num_kv_heads, qkv.dtype
     )
-    rotated = rotate(heads[:, :, :-num_kv_heads], *places.rotary)
-    q, k = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
-    for cache, new in ((keys, k), (values, heads[:, :, -num_kv_heads:])):
+    rotated, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    q, k = rotate(rotated, *places.rotary).split([num_heads, num_kv_heads], dim=1)
+    for cache, new in ((keys, k), (values, v)):
         if places.moves is not None:
             _move(cache, places.moves)
-        new = new.transpose(1, 2)
-        cache.scatter_(2, places.slots.expand_as(new), new)
-    seen = keys[:, :, : places.bound], values[:, :, : places.bound]
-    return tree_attention(q, *seen, places.mask, places.unused, scale).flatten(-2)
+        cache.scatter_(2, places.slots.expand(new.shape), new)
+    keys, values = keys[:, :, : places.bound], values[:, :, : places.bound]
+    y = tree_attention(q, keys, values, places.mask, places.unused, scale)
+    return y.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -417,19 +432,17 @@ def tree_attention(
 ) -> Tensor:
     """Attention of tree nodes to the committed keys and to their ancestors.
 
-    Args: q (B, Q, H, D), keys and values (B, Hkv, L, D), mask (B, 1, H / Hkv·Q, L), unused
+    Args: q (B, H, Q, D), keys and values (B, Hkv, L, D), mask (B, 1, H / Hkv·Q, L), unused
     (B, 1, L, 1) as in `AttentionPlaces`; scale, of the scores, D^−½ unless given. Unused slots may
-    hold anything. Returns (B, Q, H, D) in q's dtype.
+    hold anything. Returns (B, H, Q, D) in q's dtype.
     """
-    num_kv_heads = keys.shape[1]
     if unused is not None:  # 0 · NaN would be NaN
         keys, values = (each.masked_fill(unused, 0.0) for each in (keys, values))
     # The heads that share keys are further queries: the keys need not be repeated
-    grouped = q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    y = F.scaled_dot_product_attention(
-        grouped.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
-    )
-    return y.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    batch, num_kv_heads, _, head_dim = keys.shape
+    queries = q.reshape(batch, num_kv_heads, -1, head_dim)
+    y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return y.reshape(q.shape)
 
 
 def add_rms_norm(
@@ -440,7 +453,7 @@ def add_rms_norm(
     added (S, …, D), the parts of a sum, as `linear_parts` gives it.
     """
     if added is not None:
-        x = x + (added[0] if len(added) == 1 else added.sum(0)).to(x.dtype)
+        x = x + (added[0] if added.shape[0] == 1 else added.sum(0).to(x.dtype))
     return x, rms_norm(x, weight, eps)
 
 
@@ -451,11 +464,13 @@ def rms_norm(
     wide = x.to(accumulation_dtype(x.dtype))
     if gate is not None:
         wide = wide * F.silu(gate.to(wide.dtype))
+    if groups == 1 and x.dtype == wide.dtype == weight.dtype:  # nothing is rounded in between
+        return F.rms_norm(wide, weight.shape, weight, eps)
     grouped = wide.unflatten(-1, (groups, -1))
-    grouped = grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
     # Rounded before it is scaled, and a scale in more bits than x is not rounded before
     dtype = torch.promote_types(weight.dtype, x.dtype)
-    return (weight.to(dtype) * grouped.flatten(-2).to(x.dtype)).to(x.dtype)
+    return (weight.to(dtype) * normed.to(x.dtype)).to(x.dtype)
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:

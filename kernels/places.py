@@ -11,7 +11,7 @@ be done at all: paths are as long as any row's, and no key moves to where it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -54,60 +54,64 @@ def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
 class ConvPlaces:
     """For a convolution over rows (2, B, W − 1 + N, …) of [committed tail, nodes], twice.
 
-    newest (B, W − 1), the last inputs along the accepted path, as indices into rows; written
-    (B, W − 1 + Q), what a new tree writes (a tree that grows: (B, Q)); windows (B, K + n, W), what
-    the convolution sees at the path's K nodes (0 of a tree that grows) and at n of the tree's,
-    oldest first; path, that K; counts (B, K), which of the path count (None: all).
+    Places are counted through rows' first three dims. newest (B, W − 1), the last inputs along the
+    accepted path; windows (B, K + n, W), what the convolution sees at the path's K nodes (0 of a
+    tree that grows) and at n of the tree's, oldest first; path, that K; counts (B, K), which of the
+    path count (None: all). half (1,), which of the two the tree is written to, and written, from
+    which slot on: a new tree's tail comes before its nodes.
     """
 
-    newest: Index
-    written: Index
-    windows: Index
+    newest: Tensor
+    windows: Tensor
     path: int
     counts: Tensor | None
+    half: Tensor
+    written: int
 
 
 def conv_places(
-    tail: int, topology: Topology, steering: Steering, start: int, first: int, num_new: int
+    rows: Tensor,
+    tail: int,
+    topology: Topology,
+    steering: Steering,
+    start: int,
+    first: int,
+    num_new: int,
 ) -> ConvPlaces:
-    """For nodes first … first + num_new − 1, with the windows of those from `start`; tail, W − 1."""
+    """For nodes first … first + num_new − 1, with windows of those from `start`; tail, W − 1."""
 
     def find() -> ConvPlaces:
-        old = steering.parity
-        device = old.device
-        sequences = torch.arange(len(steering.path), device=device)[:, None]
         chosen = topology.windows.index_select(0, steering.variant)
         windows = chosen[:, start : first + num_new].long()
-        written = torch.arange(tail + first, tail + first + num_new, device=device)
+        # Whatever the windows of padding hold: a node's last input is its own
+        windows[..., -1] = torch.arange(tail + start, tail + first + num_new, device=windows.device)
         if first:
-            return ConvPlaces(
-                (), (old, sequences, written), (old, sequences[..., None], windows), 0, None
-            )
-        replayed = path_places(tail, steering)
-        new, count = 1 - old, replayed.path
-        halves = torch.cat([old.expand(count), new.expand(windows.shape[1])])[:, None]
-        windows = torch.cat([replayed.windows[-1], windows], dim=1)
-        return ConvPlaces(
-            replayed.newest,
-            (new, sequences, torch.arange(tail + num_new, device=device)),
-            (halves, sequences[..., None], windows), count, replayed.counts,
-        )  # fmt: skip
+            half = steering.parity
+            nodes = _counted(rows, half, windows)
+            return ConvPlaces(nodes, nodes, 0, None, half, tail + first)
+        last = path_places(rows, tail, steering)
+        nodes = _counted(rows, last.half, windows)
+        return replace(last, windows=torch.cat([last.windows, nodes], dim=1))
 
-    return once(steering, ("conv", tail, start, first, num_new), find)
+    return once(steering, ("conv", rows.shape[:3], tail, start, first, num_new), find)
 
 
-def path_places(tail: int, steering: Steering) -> ConvPlaces:
+def path_places(rows: Tensor, tail: int, steering: Steering) -> ConvPlaces:
     """For the accepted path alone."""
     path, counts = accepted_path(steering)
-    old, batch = steering.parity, len(path)
-    sequences = torch.arange(batch, device=path.device)[:, None]
     steps = torch.arange(tail, device=path.device)
-    line = torch.cat([steps.expand(batch, -1), tail + path], dim=1)
+    line = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
+    line = _counted(rows, steering.parity, line)
     newest = line.gather(1, steering.path_length[:, None] + steps)
     windows = line.unfold(1, tail + 1, 1)
-    return ConvPlaces(
-        (old, sequences, newest), (), (old, sequences[..., None], windows), path.shape[1], counts
-    )
+    return ConvPlaces(newest, windows, path.shape[1], counts, 1 - steering.parity, 0)
+
+
+def _counted(rows: Tensor, half: Tensor, slots: Tensor) -> Tensor:
+    """Slots (B, …) of one half of rows (2, B, R, …), counted through all three."""
+    batch, num_slots = rows.shape[1:3]
+    sequences = torch.arange(batch, device=slots.device).view(-1, *[1] * (slots.dim() - 1))
+    return slots + (half * batch + sequences) * num_slots
 
 
 def ancestors_of(
@@ -127,7 +131,7 @@ class AttentionPlaces:
     """For attention to a cache (B, Hkv, L, D).
 
     moves, rows and slots of accepted keys to be moved, and the slots that they go to; None when
-    all stay. slots (B, 1, Q, 1), the new nodes'. rotary (2, B, Q, 1, D), see `whole_heads`. bound,
+    all stay. slots (B, 1, Q, 1), the new nodes'. rotary (2, B, 1, Q, D), see `whole_heads`. bound,
     how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by node, None
     when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when all do.
     """
@@ -159,7 +163,7 @@ def attention_places(
             length = length + steering.path_length
         nodes = first + num_new
         depths = topology.depths.index_select(0, steering.variant)[:, first:nodes]
-        angles = whole_heads(rotary[:, length[:, None] + depths][:, :, :, None])
+        angles = whole_heads(rotary[:, length[:, None] + depths][:, :, None])
         slots = length[:, None] + torch.arange(first, nodes, device=length.device)
         if on_host(length):
             most = min(bound, int(length.max()) + nodes)

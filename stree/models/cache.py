@@ -356,6 +356,8 @@ class HybridCache:
     def narrow(self, first: int, count: int) -> HybridCache:
         """The same buffers, of some of the sequences only."""
         view = copy.copy(self)
+        if count == len(self.length):
+            return view
         for name in ("length", "path", "path_length", "variant"):
             setattr(view, name, getattr(self, name).narrow(0, first, count))
         view.steering = Steering(

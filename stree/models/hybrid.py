@@ -192,13 +192,12 @@ class HybridModel(nn.Module):
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them, in place; done by `new_cache`.
 
-        Values, shapes and memory stay. When weights are moved afterwards (another device, a
-        `load_state_dict(assign=True)`), such a call raises `UsageError` until this ran again.
+        Values, shapes and memory stay. Weights that are moved afterwards (another device, a
+        `load_state_dict(assign=True)`) are laid out again by the next call.
         """
-        if ops.fused(self.device, self.dtype):
-            for module in self.modules():
-                if isinstance(module, Part):
-                    module.pack()
+        for module in self.modules():
+            if isinstance(module, Part):
+                module.pack()
 
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"

@@ -49,8 +49,6 @@ class MLP(Part):
         return self._finish(y, x)
 
     def tree(self, x: Tensor, cache: None, call: Pass, adapter: nn.Module | None = None) -> Tensor:
-        if not ops.fused(x.device, x.dtype):
-            return self(x, call, adapter)[None]
         if self.kind == "swiglu" and adapter is None and self.up_proj.bias is None:
             y = ops.linear_swiglu(x, joined_of(self._read()).weight)
             return self._finish(project_parts(y, self.down_proj), x)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.errors import UsageError
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Steering, Topology
 
@@ -165,10 +164,10 @@ class Part(nn.Module):
         return []
 
     def pack(self) -> None:
-        """Lay the weights out as the fused kernels read them. Values and shapes stay."""
+        """Lay the weights out as calls over trees read them. Values and shapes stay."""
         for together in self.products():
             if len(together) > 1:
-                _join(together)
+                joined_of(together)
 
 
 def lay_channels_together(conv: nn.Conv1d) -> None:
@@ -202,34 +201,25 @@ def project_parts(x: Tensor, projection: nn.Linear) -> Tensor:
 
 
 def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
-    """Several projections of x (…, D) side by side; with the fused kernels, one product."""
-    if not ops.fused(x.device, x.dtype):
-        return torch.cat([projection(x) for projection in projections], dim=-1)
+    """Several projections of x (…, D) side by side, in one product."""
     joined = joined_of(projections)
     y = ops.linear(x, joined.weight)
     return y if joined.bias is None else y + joined.bias
 
 
 def joined_of(projections: Sequence[nn.Linear]) -> Joined:
-    """What `Part.pack` has joined. Raises `UsageError` when weights have moved since."""
-    joined = projections[0].__dict__.get("joined")
-    if joined is None or not _lie_in(joined, projections):
-        raise UsageError(
-            "the model's weights have moved since it was packed: make a new decoder (or cache), "
-            "or call model.pack()"
-        )
-    return joined
+    """Weights and biases of several projections, joined, again where they have moved since.
 
-
-def _join(projections: Sequence[nn.Linear]) -> None:
-    """Join weights and biases; the projections' own become views: no memory is doubled, and
-    whatever writes them in place writes the joined ones."""
-    joined = projections[0].__dict__.get("joined")
+    The projections' own become views: no memory is doubled, and whatever writes them in place
+    writes the joined ones.
+    """
+    joined: Joined | None = projections[0].__dict__.get("joined")
     if joined is None or not _lie_in(joined, projections):
         biased = projections[0].bias is not None
         bias = _one_above_the_other([each.bias for each in projections]) if biased else None
         weight = _one_above_the_other([each.weight for each in projections])
-        projections[0].__dict__["joined"] = Joined(weight, bias)
+        projections[0].__dict__["joined"] = joined = Joined(weight, bias)
+    return joined
 
 
 def _one_above_the_other(tensors: list[Tensor]) -> Tensor:

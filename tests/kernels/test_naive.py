@@ -49,7 +49,7 @@ def replayed(state, x, dt, A, B, path, lengths):
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_tree_scan_and_replay(tree):
     x, dt, A, B, C, D, state = scan_inputs(tree.num_nodes)
-    y = naive.tree_scan(x, dt, A, B, C, D, tree.ancestors[None], state)
+    y = naive.tree_scan(x, dt, A, B, C, D, tree.ancestors.expand(2, -1, -1), state)
     for node in range(tree.num_nodes):
         path = tree.path_to(node)
         wanted_state, wanted = walk(x, dt, A, B, C, D, state, path)
@@ -109,7 +109,10 @@ def test_tree_attention_and_the_move(tree):
         keys[row, :, length + N :] = values[row, :, length + N :] = torch.nan
     visible, unused = visible_slots(torch.tensor(lengths), tree.ancestors.expand(2, -1, -1), slots)
     mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-    y = naive.tree_attention(q, keys, values, mask.repeat(1, heads // kv_heads, 1)[:, None], unused)
+    y = naive.tree_attention(
+        q.transpose(1, 2), keys, values, mask.repeat(1, heads // kv_heads, 1)[:, None], unused
+    )
+    y = y.transpose(1, 2)
     for row, length in enumerate(lengths):
         for node in range(N):
             path = tree.path_to(node)

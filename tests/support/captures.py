@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from contextlib import ExitStack
 from typing import ClassVar
+from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from stree_kernels import places
 
 
 def living_captures() -> set[int]:
@@ -17,7 +21,17 @@ def living_captures() -> set[int]:
 
 
 class NothingWaits(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values that the host reads."""
+    """Refuses what a CUDA graph cannot hold: values that the host reads. Plain PyTorch takes the
+    CPU for a device whose values it may not read."""
+
+    def __enter__(self):
+        self.stack = ExitStack()
+        self.stack.enter_context(mock.patch.object(places, "on_host", lambda tensor: False))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.stack.close()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
