@@ -11,9 +11,17 @@ from families import FAMILIES, random_reference
 from process_group import run_together
 from torch import nn
 
+from stree import generate
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.mlp import Experts
-from stree_pipelines import bench_decode, bench_kernels, bench_report, bench_training, distill
+from stree_pipelines import (
+    bench_cpu,
+    bench_decode,
+    bench_kernels,
+    bench_report,
+    bench_training,
+    distill,
+)
 from stree_pipelines.benches import (
     batches,
     calls,
@@ -54,6 +62,40 @@ def test_rows(tmp_path):
     kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
     assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
     assert lines[-1]["kept_bytes_joint"] - lines[-1]["kept_bytes"] == TAIL
+
+
+def test_decoding_on_a_cpu_beside_transformers(tmp_path):
+    """The same weights, so the same tokens; both layouts, and how much a tree's call takes."""
+    shape = SimpleNamespace(
+        layouts=bench_cpu.LAYOUTS, width=64, layers=2, vocabulary=97, context=5, new_tokens=7,
+        repeats=2,
+    )  # fmt: skip
+    for layout in shape.layouts:
+        theirs, ours = bench_cpu.same_weights(layout, shape)
+        prompt = bench_cpu._tokens(shape)
+        tokens = generate(ours, prompt, max_new_tokens=7, ignore_eos=True).tokens
+        with torch.no_grad():  # its own steps with a cache go astray from this for Mamba-2
+            logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
+    timing.write_rows(tmp_path / "rows.jsonl", bench_cpu.measure(shape), CPU)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["layout"], row["what"]) for row in rows] == [
+        (layout, what) for layout in shape.layouts for what in ("plain", "tree")
+    ]
+    for row in rows:
+        times = [each for each in row.values() if isinstance(each, dict) and "median" in each]
+        assert len(times) == (3 if row["what"] == "plain" else 2)
+        assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+    assert all(row["nodes"] == 13 and row["tree_over_step"] > 0 for row in rows[1::2])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [("--layouts", "[gpt]", "not one of llama, mamba2"), ("--width", "65", "a multiple of 64")],
+)
+def test_the_cpu_benchmark_refuses(option, value, wanted, tmp_path):
+    with pytest.raises(UsageError, match=wanted):
+        bench_cpu.main([str(tmp_path / "rows.jsonl"), option, value])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import NotFound, StreeError, UsageError
 from stree_pipelines import (
+    bench_cpu,
     bench_decode,
     bench_kernels,
     bench_queue,
@@ -61,6 +62,7 @@ COMMANDS = {
     doctor: [],
     tokenizer_training: ["o", "--data", "d"],
     chat: ["d", "--tokenizer", "t"],
+    bench_cpu: ["o"],
     bench_decode: ["o"],
     bench_kernels: ["o"],
     bench_queue: ["o", "--target", "t"],
