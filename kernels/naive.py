@@ -464,13 +464,16 @@ def rms_norm(
     wide = x.to(accumulation_dtype(x.dtype))
     if gate is not None:
         wide = wide * F.silu(gate.to(wide.dtype))
-    if groups == 1 and x.dtype == wide.dtype == weight.dtype:  # nothing is rounded in between
-        return F.rms_norm(wide, weight.shape, weight, eps)
-    grouped = wide.unflatten(-1, (groups, -1))
-    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
+    grouped = wide if groups == 1 else wide.unflatten(-1, (groups, -1))
+    # Fewer operations than mean() or F.rms_norm, which count where rows are few
+    mean = (grouped * grouped).sum(-1, keepdim=True).div_(grouped.shape[-1])
+    normed = grouped * mean.add_(eps).rsqrt_()
+    normed = (normed if groups == 1 else normed.flatten(-2)).to(x.dtype)
+    if weight.dtype == x.dtype:
+        return weight * normed
     # Rounded before it is scaled, and a scale in more bits than x is not rounded before
     dtype = torch.promote_types(weight.dtype, x.dtype)
-    return (weight.to(dtype) * normed.to(x.dtype)).to(x.dtype)
+    return (weight.to(dtype) * normed).to(x.dtype)
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
