@@ -44,7 +44,7 @@ from stree.rows import Rows
 from stree.settings import asked_for, settings_of
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
-from stree.tree import BeamTree, TokenTree
+from stree.tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
@@ -70,7 +70,7 @@ class BatchDecoder:
         self,
         target: Any,
         drafter: HybridModel | NGram | Drafter | None = None,
-        tree: TokenTree | Modes | None = None,
+        tree: TokenTree | Modes | str | None = None,
         *,
         num_rows: int = 8,
         max_length: int = 2048,
@@ -86,14 +86,24 @@ class BatchDecoder:
         require_whole("num_prefixes", num_prefixes, least=0)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
+        elif not isinstance(tree, Modes):
+            tree = as_tree(tree)
         model = drafter.model if isinstance(drafter, NGram) else drafter
         if isinstance(model, HybridModel):
             require_partners(target, model)
         self.modes = tree if isinstance(tree, Modes) else None
         choices = tree.trees if isinstance(tree, Modes) else (tree,)
+        if drafter is None and self.modes is not None and len(choices) > 1:
+            raise UsageError(f"{choices[-1]} needs a drafter to fill it")
+        if not (drafter is None or hasattr(drafter, "draft") or hasattr(drafter, "config")
+                or isinstance(drafter, NGram)):  # fmt: skip
+            raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
         tree = tree.largest if isinstance(tree, Modes) else tree
         self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
+        if (num_positions := target.config.num_positions) is not None:
+            # Beyond it nothing is served; the last tree may reach further
+            max_length = min(max_length, num_positions + self.max_nodes + 1)
         new_cache = target.new_cache
         if require_backtracking(backtracking) == "joint" and drafter is not None:
             if not isinstance(target, HybridModel):
@@ -160,6 +170,7 @@ class BatchDecoder:
                 f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
             )
         tree, ids = request.tree, one_prompt(request.prompt_ids)
+        tree = None if tree is None else as_tree(tree)
         prompt, generation = ids.tolist(), settings_of(request.generation).after(ids)
         if tree is None and self.modes is None:
             tree = self.tree

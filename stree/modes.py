@@ -21,7 +21,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
-from stree.tree import MAX_NODES, BeamTree, TokenTree
+from stree.tree import MAX_NODES, BeamTree, TokenTree, as_tree
 
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
@@ -133,12 +133,12 @@ class Modes:
     by `BatchDecoder.measure_costs`.
     """
 
-    def __init__(self, trees: Sequence[TokenTree], costs: Costs | None = None) -> None:
+    def __init__(self, trees: Sequence[TokenTree | str], costs: Costs | None = None) -> None:
         if not trees:
             raise UsageError(
                 "modes without a tree: give one at least, to choose it or plain decoding"
             )
-        self.trees = (PLAIN, *(tree for tree in trees if tree.num_nodes > 1))
+        self.trees = (PLAIN, *(tree for tree in map(as_tree, trees) if tree.num_nodes > 1))
         self.costs = costs or Costs()
         self.rates = AcceptRates()
         self._largest_grown = largest_grown(self.trees)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stree.errors import UsageError
+from stree.tokenizer import refusing_panics
 
 _WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of several"
 _OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # what it returns unasked
@@ -58,10 +59,11 @@ def text_ids(tokenizer: Any, text: Any) -> list[int]:
     """A text's ids, with the special tokens that its tokenizer puts around it."""
     if not isinstance(text, str):
         raise UsageError(f"got {_named(text)}, wanted a text, or a list of texts")
-    try:
-        return tokenizer(text).input_ids
-    except (TypeError, ValueError) as error:  # halves of a surrogate pair
-        raise UsageError(f"the text {text!r:.60} cannot be encoded: {error}") from error
+    with refusing_panics():
+        try:
+            return tokenizer(text).input_ids
+        except (TypeError, ValueError) as error:  # halves of a surrogate pair
+            raise UsageError(f"the text {text!r:.60} cannot be encoded: {error}") from error
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
@@ -79,12 +81,13 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         )
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template: decoder.complete(text) goes without")
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UsageError(f"the chat template refuses the messages: {error}") from error
+    with refusing_panics():
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(f"the chat template refuses the messages: {error}") from error
 
 
 def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ class Request:
 
     prompt_ids: Sequence[int] | Tensor
     generation: GenerationConfig = GenerationConfig()
-    tree: TokenTree | None = None
+    tree: TokenTree | str | None = None
     keep_prompt: bool = False
 
 

@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stree.errors import CheckpointRefused, NotFound
+from stree.errors import CheckpointRefused, NotFound, first_line
 from stree.files import require_own_files
 from stree.models.config import HybridConfig
 from stree.plain_data import read_json
@@ -218,4 +219,20 @@ def _text(value: Any) -> Any:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of plain text, without any that mark its begin or end."""
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+    with refusing_panics():
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+@contextmanager
+def refusing_panics() -> Iterator[None]:
+    """Raises `CheckpointRefused` where the tokenizer's Rust code gives up, which is no `Exception`
+    of Python's: a regular expression that explodes on a text, say."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointRefused(
+            f"the tokenizer cannot encode the text ({first_line(error)}): its tokenizer.json asks "
+            "for more than can be computed; take the published one"
+        ) from error

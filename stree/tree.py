@@ -256,3 +256,12 @@ def several_chains(num_drafts: int, count: int) -> TokenTree:
 def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
     return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def as_tree(tree: TokenTree | str | Path) -> TokenTree:
+    """A tree, or the one of a name or file. Raises `UsageError` for anything else."""
+    if isinstance(tree, str | Path):
+        return TokenTree.load(tree)
+    if not isinstance(tree, TokenTree):
+        raise UsageError(f"a tree is {tree!r:.60}, wanted a TokenTree, its name or a YAML file")
+    return tree

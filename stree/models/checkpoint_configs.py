@@ -18,7 +18,7 @@ from typing import Any
 
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import require_own_files
-from stree.models import config_keys
+from stree.models import config_keys, config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.config_parts import rope, special_tokens
@@ -186,10 +186,7 @@ def _llama_fields(values: CheckedJson) -> dict[str, Any]:
         values.require(name, False, default=False)
     values.require("is_causal", True, default=True)
     values.require("sliding_window", None, default=None)
-    num_heads, num_layers = (
-        values.integer("num_attention_heads"),
-        values.integer("num_hidden_layers"),
-    )
+    num_heads, num_layers = values.integer("num_attention_heads"), config_parts.num_layers(values)
     d_model = values.integer("hidden_size")
     _require_full_attention(values, num_layers)
     rope_theta, rope_scaling, _ = rope(values)

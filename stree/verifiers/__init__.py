@@ -46,7 +46,7 @@ def named(verifier: str | Verifier) -> Verifier:
     from stree.verifiers.naive import Naive
     from stree.verifiers.traversal import Traversal
 
-    if not isinstance(verifier, str):
+    if not isinstance(verifier, str) and callable(getattr(verifier, "accept", None)):
         return verifier
     if verifier not in NAMES:
         raise UsageError(f"verifier is {verifier!r}, wanted one of {', '.join(NAMES)}")

@@ -116,7 +116,8 @@ def test_readme_s_python_runs(evaluated, monkeypatch, capsys):
     monkeypatch.chdir(evaluated)
     names: dict = {}
     for guide, opening in (
-        (README, "from Python:\n"), (PYTHON, "From Python:\n"), (PYTHON, "while others\ngo on:\n")
+        (README, "from Python:\n"), (PYTHON, "From two checkpoints:\n"),
+        (PYTHON, "while others\ngo on:\n"),
     ):  # fmt: skip
         text = guide.read_text(encoding="utf-8").partition(opening)[2]
         code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]

@@ -223,3 +223,30 @@ def test_a_refused_request_leaves_the_others_nothing_behind():
 def test_rows_are_a_whole_number(num_rows):
     with pytest.raises(UsageError, match="num_rows is"):
         BatchDecoder(tiny_model(1), num_rows=num_rows)
+
+
+def test_trees_go_by_their_names_and_what_cannot_be_is_refused_when_the_decoder_is_made():
+    target, drafter = tiny_model(1, torch.float32), tiny_model(1, torch.float32, attn_layers=())
+    request = Request([1, 2, 3], GenerationConfig(8), tree="chain-2")
+    decoder = BatchDecoder(target, drafter, "paper", num_rows=1, max_length=64)
+    wanted = BatchDecoder(target, num_rows=1, max_length=64).generate(
+        [Request([1, 2, 3], GenerationConfig(8))]
+    )
+    assert decoder.generate([request])[0].tokens == wanted[0].tokens
+    assert Modes(["chain-2"]).trees[1] == TokenTree.chain(2)
+    for wrong, message in (
+        (dict(tree=Modes(["chain-2"])), "chain-2.* needs a drafter"),
+        (dict(tree=3), "a tree is 3, wanted a TokenTree"),
+        (dict(verifier=3), "verifier is 3, wanted one of coupled"),
+        (dict(drafter="x"), "a drafter is 'x', wanted a model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            BatchDecoder(target, **wrong, max_length=64)
+    with pytest.raises(UsageError, match="a tree is 3"):
+        decoder.admit(Request([1], tree=3))
+
+
+def test_buffers_are_no_longer_than_the_target_s_positions():
+    target = tiny_model(1, torch.float32)
+    decoder = BatchDecoder(target, num_rows=1, max_length=10**9)
+    assert decoder.max_length == target.config.num_positions + 2

@@ -1,11 +1,12 @@
 """Tokenizers from folders, and telling two apart that look alike."""
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stree.errors import CheckpointRefused, NotFound
-from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
+from stree.prompts import chat_ids, text_ids
+from stree.tokenizer import encode_text, fingerprint, load_tokenizer, require_same_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "tree", "grows"]
 
@@ -82,3 +83,15 @@ def test_absent_or_damaged_tokenizer_is_refused(tmp_path, prepare, reason):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotFound, match="no folder"):
         load_tokenizer(tmp_path / "model")
+
+
+def test_a_regular_expression_that_explodes_is_refused_in_one_line():
+    """The tokenizer's Rust code panics, which is no `Exception`."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "!": 1}, unk_token="!"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$|(a|a)*b"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    text = "a" * 40 + "!"
+    for encode in (encode_text, text_ids, chat_ids):
+        with pytest.raises(CheckpointRefused, match="the tokenizer cannot encode the text"):
+            encode(tokenizer, text)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from toys import tiny_config
 
-from stree.errors import UsageError
+from stree.errors import CheckpointRefused, UsageError
+from stree.models.checked_json import CheckedJson
+from stree.models.checkpoint_configs import checkpoint_config_of
 from stree.models.config import HybridConfig
 
 
@@ -88,3 +92,14 @@ def test_attention_alone_needs_no_convolution():
 def test_unknown_keys_are_named():
     with pytest.raises(UsageError, match=r"\['width'\]; known: \["):
         HybridConfig.from_dict({"vocab_size": 8, "width": 3})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "falcon_h1", "lfm2", "granitemoehybrid"])
+def test_more_layers_than_can_be_are_refused_before_they_are_described(model_type):
+    """A description of 10¹² layers would not fit any memory."""
+    given = dict(
+        model_type=model_type, vocab_size=8, hidden_size=8, num_attention_heads=2,
+        num_hidden_layers=10**12, intermediate_size=8,
+    )  # fmt: skip
+    with pytest.raises(CheckpointRefused, match="num_hidden_layers"):
+        checkpoint_config_of(CheckedJson(given, Path("config.json")))
