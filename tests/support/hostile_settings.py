@@ -32,7 +32,7 @@ config_case(
 )
 config_case("with a number of 400 digits", r"more than a number", rope_theta=10**400)
 config_case("with an endless epsilon", r"rms_norm_eps", rms_norm_eps=float("inf"))
-mixer_case("of 10^9 layers", r"num_layers is 1000000000, it must be at most 1000", n_layer=10**9)
+mixer_case("of 10^9 layers", r"num_hidden_layers 1000000000, wanted at most 1000", n_layer=10**9)
 mixer_case("of 2^31 numbers each", r"no possible model|does not hold", d_model=2**31 - 1,
            vocab_size=2**31 - 1, intermediate_size=2**31 - 1)  # fmt: skip
 mixer_case("with negative sizes", r"wanted a whole number", d_model=-1)
