@@ -17,7 +17,7 @@ from torch import Tensor
 from stree_kernels import naive_experts
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
-from stree_kernels.products import precision_of, product
+from stree_kernels.products import input_tile, precision_of, product, weight_tile
 from stree_kernels.shapes import Router
 
 MOST_ROWS = 64  # more are left to batched products over all experts
@@ -162,25 +162,22 @@ def up_kernel(
         wanted = tl.zeros([BLOCK_ROWS], dtype=tl.int32)
         for rank in range(top):
             hit = tl.load(chosen + row * top + rank, mask=known, other=-1) == expert
-            weight = tl.load(weights + row * top + rank, mask=known & hit, other=0.0)
-            scale += weight.to(dtype).to(tl.float32)
+            share = tl.load(weights + row * top + rank, mask=known & hit, other=0.0)
+            scale += share.to(dtype).to(tl.float32)
             wanted = tl.maximum(wanted, hit.to(tl.int32))
         if GATED:
             up += expert * 2 * inner * width
         else:
             up += expert * inner * width
+        weight = up + output[:, None] * width
+        to_row = rows + row[None, :] * width
         sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
         others = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
         for start in range(0, width, BLOCK_INPUTS):
-            at = start + k
-            inside = at < width
-            values = tl.load(
-                rows + row[None, :] * width + at[:, None],
-                mask=known[None, :] & inside[:, None], other=0.0,
-            )  # fmt: skip
-            sums += product(_tile(up, output, mine, at, inside, width), values, PRECISION)
+            values = input_tile(to_row, start + k, width, known)
+            sums += product(weight_tile(weight, start + k, width, mine), values, PRECISION)
             if GATED:
-                tile = _tile(up + inner * width, output, mine, at, inside, width)
+                tile = weight_tile(weight + inner * width, start + k, width, mine)
                 others += product(tile, values, PRECISION)
         y = sums.to(dtype)
         if GATED:
@@ -210,23 +207,10 @@ def down_kernel(
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     for slot in range(share, tl.load(listed), shares):
         expert = tl.load(listed + 1 + slot).to(tl.int64)
+        weight = down + expert * width * inner + output[:, None] * inner
+        values = hidden + (slot * count + row)[None, :] * inner
         for start in range(0, inner, BLOCK_INPUTS):
-            at = start + k
-            inside = at < inner
-            values = tl.load(
-                hidden + (slot * count + row)[None, :] * inner + at[:, None],
-                mask=known[None, :] & inside[:, None], other=0.0,
-            )  # fmt: skip
-            tile = _tile(down + expert * width * inner, output, mine, at, inside, inner)
-            sums += product(tile, values, PRECISION)
+            tile = weight_tile(weight, start + k, inner, mine)
+            sums += product(tile, input_tile(values, start + k, inner, known), PRECISION)
     at = parts + (share * count + row)[None, :] * width + output[:, None]
     tl.store(at, sums, mask=mine[:, None] & known[None, :])
-
-
-@triton.jit
-def _tile(weight, output, mine, at, inside, inputs):
-    """Of a weight (…, inputs); read once a call."""
-    return tl.load(
-        weight + output[:, None] * inputs + at[None, :],
-        mask=mine[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first",
-    )  # fmt: skip

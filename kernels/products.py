@@ -189,16 +189,16 @@ def share_kernel(
     ups = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     follow(OVERLAPS)
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
-        values = _values(to_x, begin + k, end, known)
+        values = input_tile(to_x, begin + k, end, known)
     for start in range(begin, end, BLOCK_INPUTS):
         if not INPUTS_APART:
-            values = _values(to_x, start + k, end, known)
-        tile = _tile(weight, start + k, end, mine)
+            values = input_tile(to_x, start + k, end, known)
+        tile = weight_tile(weight, start + k, end, mine)
         if INPUTS_APART:
-            later = _values(to_x, start + BLOCK_INPUTS + k, end, known)
+            later = input_tile(to_x, start + BLOCK_INPUTS + k, end, known)
         sums += product(tile, values, PRECISION)
         if GATED:
-            tile = _tile(weight + to_up, start + k, end, mine)
+            tile = weight_tile(weight + to_up, start + k, end, mine)
             ups += product(tile, values, PRECISION)
         if INPUTS_APART:
             values = later
@@ -210,12 +210,12 @@ def share_kernel(
 
 
 @triton.jit
-def _values(to_x, k, end, known):
+def input_tile(to_x, k, end, known):
     return tl.load(to_x + k[:, None], mask=(k < end)[:, None] & known[None, :], other=0.0)
 
 
 @triton.jit
-def _tile(weight, k, end, mine):
+def weight_tile(weight, k, end, mine):
     """Read once a call: what others keep in the L2 cache is to stay there."""
     mask = mine[:, None] & (k < end)[None, :]
     return tl.load(weight + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")

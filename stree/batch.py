@@ -93,12 +93,9 @@ class BatchDecoder:
             require_partners(target, model)
         self.modes = tree if isinstance(tree, Modes) else None
         choices = tree.trees if isinstance(tree, Modes) else (tree,)
-        if drafter is None and self.modes is not None and len(choices) > 1:
-            raise UsageError(f"{choices[-1]} needs a drafter to fill it")
-        if not (drafter is None or hasattr(drafter, "draft") or hasattr(drafter, "config")
-                or isinstance(drafter, NGram)):  # fmt: skip
-            raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
         tree = tree.largest if isinstance(tree, Modes) else tree
+        if drafter is None and tree.num_nodes > 1:
+            raise UsageError(f"{tree} needs a drafter to fill it")
         self.verifier = verifiers.named(verifier)
         self.max_nodes = max(max_nodes, tree.num_nodes)
         if (num_positions := target.config.num_positions) is not None:
@@ -125,6 +122,8 @@ class BatchDecoder:
                 drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
             self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
+        if drafter is not None and not hasattr(drafter, "draft"):
+            raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
         verifiers.require_fit(self.verifier, drafter)
         for each in choices:
             verifiers.require_tree(self.verifier, each)

@@ -23,7 +23,7 @@ from stree.modes import Costs, Modes
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Report, Request
 from stree.settings import Asked, asked_for
-from stree.tree import TokenTree
+from stree.tree import TokenTree, as_tree
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
@@ -47,7 +47,7 @@ class Decoder:
         self,
         target: Any,
         drafter: HybridModel | NGram | Drafter | None = None,
-        tree: TokenTree | Modes | None = None,
+        tree: TokenTree | Modes | str | None = None,
         *,
         max_length: int = 2048,
         tokenizer: Any = None,
@@ -55,10 +55,8 @@ class Decoder:
         backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
-        largest = tree.largest if isinstance(tree, Modes) else tree
-        if drafter is None and largest is not None and largest.num_nodes > 1:
-            raise UsageError(f"{largest} needs a drafter to fill it")
-        if largest is not None and largest.num_nodes == 1:
+        tree = as_tree(tree) if isinstance(tree, str) else tree
+        if tree is not None and (tree.largest if isinstance(tree, Modes) else tree).num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
             target, drafter, tree,

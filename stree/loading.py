@@ -19,7 +19,7 @@ from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
 from stree.speculation_profile import load_profile
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer, require_same_tokenizer
-from stree.tree import TokenTree
+from stree.tree import TokenTree, as_tree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -77,13 +77,13 @@ def load(
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         elif tree is None:
             tree = TokenTree.paper()
-        elif not isinstance(tree, TokenTree):
-            tree = TokenTree.load(tree)
+        else:
+            tree = as_tree(tree)
         if tree.num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, lambda text: encode_text(tokenizer, text))
-    elif tree is not None and not isinstance(tree, TokenTree):
-        tree = TokenTree.load(tree)
+    elif tree is not None:
+        tree = as_tree(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
     if not eos_token_ids(model.config, tokenizer):

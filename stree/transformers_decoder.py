@@ -30,7 +30,7 @@ from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.prompts import prompts_of
 from stree.requests import Request
-from stree.tree import TokenTree
+from stree.tree import TokenTree, as_tree
 from stree.verifiers import Verifier
 
 _PLAIN = {  # what else asks for another search, or another answer
@@ -61,7 +61,8 @@ def from_transformers(
     Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
     """
     target = shared_model(model)
-    return TransformersDecoder(model, target, _drafter(drafter, target), _tree(tree), verifier)
+    tree = None if tree is None else as_tree(tree)
+    return TransformersDecoder(model, target, _drafter(drafter, target), tree, verifier)
 
 
 def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Drafter | None:
@@ -80,10 +81,6 @@ def _no_tokens(text: str) -> list[int]:
     if text:
         raise UsageError("n-grams of a file need a tokenizer: give stree.drafters.ngram.NGram ids")
     return []
-
-
-def _tree(given: TokenTree | str | None) -> TokenTree | None:
-    return given if given is None or isinstance(given, TokenTree) else TokenTree.load(given)
 
 
 class TransformersDecoder:
@@ -217,9 +214,7 @@ class TransformersDecoder:
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
             num_rows = max(len(requests), batch.num_rows if batch else 0)
-            # No longer than the target's positions, which would warn of what nobody asked for
             rounded = -(-longest // LENGTH_STEP) * LENGTH_STEP
-            rounded = max(longest, min(rounded, self.target.config.max_position_embeddings))
             length = max(rounded, batch.max_length if batch else 0)
             self._batch = batch = None  # before there is another one
             batch = BatchDecoder(

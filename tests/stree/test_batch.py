@@ -229,6 +229,7 @@ def test_trees_go_by_their_names_and_what_cannot_be_is_refused_when_the_decoder_
     target, drafter = tiny_model(1, torch.float32), tiny_model(1, torch.float32, attn_layers=())
     request = Request([1, 2, 3], GenerationConfig(8), tree="chain-2")
     decoder = BatchDecoder(target, drafter, "paper", num_rows=1, max_length=64)
+    assert Decoder(target, drafter, "paper", max_length=64).tree == TokenTree.paper()
     wanted = BatchDecoder(target, num_rows=1, max_length=64).generate(
         [Request([1, 2, 3], GenerationConfig(8))]
     )

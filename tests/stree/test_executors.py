@@ -4,13 +4,11 @@ Graphs and events need CUDA, so here a captured function simply runs whenever it
 the kernels run in Triton's interpreter.
 """
 
-import random
-
 import pytest
 import torch
 from captures import living_captures
 from lanes import quick_first
-from toys import right_now_and_then, tiny_model
+from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import Eager, Graphs
@@ -22,21 +20,6 @@ TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), balanced([3,
 MAX_KEPT = 4  # fewer than there are, so that it takes no time
 
 
-def requests(count: int) -> list[Request]:
-    rng = random.Random(1)
-    return [
-        Request(
-            [rng.randrange(61) for _ in range(rng.randint(1, 12))],
-            GenerationConfig(
-                rng.randint(1, 30), temperature=rng.choice([0.0, 0.7, 1.2]), seed=rng.randrange(99),
-                top_k=rng.choice([0, 20]),
-            ),
-            rng.choice(TREES),
-        )
-        for _ in range(count)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "num_rows, verifier",
     quick_first(
@@ -46,7 +29,7 @@ def requests(count: int) -> list[Request]:
     ),
 )  # fmt: skip
 def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, monkeypatch):
-    target, served = tiny_model(1), requests(8)
+    target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)
     drafter = right_now_and_then(target)
 
     def serve():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from toys import right_now_and_then, tiny_model
+from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.errors import UsageError
@@ -21,21 +21,6 @@ KINDS = dict(  # every mixer, two of them more than once and side by side
 )  # fmt: skip
 
 
-def requests(count):
-    rng = random.Random(2)
-    return [
-        Request(
-            [rng.randrange(61) for _ in range(rng.randint(1, 12))],
-            GenerationConfig(
-                rng.randint(1, 30), temperature=rng.choice([0.0, 0.7, 1.2]), seed=rng.randrange(99),
-                top_k=rng.choice([0, 20]),
-            ),
-            rng.choice(TREES),
-        )
-        for _ in range(count)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("dtype", "verifier", "executor"),
     [
@@ -49,7 +34,7 @@ def test_it_gives_the_same_tokens(dtype, verifier, executor, request):
     if executor == "graphs":
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1, dtype)
-    drafter, served = right_now_and_then(target), requests(7)
+    drafter, served = right_now_and_then(target), mixed_requests(7, TREES, seed=2)
 
     def serve(backtracking):
         decoder = BatchDecoder(

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest
+from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.requests import Request
 from stree.rows import Rows
+from stree.tree import TokenTree
 from stree_kernels import ops
 
 
@@ -52,6 +56,22 @@ def right_now_and_then(target: HybridModel) -> HybridModel:
             if parameter.numel() > 1:
                 parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
     return drafter
+
+
+def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Request]:
+    """Of all lengths and settings, each with one of the trees."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            [rng.randrange(61) for _ in range(rng.randint(1, 12))],
+            GenerationConfig(
+                rng.randint(1, 30), temperature=rng.choice([0.0, 0.7, 1.2]), seed=rng.randrange(99),
+                top_k=rng.choice([0, 20]),
+            ),
+            rng.choice(trees),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
 
 
 class TableTarget:
