@@ -39,13 +39,26 @@ def chunk_scan(
 
     Both return y (B, T, H, P) in x's dtype and the last state, (B, H, P, S).
     """
-    kernel = mamba_ssm_kernel() if x.is_cuda and x.dtype != torch.float64 else None
+    if x.is_cuda and x.dtype != torch.float64:
+        scanned = _mamba_ssm_scan(x, dt, A, B, C, D, chunk_size, initial_state, segment_ids)
+        if scanned is not None:
+            return scanned
+    with torch.autocast(x.device.type, enabled=False):
+        return naive.chunk_scan(
+            x, dt, A, B, C, D,
+            chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
+        )  # fmt: skip
+
+
+@torch.compiler.disable  # which would follow the import of the package, and break off in there
+def _mamba_ssm_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """None where the package is not installed."""
+    kernel = mamba_ssm_kernel()
     if kernel is None:
-        with torch.autocast(x.device.type, enabled=False):
-            return naive.chunk_scan(
-                x, dt, A, B, C, D,
-                chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
-            )  # fmt: skip
+        return None
     num_heads = dt.shape[-1]
     if B.shape[2] != C.shape[2]:  # the kernel wants one number of groups for both
         groups = math.lcm(B.shape[2], C.shape[2])
