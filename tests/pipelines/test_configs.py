@@ -12,6 +12,7 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
 from stree_pipelines.distill import DistillCLI
+from stree_pipelines.studies.plan import read_study
 from stree_pipelines.train_target import TargetCLI
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.export import Exports
@@ -22,12 +23,14 @@ from stree_pipelines.training.sharding import STRATEGIES
 CONFIGS = Path(__file__).parents[2] / "configs"
 DISTILL = sorted((CONFIGS / "distill").glob("*.yaml"))
 TARGET = sorted((CONFIGS / "target").glob("*.yaml"))
+STUDY = sorted((CONFIGS / "study").glob("*.yaml"))
 STRATEGY_FILES = sorted((CONFIGS / "strategies").glob("*.yaml"))
 
 
 def parse(path: Path, *more: str):
     """The resolved config of a fit with this file; nothing is loaded or run."""
-    base, module = (DistillCLI, Distillation) if path in DISTILL else (TargetCLI, TargetTraining)
+    distils = path.resolve() in DISTILL
+    base, module = (DistillCLI, Distillation) if distils else (TargetCLI, TargetTraining)
 
     class ParseOnly(base):
         def before_instantiate_classes(self):
@@ -61,6 +64,13 @@ def test_every_shipped_config_parses_and_fits_together(path):
     Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
     assert options["trainer"]["max_steps"] > options["model"]["optimizer"]["warmup_steps"]
     assert options["data"]["train"] and options["data"]["seed"] == options["seed_everything"]
+
+
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
+    for arm in read_study(str(path)).arms:
+        more = (part for name, value in arm.options.items() for part in (f"--{name}", str(value)))
+        assert parse(Path(arm.distil), *more)["model"]["target"]
 
 
 def test_there_is_something_to_test():

@@ -1,0 +1,156 @@
+"""Which drafters a study trains, and how they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stree.errors import UsageError
+from stree.plain_data import parse_yaml, read_text
+from stree_pipelines.command_line import input_path
+
+_KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
+_ARM_KEYS = ("name", "distil", "seeds", "set")
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """Conversations of one source that no drafter is trained on, and that are prompts instead.
+
+    train and prompts: ShareGPT files whose rows say their `source`; what of `train` begins with
+    `source` is left out, and the first `limit` of `prompts` that do are asked their first `turns`.
+    """
+
+    source: str
+    train: str
+    prompts: str
+    limit: int = 20
+    turns: int = 2
+
+
+@dataclass(frozen=True)
+class StudyArm:
+    """Drafters that differ by their seeds only."""
+
+    name: str
+    distil: str  # config of distill.py
+    options: dict[str, Any]  # of distill.py, beside it
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One drafter."""
+
+    arm: StudyArm
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}, seed {self.seed}"
+
+    @property
+    def drafter(self) -> Path:
+        return self.folder / "drafter" / "latest"
+
+    def arguments(self, more: Mapping[str, Any]) -> list[str]:
+        """Of distill.py; `more` goes before the study's own options."""
+        given = {**more, **self.arm.options, "seed_everything": self.seed}
+        options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        return ["fit", "--config", self.arm.distil, *options, "--run_dir", str(self.folder)]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms, the first of which the others are compared with."""
+
+    out: Path
+    arms: tuple[StudyArm, ...]
+    trees: tuple[str, ...]
+    compare: dict[str, Any]  # options of compare.py
+    held_back: HeldBack | None = None
+    runs: tuple[StudyRun, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        runs = (
+            StudyRun(arm, seed, self.out / arm.name.replace(" ", "-") / f"seed-{seed}")
+            for arm in self.arms
+            for seed in arm.seeds
+        )
+        object.__setattr__(self, "runs", tuple(runs))
+
+    @property
+    def train_file(self) -> Path:
+        return self.out / "train.jsonl.gz"
+
+    @property
+    def prompts_file(self) -> Path:
+        return self.out / "held_back.jsonl"
+
+    @property
+    def comparison_file(self) -> Path:
+        return self.out / "comparison.yaml"
+
+    def comparison(self, trained: Sequence[StudyRun]) -> dict[str, Any]:
+        """Content of a config for compare.py: each drafter with each tree."""
+        benchmarks = list(self.compare["benchmarks"])
+        if self.held_back is not None:
+            benchmarks.append(str(self.prompts_file))
+        arms = [
+            {"name": f"{run.name}, {tree}", "drafter": str(run.drafter), "tree": tree}
+            for run in trained
+            for tree in self.trees
+        ]
+        out = str(self.out / "comparison")
+        return {**self.compare, "benchmarks": benchmarks, "out": out, "arms": arms}
+
+
+def read_study(path: str) -> Study:
+    """Raises UsageError for what is no study."""
+    file = Path(input_path(path))
+    try:
+        content = parse_yaml(read_text(file))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read as YAML: {error}") from error
+    content = _mapping(content, f"{file} holds", _KEYS)
+    missing = [key for key in ("out", "distil", "arms", "trees", "compare") if not content.get(key)]
+    if missing:
+        raise UsageError(f"{file} does not say {', '.join(missing)}")
+    compare = _mapping(content["compare"], f"{file}: compare is")
+    if not compare.get("target") or not compare.get("benchmarks"):
+        raise UsageError(f"{file}: compare must say target and benchmarks, as compare.py's configs")
+    common = _mapping(content.get("set", {}), f"{file}: set is")
+    arms = []
+    for number, each in enumerate(content["arms"], start=1):
+        given = _mapping(each, f"{file}: arm {number} is", _ARM_KEYS)
+        name = given.get("name")
+        if not isinstance(name, str) or not name or "/" in name or "," in name:
+            raise UsageError(f"{file}: arm {number} has the name {name!r}, wanted one without / ,")
+        seeds = given.get("seeds", content.get("seeds", [0]))
+        if not seeds or not all(type(seed) is int for seed in seeds):
+            raise UsageError(f"{file}: seeds are {seeds!r}, wanted whole numbers")
+        options = {**common, **_mapping(given.get("set", {}), f"{file}: set of {name} is")}
+        distil = input_path(given.get("distil", content["distil"]))
+        arms.append(StudyArm(name, distil, options, tuple(seeds)))
+    if len({arm.name for arm in arms}) < len(arms):
+        raise UsageError(f"{file} has two arms of one name")
+    held_back = None
+    if content.get("hold_back"):
+        try:
+            held_back = HeldBack(**_mapping(content["hold_back"], f"{file}: hold_back is"))
+        except TypeError as error:
+            raise UsageError(f"{file}: hold_back: {error}") from error
+    out = Path(content["out"])
+    return Study(out, tuple(arms), tuple(content["trees"]), dict(compare), held_back)
+
+
+def _mapping(value: Any, what: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{what} {value!r:.80}, wanted keys with values")
+    unknown = sorted(map(str, value.keys() - set(keys))) if keys else []
+    if unknown:
+        raise UsageError(f"{what} {unknown}, wanted some of {', '.join(keys)}")
+    return {str(key): each for key, each in value.items()}

@@ -1,0 +1,92 @@
+"""Trains the drafters of a study, several at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from stree.description import counted
+from stree.errors import kind_of_code
+from stree_pipelines import distill
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.studies.plan import StudyRun
+
+LOG = "train.log"  # what distill.py says, in a run's folder
+NUM_REASON_LINES = 3
+
+
+def train(
+    runs: Sequence[StudyRun], more: dict[str, Any], at_once: int, progress: EvaluationProgress
+) -> None:
+    """Train each run that is not finished, `at_once` beside each other on every GPU. What was
+    stopped goes on where it was. more: options of distill.py for all.
+
+    Raises the kind of error that a run ended with, after the others have ended.
+    """
+    gpus: list[int | None] = list(range(torch.cuda.device_count())) or [None]
+    places: SimpleQueue[int | None] = SimpleQueue()
+    for _ in range(at_once):
+        for gpu in gpus:
+            places.put(gpu)
+    failures: list[tuple[int, str]] = []
+    children: set[subprocess.Popen[bytes]] = set()
+    told = threading.Lock()
+    with (
+        progress.task("drafters", len(runs)) as task,
+        ThreadPoolExecutor(at_once * len(gpus)) as pool,
+    ):
+
+        def run_one(run: StudyRun) -> None:
+            gpu = places.get()
+            try:
+                code = _distil(run, more, gpu, children)
+            finally:
+                places.put(gpu)
+            with told:
+                if code:
+                    failures.append((code, f"{run.name}: {_reason(run.folder / LOG)}"))
+                task.advance(f"{run.name} {'failed' if code else 'is trained'}")
+
+        try:
+            for done in [pool.submit(run_one, run) for run in runs]:
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in list(children):
+                child.terminate()  # each saves its state and leaves
+            raise
+    if failures:
+        reasons = "; ".join(reason for _, reason in failures)
+        raise kind_of_code(failures[0][0])(f"{counted(len(failures), 'drafter')} failed: {reasons}")
+
+
+def _distil(
+    run: StudyRun, more: dict[str, Any], gpu: int | None, children: set[subprocess.Popen[bytes]]
+) -> int:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ)
+    if gpu is not None:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+    command = [sys.executable, distill.__file__, *run.arguments(more)]
+    with open(run.folder / LOG, "ab") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        children.add(child)
+        try:
+            return child.wait()
+        finally:
+            children.discard(child)
+
+
+def _reason(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{' | '.join(lines[-NUM_REASON_LINES:])} ({log})"

@@ -1,0 +1,120 @@
+"""Train drafters that differ in one thing each, with several seeds, and compare them.
+
+    python pipelines/study.py train configs/study/drafters-75m.yaml     # all drafters, some at once
+    accelerate launch pipelines/study.py compare configs/study/drafters-75m.yaml
+
+The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and
+which trees to decode with; one source of conversations can be held back from training and asked
+instead. Either goes on where it was stopped. Writes study.md and what compare.py writes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import stree.threads  # noqa: F401  (before torch is loaded)
+
+import yaml
+
+from stree.errors import BadData, UsageError, exit_with_reason
+from stree.files import write_atomically
+from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.reports import study as tables
+from stree_pipelines.studies.plan import HeldBack, Study, read_study
+from stree_pipelines.studies.training import train
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = PlainParser("study.py", description=__doc__)
+    add = parser.add_argument
+    add("what", choices=["train", "compare"], help="the drafters, or what was trained")
+    add("config", help="YAML file of the study")
+    add("--at_once", type=int, default=1, help="trainings beside each other on a GPU (or the CPU)")
+    add("--only", nargs="+", help="arms (default: all)")
+    add("--device", help="auto, cpu, cuda or cuda:N, for compare (default: the file's, or auto)")
+    add("--dry_run", "--dry-run", action="store_true", help="say what would run, and exit")
+    options = parser.parse_args(arguments)
+    if options.at_once < 1:
+        raise UsageError(f"--at_once is {options.at_once}, wanted at least 1")
+    study = read_study(options.config)
+    runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
+    if not runs:
+        raise UsageError(
+            f"--only {options.only}: the study has {', '.join(arm.name for arm in study.arms)}"
+        )
+    if options.what == "train":
+        more = {} if study.held_back is None else {"data.train": str(study.train_file)}
+        if options.dry_run:
+            for run in runs:
+                print(f"distill.py {' '.join(run.arguments(more))}")
+            return
+        if study.held_back is not None:
+            hold_back(study, study.held_back)
+        progress = EvaluationProgress()
+        progress.say(f"{len(runs)} drafters, {options.at_once} at once on a GPU, in {study.out}")
+        train(runs, more, options.at_once, progress)
+    else:
+        trained = [run for run in runs if run.drafter.exists()]
+        if not trained:
+            raise UsageError(f"no drafter in {study.out}: run study.py train {options.config}")
+        write_atomically(study.comparison_file, yaml.safe_dump(study.comparison(trained)))
+        compare(study, {} if options.device is None else {"device": options.device})
+
+
+def compare(study: Study, more: dict[str, Any]) -> None:
+    comparison = Comparison(*read_comparison(study.comparison_file, more))
+    comparison.announce()
+    try:
+        rows = comparison.evaluate()
+        if comparison.workers.is_main:
+            text = tables.markdown(study, rows, comparison.store)
+            write_atomically(study.out / "study.md", text)
+            print(f"{text}\n{study.out / 'study.md'}")
+    finally:
+        comparison.workers.part()
+
+
+def hold_back(study: Study, source: HeldBack) -> None:
+    """Write the conversations without a source, and prompts of that source."""
+    if study.train_file.exists() and study.prompts_file.exists():
+        return
+    study.out.mkdir(parents=True, exist_ok=True)
+    kept = [line for line, origin, _ in _rows(source.train) if not origin.startswith(source.source)]
+    prompts: list[str] = []
+    for _, origin, row in _rows(source.prompts):
+        said = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
+        if origin.startswith(source.source) and said and len(prompts) < source.limit:
+            prompt = {"id": row["id"], "category": origin, "turns": said[: source.turns]}
+            prompts.append(json.dumps(prompt, ensure_ascii=False))
+    if not kept or not prompts:
+        raise UsageError(
+            f"hold_back: {len(kept)} conversations of {source.train} are not of {source.source!r}, "
+            f"{len(prompts)} of {source.prompts} are: wanted some of both"
+        )
+    write_atomically(study.train_file, gzip.compress("".join(kept).encode(), mtime=0))
+    write_atomically(study.prompts_file, "\n".join(prompts) + "\n")
+
+
+def _rows(path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each line with its source and its content."""
+    file = Path(input_path(path))
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                yield line, str(row["source"]), row
+            except (ValueError, KeyError, TypeError) as error:
+                raise BadData(
+                    f"{file}:{number}: {error!r}, wanted a conversation with its source"
+                ) from error
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
