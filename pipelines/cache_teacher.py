@@ -37,7 +37,7 @@ from stree_pipelines.training.teacher_cache_writer import CacheWriter
 READ = {
     "help", "config", "model.target", "model.target_dtype", "model.temperature", "data.train",
     "data.valid", "data.sequence_length", "data.batch_size", "data.template", "data.strict",
-    "data.limit", "data.mix", "trainer.precision",
+    "data.limit", "data.mix", "data.hardest", "trainer.precision",
 }  # fmt: skip
 
 

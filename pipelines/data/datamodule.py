@@ -50,17 +50,21 @@ def tokenize(
     encoder: ChatEncoder,
     strict: bool = False,
     limit: int | None = None,
+    hardest: float = 1.0,
 ) -> tuple[TokenTable, ReadReport]:
     """The conversations of a source (at most `limit`) as one flat table, and what it gave: those of
-    generate_data.py with the ids that they have there. Raises `BadData` as `read_conversations` and
+    generate_data.py with the ids that they have there, and of these the share `hardest` that was
+    written with the lowest acceptance lengths. Raises `BadData` as `read_conversations` and
     `read_answers` do, and `CheckpointRefused` for generated data of another tokenizer."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     report = ReadReport(source)
     if is_generated(source):
-        for ids, answer in read_answers(Path(source).expanduser(), fingerprint(tokenizer), limit):
-            tokens.append(ids)
-            masks.append(answer)
+        answers = list(read_answers(Path(source).expanduser(), fingerprint(tokenizer), limit))
+        by_tau = np.argsort([tau for *_, tau in answers], kind="stable")
+        for number in sorted(by_tau[: math.ceil(hardest * len(answers))]):
+            tokens.append(answers[number][0])
+            masks.append(answers[number][1])
         report.given = report.accepted = len(tokens)
     else:
         conversations, report = read_conversations(source, strict=strict, limit=limit)
@@ -256,6 +260,7 @@ class ConversationDataModule(pl.LightningDataModule):
         strict: bool = False,
         limit: int | None = None,
         mix: list[float] | None = None,
+        hardest: float = 1.0,
         num_valid_batches: int = 16,
     ):
         """
@@ -276,6 +281,8 @@ class ConversationDataModule(pl.LightningDataModule):
             limit: use at most this many training conversations.
             mix: shares of the sources of `train` in the tokens that count for the loss; of a source
                 that has more, a part is used. Default: all of each.
+            hardest: of the answers of a generate_data.py folder, the share to train on: those in
+                which the fewest drafts were accepted, the drafter's mistakes.
             num_valid_batches: a validation has the rows of so many global batches.
         """
         super().__init__()
@@ -297,7 +304,10 @@ class ConversationDataModule(pl.LightningDataModule):
             )
         if any(share <= 0 for share in mix or ()):
             raise UsageError(f"mix is {mix}, wanted shares above 0: leave out what is to have none")
+        if not 0 < hardest <= 1:
+            raise UsageError(f"hardest is {hardest}, wanted a share above 0, at most 1")
         self.mix = mix
+        self.hardest = hardest
         self.train_sources = [train] if isinstance(train, str) else list(train)
         self.valid_sources = [valid] if isinstance(valid, str) else list(valid or [])
         self.tokenizer_path = tokenizer
@@ -344,7 +354,9 @@ class ConversationDataModule(pl.LightningDataModule):
             left = None if limit is None else limit - sum(map(len, tables))
             if left == 0:
                 break
-            table, report = tokenize(source, self.tokenizer, encoder, self.strict, left)
+            table, report = tokenize(
+                source, self.tokenizer, encoder, self.strict, left, self.hardest
+            )
             rank_zero_info(str(report))
             self.reports.append(report)
             tables.append(table)

@@ -151,8 +151,9 @@ def write_table(path: Path, answers: Sequence[Answer]) -> None:
 
 def read_answers(
     folder: Path, fingerprint: str, limit: int | None = None
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    """Tokens (T,) and which of them are the answer's (T,), of the first `limit` answers or all.
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
+    """Tokens (T,), which of them are the answer's (T,), and the acceptance length with which it was
+    written, of the first `limit` answers or all.
 
     Verifies each shard's bytes before it is read. Raises CheckpointRefused for another tokenizer
     than the one with this fingerprint, BadData for a folder that is damaged or not finished.
@@ -170,8 +171,8 @@ def read_answers(
         if left <= 0:
             return
         path = shard_path(folder, spec, shard)
-        for tokens, answer in _shard_rows(path, spec, shard):
-            yield tokens, answer
+        for row in _shard_rows(path, spec, shard):
+            yield row
             left -= 1
             if left <= 0:
                 return
@@ -179,7 +180,7 @@ def read_answers(
 
 def _shard_rows(
     path: Path, spec: GenerationSpec, shard: int
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -195,10 +196,13 @@ def _shard_rows(
                 raise BadData(f"{path} has other columns than {', '.join(wanted.names)}: {AGAIN}")
             if file.metadata.num_rows != len(spec.rows(shard)):
                 raise BadData(f"{path} has {file.metadata.num_rows} rows: delete it, and {AGAIN}")
-            columns = ["prompt_tokens", "answer_tokens"]
+            columns = ["prompt_tokens", "answer_tokens", "num_calls"]
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                for prompt, answer in zip(*map(_lists, batch.columns), strict=True):
-                    yield _checked(path, spec, prompt, answer)
+                *tokens, calls = batch.columns
+                for prompt, answer, count in zip(*map(_lists, tokens), calls, strict=True):
+                    # The first token came with the prompt; a lone one took no call
+                    tau = (len(answer) - 1) / max(count.as_py() or 0, 1)
+                    yield *_checked(path, spec, prompt, answer), tau
     except CheckpointRefused as error:
         raise BadData(f"{error}. In generated data: delete that folder, and {AGAIN}") from error
     except (OSError, ValueError, pyarrow.ArrowException) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -285,9 +286,23 @@ def test_a_training_gets_the_very_tokens_and_learns_the_answers(workspace, whole
     assert len(few) == 7 and few.tokens.tolist() == table.tokens[: len(few.tokens)].tolist()
 
 
+def test_what_was_drafted_worst_can_be_taken_alone(workspace, whole):
+    rows = rows_of(whole)
+    taus = [(len(row["answer_tokens"]) - 1) / max(row["num_calls"], 1) for row in rows]
+    assert min(taus) < max(taus)
+    table = data_of(workspace, str(whole), hardest=0.4).tables["train"]
+    worst = sorted(sorted(range(len(rows)), key=taus.__getitem__)[: math.ceil(0.4 * len(rows))])
+    kept = [token for n in worst for part in ("prompt_tokens", "answer_tokens")
+            for token in rows[n][part]]  # fmt: skip
+    assert table.tokens.tolist() == kept
+    for share in (0.0, 1.5):
+        with pytest.raises(UsageError, match=r"hardest is .*, wanted a share"):
+            data_of(workspace, str(whole), hardest=share)
+
+
 def test_a_distillation_and_a_teacher_cache_take_it_beside_chats(workspace, whole, tmp_path):
     sources = json.dumps([str(whole), str(workspace / "train.jsonl")])
-    more = ("--data.train", sources, "--data.mix", "[0.5,0.5]")
+    more = ("--data.train", sources, "--data.mix", "[0.5,0.5]", "--data.hardest", "0.5")
     cache_teacher.main([
         "--model.target", str(workspace / "target"), *more, "--data.sequence_length", "64",
         "--device", "cpu", "--top_k", "8", "--out", str(tmp_path / "cache"),
