@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,8 @@ def test_architecture_s_examples_decode_as_plainly():
     assert len(blocks) == 3
     for block in blocks:
         exec(block, scope)  # this repository's own words
+        if scope["decoder"].modes is not None:  # what it measured depends on the machine's load
+            scope["decoder"].modes.costs = SimpleNamespace(of=lambda num_rows, tree: 1.0)
         (output,) = scope["decoder"].generate([request])
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
