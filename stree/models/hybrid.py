@@ -24,7 +24,14 @@ from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
 from stree.models.mamba import Mamba2
 from stree.models.mlp import Experts
-from stree.models.parts import Extension, Part, RMSNorm, Sequences, TreeCall
+from stree.models.parts import (
+    Extension,
+    Part,
+    RMSNorm,
+    Sequences,
+    TreeCall,
+    lay_for_products,
+)
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
@@ -198,6 +205,7 @@ class HybridModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Part):
                 module.pack()
+        lay_for_products(self.head_weight)
 
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
