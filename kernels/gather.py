@@ -24,9 +24,11 @@ def embed_norm(
     scale: Tensor,
     eps: float,
     written: bool = False,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive.embed_norm` in one launch; weight and tokens with unit last stride."""
+    """`naive.embed_norm` in one launch; weight, tokens and added with unit last stride."""
     assert weight.stride(1) == tokens.stride(1) == 1
+    assert added is None or added.stride(2) == 1
     (batch, num_nodes), width = tokens.shape, weight.shape[1]
     if nodes is not None:
         num_nodes = nodes.shape[1]
@@ -35,7 +37,8 @@ def embed_norm(
     out = torch.empty_like(x)
     embed_kernel[(num_nodes, batch)](
         weight, weight.stride(0), tokens, tokens.stride(0),
-        nodes, 0 if nodes is None else nodes.stride(0), scale, x, out, width, eps,
+        nodes, 0 if nodes is None else nodes.stride(0), scale,
+        added, *((0, 0) if added is None else added.stride()[:2]), x, out, width, eps,
         WRITTEN=written, BLOCK=triton.next_power_of_2(width), num_warps=warps(width),
         **overlapping(weight),
     )  # fmt: skip
@@ -59,7 +62,8 @@ def take_roots(
 
 @triton.jit
 def embed_kernel(
-    weight, weight_stride, tokens, token_stride, nodes, node_stride, scale, x, out, width, eps,
+    weight, weight_stride, tokens, token_stride, nodes, node_stride, scale,
+    added, row_stride, place_stride, x, out, width, eps,
     WRITTEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -75,6 +79,9 @@ def embed_kernel(
         follow(OVERLAPS)
     token = tl.load(tokens + row * token_stride + node)
     value = tl.load(weight + token * weight_stride + at, mask=mask, other=0.0)
+    if added is not None:
+        more = tl.load(added + row * row_stride + place * place_stride + at, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
     line = (row * tl.num_programs(0) + place) * width
     store_kept(x + line + at, value, mask)
     y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)

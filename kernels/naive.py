@@ -627,11 +627,15 @@ def embed_norm(
     scale: Tensor,
     eps: float,
     written: bool = False,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (B, Q), and their norm: both
     (B, N or Q, D). A node below 0 stands for the first. written: the step itself writes the nodes.
+    added (B, N or Q, D), to the rows ahead of the norm.
     """
     x = F.embedding(tokens if nodes is None else tokens.gather(1, nodes.clamp(min=0)), weight)
+    if added is not None:
+        x = x + added
     return add_rms_norm(x, None, scale, eps)
 
 

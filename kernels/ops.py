@@ -275,10 +275,10 @@ def _growth(tensor: Tensor) -> Any:
 
 def embed_norm(
     weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float,
-    written: bool = False,
+    written: bool = False, added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `naive.embed_norm`."""
-    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps, written)
+    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps, written, added)
 
 
 def take_roots(

@@ -25,9 +25,10 @@ from stree_pipelines.training.cli import TrainingCLI
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
-    require_drafter_of,
+    require_reference_of,
     require_same_vocabulary,
 )
+from stree_pipelines.training.features import require_trainable
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
 
@@ -54,14 +55,16 @@ class DistillCLI(TrainingCLI):
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
         target = load_config(options["target"])
         trained = drafter_config_of(
-            target, options["drafter"], options["drafter_layers"], options["start_from"]
-        )
+            target, options["drafter"], options["drafter_layers"], options["start_from"],
+            options["features"],
+        )  # fmt: skip
+        require_trainable(options["features"], options["teacher_cache"])
         dtype = getattr(torch, options["target_dtype"])
         loss = options["loss"]
         loss.require_fitting(options["teacher_cache"])
         reference = None if loss.reference is None else load_config(loss.reference)
         if reference is not None:
-            require_drafter_of(target, "loss.reference", loss.reference, reference)
+            require_reference_of(target, loss.reference, reference)
         cached = options["teacher_cache"] is not None
         return ModelPlan(
             trained, target, dtype, cached,

@@ -55,8 +55,9 @@ def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
         model = HybridModel(config)
         tokens = torch.zeros(shape, dtype=torch.long)
         autocast = torch.autocast("cpu", dtype) if dtype else nullcontext()
+        read = torch.zeros(*shape, config.feature_width) if config.feature_layers else None
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), autocast:
-            model.hidden_states(tokens, torch.zeros_like(tokens))
+            model.hidden_states(tokens, torch.zeros_like(tokens), read=read)
         for parameter in model.parameters():
             sizes.pop(parameter.untyped_storage()._cdata, None)
     return sum(sizes.values())

@@ -34,6 +34,7 @@ from stree.generation import (
     require_target,
     require_whole,
 )
+from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import Costs, Modes, measure_costs
@@ -49,6 +50,7 @@ from stree.verifiers import Verifier
 from stree_kernels import ops
 
 PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
+FEATURES_CHUNK = 2048  # prompt tokens whose features are in memory at once
 
 
 class BatchDecoder:
@@ -315,10 +317,7 @@ class BatchDecoder:
             sequence.stats.num_reused_tokens = sequence.num_read
         end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
         tokens = torch.tensor(sequence.prompt[:end], device=self.target.device)
-        logits = self.target.prefill(tokens[None, sequence.num_read :], self.cache.at(row))
-        if self.drafter is not None and sequence.num_drafted_from < len(tokens):
-            self.drafter.read(row, tokens[sequence.num_drafted_from :])
-        sequence.num_read = sequence.num_drafted_from = len(tokens)
+        logits = self._read_tokens(row, sequence, tokens)
         if sequence.reading:
             return []
         if sequence.keep_prompt and self.prefixes is not None:
@@ -330,6 +329,25 @@ class BatchDecoder:
             return [self._fail(row, sequence, "target")]
         self.rows.begin(row, len(sequence.prompt), token)
         return [self._keep(row, sequence, [token])]
+
+    def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
+        """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
+        returns the logits (1, V) after the last."""
+        reader, cache = self.executor.step.feature_drafter, self.cache
+        most = len(tokens) if reader is None else FEATURES_CHUNK
+        for start in range(sequence.num_read, len(tokens), most):
+            piece = tokens[None, start : start + most]
+            unread = tokens[sequence.num_drafted_from : start + most]
+            if reader is not None:
+                features = Features(reader.feature_layers)
+                logits = self.target.prefill(piece, cache.at(row), features=features)
+                reader.read(row, unread, features.values[0])
+            else:
+                logits = self.target.prefill(piece, cache.at(row))
+                if self.drafter is not None and len(unread):
+                    self.drafter.read(row, unread)
+            sequence.num_read = sequence.num_drafted_from = start + piece.shape[1]
+        return logits
 
     def _first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
         rows = self.rows.narrow(row, 1, [sequence.generation])

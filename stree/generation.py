@@ -15,6 +15,7 @@ from torch import Tensor
 from stree.description import counted
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
+from stree.models.features import require_features_of
 from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
 
@@ -276,6 +277,12 @@ def require_partners(target: Any, drafter: HybridModel) -> None:
             f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
             "draft with a model distilled from this target"
         )
+    if drafter.config.feature_layers and not isinstance(target, HybridModel):
+        raise UsageError(
+            f"the drafter reads features of a HybridModel, the target is a "
+            f"{type(target).__name__}: draft with a model that reads tokens alone"
+        )
+    require_features_of(drafter.config, target.config)
     if target.device != drafter.device:
         raise UsageError(
             f"the drafter is on {drafter.device}, the target on {target.device}: move one "

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from stree.drafters.model import ModelDrafter
 from stree.last_used import LastUsed
 from stree.models.cache import HybridCache, SavedPrefix
@@ -17,6 +19,7 @@ from stree.models.cache import HybridCache, SavedPrefix
 class _Kept:
     target: SavedPrefix
     drafter: SavedPrefix | None
+    following: Tensor | None = None  # what the drafter's next token is read with, if it is known
 
 
 class Prefixes:
@@ -37,13 +40,18 @@ class Prefixes:
         target = self.cache.narrow(row, 1).save()
         if not 0 < target.length <= len(tokens):
             return
-        drafter, length = None, target.length
+        drafter, following, length = None, None, target.length
         if type(self.drafter) is ModelDrafter:  # one that keeps the text beside reads it again
             drafter = self.drafter.cache.narrow(row, 1).save()
             length = max(length, drafter.length)  # it has read the last root, too
+            # The features are those of the last call's accepted path, pending or not
+            if self.drafter.inputs is not None:
+                pending = bool(self.cache.path_length[row])
+                if drafter.length == target.length + pending:
+                    following = self.drafter.inputs[row, 0].clone()
             if drafter.length > len(tokens):
                 drafter, length = None, target.length
-        self._kept[tuple(tokens[:length])] = _Kept(target, drafter)
+        self._kept[tuple(tokens[:length])] = _Kept(target, drafter, following)
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
         """The longest prefix of `prompt` that there is, shorter than itself; () for none."""
@@ -67,4 +75,6 @@ class Prefixes:
         if kept.drafter is None:
             return kept.target.length, 0
         self.drafter.cache.narrow(row, 1).load(kept.drafter)
+        if kept.following is not None:
+            self.drafter.inputs[row, 0] = kept.following
         return kept.target.length, kept.drafter.length

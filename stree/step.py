@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from stree.drafters import Drafter, Proposal
+from stree.drafters import Drafter, FeatureDrafter, Proposal
 from stree.forest import Forest
+from stree.models.features import Features
 from stree.rows import Rows
 from stree.verifiers import Verifier
 
@@ -65,7 +66,18 @@ class Step:
         """
         cache = self.cache.narrow(0, len(rows.active))
         cache.longest_path = longest
-        logits = self.target.forest_forward(proposal.tokens, forest, cache, bound)
+        reader = self.feature_drafter
+        features = None if reader is None else Features(reader.feature_layers)
+        asked = () if features is None else (features,)
+        logits = self.target.forest_forward(proposal.tokens, forest, cache, bound, *asked)
         mark("verify")
         self.verifier.accept(logits, proposal, forest, rows, cache, report)
+        if reader is not None and features is not None:
+            reader.take_features(features.values, rows, cache.path[:, : forest.max_depth + 1])
         mark("accept")
+
+    @property
+    def feature_drafter(self) -> FeatureDrafter | None:
+        """The drafter, if it reads features of the target."""
+        reads = getattr(self.drafter, "feature_layers", ())
+        return cast(FeatureDrafter, self.drafter) if reads else None

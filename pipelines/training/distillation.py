@@ -11,8 +11,10 @@ from torch import Tensor
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
+from stree.models.features import Features, require_features_of
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from, slice_drafter
+from stree_pipelines.training.features import FeatureConfig, require_trainable
 from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
 from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (
@@ -39,6 +41,7 @@ class Distillation(Training):
         drafter: HybridConfig | None = None,
         drafter_layers: list[int] | None = None,
         start_from: str | None = None,
+        features: FeatureConfig | None = None,
         loss: LossConfig = LossConfig(),
         ce_weight: float = 0.0,
         temperature: float = 1.0,
@@ -57,6 +60,8 @@ class Distillation(Training):
             drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
                 and the last Mamba-2 layer.
             start_from: folder of a drafter of this target to go on from, with new optimiser state.
+            features: which of the target's hidden states the drafter reads beside the tokens
+                (docs/features.md); null, none.
             loss: the divergence from the target, and which tokens count (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data beside the divergence.
             temperature: of both softmaxes in the divergence.
@@ -80,7 +85,11 @@ class Distillation(Training):
         self.temperature = temperature
         loss.require_fitting(teacher_cache)
         self.loss_config = loss
-        config = drafter_config_of(load_config(target), drafter, drafter_layers, start_from)
+        config = drafter_config_of(
+            load_config(target), drafter, drafter_layers, start_from, features
+        )
+        self.features = (features or FeatureConfig()) if config.feature_layers else None
+        require_trainable(self.features, teacher_cache)
         is_sliced = drafter is None and start_from is None
         model = None
         if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
@@ -89,7 +98,7 @@ class Distillation(Training):
             self.exported = load_model(start_from).train()
         elif is_sliced:
             assert model is not None
-            self.exported = slice_drafter(model, drafter_layers)
+            self.exported = slice_drafter(model, drafter_layers, config.feature_layers)
         else:
             self.exported = HybridModel(config)
         # No nn.Module itself: never in a checkpoint, an optimiser, DDP's buckets or .train().
@@ -100,7 +109,7 @@ class Distillation(Training):
         self.reference: FrozenTarget | None = None
         if loss.reference is not None:
             reference = load_model(loss.reference)
-            require_drafter_of(config, "loss.reference", loss.reference, reference.config)
+            require_reference_of(config, loss.reference, reference.config)
             self.reference = FrozenTarget(reference, "replicated")
 
     @property
@@ -137,8 +146,10 @@ class Distillation(Training):
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         mask = shift_left(self.counted_mask(batch))
         # The target's before the drafter's, whose activations stay for the backward pass.
-        target_hidden = self._target_hidden(batch)
-        hidden, head = self.exported.hidden_states(tokens, segment_ids), self.exported.head_weight
+        features = Features(self.exported.config.feature_layers)
+        target_hidden = self._target_hidden(batch, features)
+        hidden = self.exported.hidden_states(tokens, segment_ids, **self._read(features, tokens))
+        head = self.exported.head_weight
         teacher = self._teacher(batch, mask, hidden, target_hidden)
         options: dict[str, Any] = dict(
             divergence=self.loss_config.divergence,
@@ -158,12 +169,21 @@ class Distillation(Training):
         num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
         return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
 
-    def _target_hidden(self, batch: Batch) -> Tensor | None:
+    def _target_hidden(self, batch: Batch, features: Features) -> Tensor | None:
         """(B, T, D) of a live target."""
         if self.frozen is None:
             return None
         inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
-        return self.frozen.hidden_states(inputs, batch["tokens"].device)
+        return self.frozen.hidden_states(inputs, batch["tokens"].device, features)
+
+    def _read(self, features: Features, tokens: Tensor) -> dict[str, Any]:
+        """What of the features the drafter reads; all of them in a validation."""
+        if self.features is None:
+            return {}
+        read = {"read": features.values.to(tokens.device)}
+        if torch.is_grad_enabled() and self.features.unknown_share:
+            read["known"] = self.features.known(tokens.shape, tokens.device)
+        return read
 
     def _teacher(
         self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None
@@ -210,14 +230,24 @@ def require_drafter_of(
         )
 
 
+def require_reference_of(target: HybridConfig, folder: str, reference: HybridConfig) -> None:
+    require_drafter_of(target, "loss.reference", folder, reference)
+    if reference.feature_layers:
+        raise UsageError(
+            f"model.loss.reference {folder} reads features of its target: name one that reads "
+            "tokens alone"
+        )
+
+
 def drafter_config_of(
     target: HybridConfig,
     drafter: HybridConfig | None,
     layers: list[int] | None,
     start_from: str | None = None,
+    features: FeatureConfig | None = None,
 ) -> HybridConfig:
     """The architecture of the drafter that model.drafter, model.drafter_layers or model.start_from
-    asks for.
+    asks for, reading what model.features says.
 
     Raises UsageError when more than one is given, or the target does not go with it.
     """
@@ -229,17 +259,31 @@ def drafter_config_of(
             )
         config = load_config(start_from)
         require_drafter_of(target, "start_from", start_from, config)
+        require_features_of(config, target)
+        if features is not None and features.layers_of(target) != config.feature_layers:
+            raise UsageError(
+                f"model.features asks for layers {list(features.layers_of(target))}, the drafter "
+                f"of model.start_from reads {list(config.feature_layers)}: name those, or begin a "
+                "new drafter"
+            )
         return config
     if drafter is None:
-        return drafter_config_from(target, layers)
-    if layers is not None:
+        config = drafter_config_from(target, layers)
+    elif layers is not None:
         raise UsageError(
             "model.drafter describes a drafter with random weights and model.drafter_layers one "
             "that is sliced from the target: give one of them"
         )
-    require_same_vocabulary(drafter, target)
-    return drafter.replace(
-        eos_token_ids=target.eos_token_ids,
-        bos_token_id=target.bos_token_id,
-        pad_token_id=target.pad_token_id,
-    )
+    elif drafter.feature_layers:
+        raise UsageError(
+            "model.drafter has feature_layers: say in model.features.layers what is read of the "
+            "target"
+        )
+    else:
+        require_same_vocabulary(drafter, target)
+        config = drafter.replace(
+            eos_token_ids=target.eos_token_ids,
+            bos_token_id=target.bos_token_id,
+            pad_token_id=target.pad_token_id,
+        )
+    return config if features is None else features.added_to(config, target)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from stree.errors import UsageError
+from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree_pipelines.training.sharding import shard
 
@@ -57,9 +58,12 @@ class FrozenTarget:
         return TargetInputs(*(each.to(self.model.device, non_blocking=True) for each in tensors))
 
     @torch.no_grad()
-    def hidden_states(self, inputs: TargetInputs, device: torch.device) -> Tensor:
-        """(B, T, D) on `device`."""
-        return self.model.hidden_states(inputs.tokens, inputs.segment_ids).to(device)
+    def hidden_states(
+        self, inputs: TargetInputs, device: torch.device, features: Features | None = None
+    ) -> Tensor:
+        """(B, T, D) on `device`; features takes what the drafter reads, where the target is."""
+        hidden = self.model.hidden_states(inputs.tokens, inputs.segment_ids, features=features)
+        return hidden.to(device)
 
     @property
     def head_weight(self) -> Tensor:

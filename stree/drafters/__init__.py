@@ -60,3 +60,17 @@ class Drafter(Protocol):
         different nodes, and of different steps, must be drawn independently (`Level.noise_at`).
         """
         ...
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads hidden states of its target beside the tokens (`models.features`)."""
+
+    feature_layers: tuple[int, ...]  # the target's layers whose outputs it reads, if any
+
+    def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
+        """features (T', F) are those of the last T' tokens, up to the last of these; without them
+        they are unknown."""
+
+    def take_features(self, features: Tensor, rows: Rows, path: Tensor) -> None:
+        """Told of the features (B, N, F) of all nodes, when those on path (B, M) were accepted, as
+        far as the rows' blocks say."""

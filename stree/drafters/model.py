@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest
+from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree
@@ -19,7 +20,8 @@ class ModelDrafter:
 
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
     nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
-    certain tokens reaches its states.
+    certain tokens reaches its states. A model that reads features (`stree.models.features`) has
+    those of the target at certain tokens, and none further down the draft.
     """
 
     drawn = Drawn.WITHOUT_REPLACEMENT
@@ -34,12 +36,55 @@ class ModelDrafter:
         self._chains: dict[tuple[int, int], Topology] = {}  # graphs hold their addresses
         # What nodes hold that no row's tree has must be tokens, too
         self._tokens = torch.zeros(num_rows * max_nodes, dtype=torch.long, device=model.device)
+        self.feature_layers = model.config.feature_layers
+        # What is added to the embeddings of each row's next tokens, from the target's features
+        self.inputs: Tensor | None = None
+        if self.feature_layers:
+            shape = num_rows, max_nodes, model.config.d_model
+            self.inputs = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def clear(self, row: int) -> None:
         self.cache.narrow(row, 1).reset()
+        if self.inputs is not None:
+            self.inputs[row] = self._reader.unknown
 
-    def read(self, row: int, tokens: Tensor) -> None:
-        self.model.prefill(tokens[None], self.cache.at(row))
+    @torch.no_grad()
+    def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
+        """features (T', F), of the last T' tokens up to the last of these, as many as are known."""
+        if self.inputs is None:
+            self.model.prefill(tokens[None], self.cache.at(row))
+        else:
+            inputs = self._inputs_of(row, len(tokens), features)
+            self.model.prefill(tokens[None], self.cache.at(row), inputs=inputs[None])
+
+    def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
+        """What is added to the row's next `count` tokens, (T, D); and the token after them is
+        remembered. Without features it is that of the row's next token which stays."""
+        assert self.inputs is not None
+        inputs = self._reader.unknown.repeat(count, 1)
+        if features is not None:
+            following = self._reader(features)
+            if len(features) == count:
+                inputs[0] = self.inputs[row, 0]
+            known = following[:-1][-count:]
+            inputs[count - len(known) :] = known
+            self.inputs[row, 0] = following[-1]
+        return inputs
+
+    def take_features(self, features: Tensor, rows: Rows, path: Tensor) -> None:
+        """Remember what is added to the tokens of the rows' blocks: each token of a block comes
+        after one of the accepted nodes, path (B, M); features (B, N, F) of all nodes."""
+        assert self.inputs is not None
+        batch, count = path.shape
+        path = path.clamp(max=features.shape[1] - 1)  # beyond its length any nodes of other trees
+        accepted = features.gather(1, path[..., None].expand(-1, -1, features.shape[2]))
+        inputs = self.inputs[:batch, :count]
+        active = rows.active[:, None, None]
+        inputs.copy_(torch.where(active, self._reader.of_nodes(accepted), inputs))
+
+    @property
+    def _reader(self) -> FeatureInput:
+        return self.model.model.features
 
     def draft(
         self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
@@ -49,7 +94,8 @@ class ModelDrafter:
         bound = min(bound + max(longest, forest.num_drawn_from), cache.num_slots)
         chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
-        hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound)
+        inputs = None if self.inputs is None else self.inputs[:batch, :longest]
+        hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound, inputs=inputs)
         tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
         if forest.pool is not None:
             tokens = forest.pool
@@ -62,7 +108,11 @@ class ModelDrafter:
             if number:
                 forest.grow(number)
                 inner = forest.inner_topology(width)
-                hidden = model.tree_hidden(tokens, inner, cache, read, bound, level.nodes)
+                if inputs is not None:
+                    inputs = self._reader.unknown.expand(batch, count, -1)
+                hidden = model.tree_hidden(
+                    tokens, inner, cache, read, bound, level.nodes, inputs=inputs
+                )
                 read += count
             logits = rows.kept(model.logits(hidden, wide=False))
             ops.choose_children(

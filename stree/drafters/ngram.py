@@ -194,8 +194,8 @@ class GraftingDrafter(ModelDrafter):
         super().clear(row)
         self.text.clear(row)
 
-    def read(self, row: int, tokens: Tensor) -> None:
-        super().read(row, tokens)
+    def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
+        super().read(row, tokens, features)
         self.text.read(row, tokens)
 
     def draft(

@@ -416,7 +416,7 @@ LAYOUTS = tuple(
 # What neither of MambaInLlama's two files has a word for
 _BEYOND_MAMBA_IN_LLAMA = (
     "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "attention_gate",
-    "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias",
+    "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias", "feature_layers",
 )  # fmt: skip
 _USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), num_heads=1,
                       num_kv_heads=1, head_dim=2)  # fmt: skip

@@ -121,9 +121,18 @@ class HybridConfig:
     chunk_size: int = 64
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
+    feature_layers: tuple[int, ...] = ()  # a drafter's: the target's layers whose outputs it reads
+    target_width: int = 0  # d_model and num_layers of that target
+    target_num_layers: int = 0
+
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+
+    @property
+    def feature_width(self) -> int:
+        """Channels of all features of a token."""
+        return len(self.feature_layers) * self.target_width
 
     @property
     def num_positions(self) -> int | None:
@@ -132,7 +141,7 @@ class HybridConfig:
         return self.max_position_embeddings if has_positions else None
 
     def __post_init__(self) -> None:
-        for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids"):
+        for name in ("attn_layers", "layer_types", "dt_limit", "eos_token_ids", "feature_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("vocab_size", "d_model", "num_layers", "chunk_size"):
             if getattr(self, name) < 1:
@@ -190,6 +199,8 @@ class HybridConfig:
             self._require_divides("num_delta_key_heads", "num_delta_heads")
         if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
             raise UsageError(f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens")
+        if self.feature_layers:
+            self._require_possible_features()
         for name, known in (
             ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
         ):  # fmt: skip
@@ -226,6 +237,15 @@ class HybridConfig:
                 f"{tuple(with_attention)}: leave them out"
             )
         object.__setattr__(self, "attn_layers", tuple(with_attention))
+
+    def _require_possible_features(self) -> None:
+        layers, count = self.feature_layers, self.target_num_layers
+        if list(layers) != sorted({each for each in layers if 0 <= each < count}):
+            raise UsageError(
+                f"feature_layers {layers} must be distinct layers, in order, of a target with "
+                f"target_num_layers = {count}"
+            )
+        self._require_positive("feature", "target_width")
 
     def _require_possible_router(self) -> None:
         self._require_positive(
@@ -360,6 +380,13 @@ class HybridConfig:
         """The shared transformer blocks that some layers use, in order."""
         blocks = [block for layer in layers for block in self.blocks(layer)]
         return sorted({block.shared for block in blocks if block.shared is not None})
+
+    def reading(self, layers: tuple[int, ...], target: HybridConfig) -> HybridConfig:
+        """A drafter like this that reads features of some layers of a target."""
+        return self.replace(
+            feature_layers=layers, target_width=target.d_model,
+            target_num_layers=target.num_layers,
+        )  # fmt: skip
 
     def replace(self, **changes: Any) -> HybridConfig:
         return replace(self, **changes)

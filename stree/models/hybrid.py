@@ -19,6 +19,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
+from stree.models.features import FeatureInput, Features
 from stree.models.gated_delta import GatedDeltaNet
 from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
@@ -73,6 +74,8 @@ class Decoder(nn.Module):
             slots.append(slots[-1] + len(config.mixers(layer)))
         self.layers = nn.ModuleList(Layer(config, i, slots[i]) for i in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.rms_norm_eps)
+        if config.feature_layers:
+            self.features = FeatureInput(config)
         if config.num_shared_blocks:
             self.shared = nn.ModuleList(
                 SharedTransformer(config) for _ in range(config.num_shared_blocks)
@@ -107,7 +110,10 @@ class HybridModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 closes_block = name.endswith(("o_proj", "out_proj", "down_proj", "shared_use.out"))
-                nn.init.normal_(module.weight, std=into_residual if closes_block else 0.02)
+                std = into_residual if closes_block else 0.02
+                if name == "model.features.proj":  # as large as the embedding beside it
+                    std = 0.02 / math.sqrt(self.config.feature_width)
+                nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
             elif isinstance(module, Experts):
@@ -162,11 +168,21 @@ class HybridModel(nn.Module):
         return self.logits(self.hidden_states(tokens, segment_ids))
 
     @on_own_gpu
-    def hidden_states(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None = None,
+        *,
+        features: Features | None = None,
+        read: Tensor | None = None,
+        known: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states (B, T, D) after the final norm.
 
         segment_ids (B, T), non-decreasing along T: samples packed into one row see nothing of
-        each other (attention, conv and state start anew) and positions restart.
+        each other (attention, conv and state start anew) and positions restart. features takes
+        what a drafter reads; read (B, T, F), what a drafter has of its target at the same tokens,
+        of which each token sees that of the one before, where known (B, T) says so (None: all).
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = None
@@ -178,12 +194,16 @@ class HybridModel(nn.Module):
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]
                 mask = same.tril()[:, None]
         x = self.model.embed_tokens(tokens)
+        if read is not None:
+            x = x + self.model.features.of_sequences(read, segment_ids, known)
         context = Sequences(
             self._rotary(positions), segment_ids, mask,
             shared=self.model.shared_blocks, embedded=x,
         )  # fmt: skip
-        for layer in self.model.layers:
+        for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
+            if features is not None:
+                features.take(index, x)
         return self.model.norm(x)
 
     @on_own_gpu
@@ -219,20 +239,37 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     @on_own_gpu
-    def prefill(self, tokens: Tensor, cache: HybridCache, chunk: int = 2048) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        cache: HybridCache,
+        chunk: int = 2048,
+        *,
+        features: Features | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
         """Commit whole sequences, tokens (B, T), to the cache, in chunks of `chunk` tokens.
 
-        Returns the logits (B, V) after the last token.
+        features takes what a drafter reads of them; inputs (B, T, D), what is added to the
+        embeddings. Returns the logits (B, V) after the last token.
         """
         if tokens.shape[1] == 0:
             raise UsageError("the prompt is empty; give at least one token")
         cache.reserve(tokens.shape[1])
         self.settle(cache)
-        for piece in tokens.split(chunk, dim=1):
-            hidden = self._extend(piece, cache)
+        for start in range(0, tokens.shape[1], chunk):
+            piece = slice(start, start + chunk)
+            added = None if inputs is None else inputs[:, piece]
+            hidden = self._extend(tokens[:, piece], cache, features, added)
         return self.logits(self.model.norm(hidden[:, -1]))
 
-    def _extend(self, tokens: Tensor, cache: HybridCache) -> Tensor:
+    def _extend(
+        self,
+        tokens: Tensor,
+        cache: HybridCache,
+        features: Features | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
         start, num_tokens = cache.num_committed, tokens.shape[1]
         bound = start + num_tokens
         positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
@@ -241,15 +278,19 @@ class HybridModel(nn.Module):
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = mask.tril(start)[None, None]
         x, y = self.model.embed_tokens(tokens), None
+        if inputs is not None:
+            x = x + inputs
         context = Extension(
             self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
-            caches=cache.layers, start=start,
+            caches=cache.layers, start=start, features=features,
         )  # fmt: skip
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, context)
         cache.length += num_tokens
         cache.num_committed += num_tokens
-        return context.add(x, y)
+        x = context.add(x, y)
+        context.enter(self.config.num_layers, x)
+        return x
 
     @torch.no_grad()
     def tree_forward(
@@ -275,11 +316,18 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     @on_own_gpu
     def forest_forward(
-        self, tokens: Tensor, forest: Forest, cache: HybridCache, bound: int
+        self,
+        tokens: Tensor,
+        forest: Forest,
+        cache: HybridCache,
+        bound: int,
+        features: Features | None = None,
     ) -> Tensor:
-        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied."""
+        """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied.
+        features takes what a drafter reads of the nodes."""
         topology = forest.topology(self.config.d_conv)
-        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=False)
+        hidden = self.tree_hidden(tokens, topology, cache, bound=bound, features=features)
+        return self.logits(hidden, wide=False)
 
     @torch.no_grad()
     @on_own_gpu
@@ -291,18 +339,23 @@ class HybridModel(nn.Module):
         first: int = 0,
         bound: int | None = None,
         nodes: Tensor | None = None,
+        *,
+        inputs: Tensor | None = None,
+        features: Features | None = None,
     ) -> Tensor:
         """Hidden states (B, Q, D) after the final norm of nodes first … first + Q − 1 of trees.
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
         the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
         nodes (B, Q), −1 for none; each sequence has the tree of `topology` that `cache.variant`
-        names; bound as in `tree_forward`.
+        names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
+        features takes what a drafter reads of the nodes.
         """
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
         model: dict[str, Any] = dict(
-            embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks
-        )
+            embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
+            inputs=inputs, features=features,
+        )  # fmt: skip
         if cache.last_tree is None:
             call = TreeCall(
                 topology, cache.steering, first, bound or used, cache.layers,
@@ -313,7 +366,8 @@ class HybridModel(nn.Module):
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
-        _, hidden = call.add_norm(x, y, self.model.norm)
+        x, hidden = call.add_norm(x, y, self.model.norm)
+        call.enter(self.config.num_layers, x)
         return call.end(hidden)
 
     @torch.no_grad()

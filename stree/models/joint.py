@@ -107,6 +107,10 @@ class JointCall(TreeCall):
         cache.end_joint()
         return y
 
+    def enter(self, layer: int, x: Tensor) -> None:
+        """The features are the tree's nodes'."""
+        super().enter(layer, x[:, self.path_nodes :])
+
     def end(self, hidden: Tensor) -> Tensor:
         self.steering.length.add_(self.steering.path_length)
         self.steering.path_length.zero_()

@@ -96,6 +96,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
         super().__init__()
+        self.index = index
         self.blocks = config.blocks(index)
         self.slots: dict[str, int] = {}
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
@@ -130,6 +131,8 @@ class Layer(nn.Module):
                 x = call.add(x, y)
                 y = self.shared_use.run(call.shared[block.shared], x, self.slots["shared"], call)
                 _, normed = call.add_norm(x, y, norm)
+            if norm_name == NORM_NAMES[0]:
+                call.enter(self.index, x)
             y = call.together(
                 [call.run(self.part(kind), normed, self.slots.get(kind)) for kind in block.parts]
             )

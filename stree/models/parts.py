@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Steering, Topology
+
+if TYPE_CHECKING:
+    from stree.models.features import Features
 
 
 class RMSNorm(nn.Module):
@@ -73,6 +76,9 @@ class Sequences:
         first, *others = outputs
         return sum(others, start=first)
 
+    def enter(self, layer: int, x: Tensor) -> None:
+        """Told of the stream ahead of each layer."""
+
 
 @dataclass
 class Extension(Sequences):
@@ -80,6 +86,11 @@ class Extension(Sequences):
 
     caches: Sequence[Any] = ()
     start: int = 0  # committed tokens
+    features: Features | None = None
+
+    def enter(self, layer: int, x: Tensor) -> None:
+        if self.features is not None:
+            self.features.take(layer - 1, x)
 
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         if slot is None:
@@ -101,6 +112,8 @@ class TreeCall:
     tokens: Tensor  # (B, Q), or (B, N) of which `nodes` are new
     nodes: Tensor | None  # (B, Q), −1 for none
     shared: Sequence[nn.Module] = ()
+    inputs: Tensor | None = None  # (B, Q, D), what is added to the embeddings
+    features: Features | None = None
     embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +123,13 @@ class TreeCall:
             if self.nodes is not None:
                 tokens = tokens.gather(1, self.nodes.clamp(min=0))
             self.embedded = F.embedding(tokens, self.embedding)
+            if self.inputs is not None:
+                self.embedded = self.embedded + self.inputs
+
+    def enter(self, layer: int, x: Tensor) -> None:
+        """Told of the stream ahead of each layer."""
+        if self.features is not None:
+            self.features.take(layer - 1, x)
 
     def total(self, y: Tensor) -> Tensor:
         return y.sum(0).to(self.embedding.dtype)
@@ -125,7 +145,7 @@ class TreeCall:
         if x is None:
             return ops.embed_norm(
                 self.embedding, self.tokens, self.nodes, norm.weight, norm.eps,
-                self.topology.written,
+                self.topology.written, self.inputs,
             )  # fmt: skip
         return ops.add_rms_norm(x, y, norm.weight, norm.eps)
 

@@ -63,19 +63,29 @@ def drafter_config_from(
     return target_config.keep_layers(chosen)
 
 
-def slice_drafter(target: HybridModel, layers: Sequence[int] | None = None) -> HybridModel:
-    """A drafter whose every weight is a copy of the target's (fp32, on the target's device).
+def slice_drafter(
+    target: HybridModel,
+    layers: Sequence[int] | None = None,
+    feature_layers: tuple[int, ...] = (),
+) -> HybridModel:
+    """A drafter whose every weight is a copy of the target's (fp32, on the target's device); one
+    that reads features begins as if it read none.
 
     Args and errors as `drafter_config_from`.
     """
     config = drafter_config_from(target.config, layers)
+    if feature_layers:
+        config = config.reading(feature_layers, target.config)
     chosen = default_drafter_layers(target.config) if layers is None else list(layers)
     drafter = HybridModel(config).to(target.device)
     source = target.state_dict()
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     with torch.no_grad():
         for name, weight in drafter.state_dict().items():
-            weight.copy_(source[_target_name(name, places)])
+            if name == "model.features.proj.weight":
+                weight.zero_()
+            elif not name.startswith("model.features."):
+                weight.copy_(source[_target_name(name, places)])
     return drafter
 
 

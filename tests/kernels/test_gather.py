@@ -34,6 +34,27 @@ def test_embed_norm(batch, width, dtype):
         assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
 
 
+@each_dtype
+@each_width
+@pytest.mark.parametrize("same", [False, True])
+def test_embed_norm_with_something_added(same, width, dtype):
+    """Rows of a larger buffer, or one vector for all nodes."""
+    weight, scale = normal(11, width, dtype=dtype), normal(width, seed=1, dtype=dtype)
+    added = torch.full((3, 7, width + 3), torch.nan, device=DEVICE, dtype=dtype)[:2, :4, :width]
+    added.copy_(normal(2, 4, width, seed=2, dtype=dtype))
+    if same:
+        added = normal(width, seed=3, dtype=dtype).expand(2, 4, -1)
+    tokens = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    nodes = torch.tensor([[3, 1, -1, 7], [0, 2, 8, 5]], device=DEVICE)
+    for given, some in ((tokens, nodes), (tokens[:, :4], None)):
+        x, normed = gather.embed_norm(weight, given, some, scale, 1e-5, added=added)
+        wanted, _ = naive.embed_norm(weight, given, some, scale, 1e-5, added=added)
+        # Triton's interpreter rounds sums towards zero, which is up to one unit more
+        assert relative_error(x, wanted.double()) < 2 * TOLERANCE[dtype]
+        elsewhere = pointwise.add_rms_norm(x, None, scale, 1e-5)[1]
+        assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
+
+
 def test_a_node_that_is_none_stands_for_the_first():
     weight, scale = normal(11, 16), normal(16, seed=1)
     tokens = torch.tensor([[4, 5, 6]], device=DEVICE)

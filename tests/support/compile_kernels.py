@@ -86,7 +86,10 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
     forest.grow(2)
     forest.inner_topology(model.config.d_conv)
     scale = torch.ones(model.config.d_model, dtype=model.dtype)
-    ops.embed_norm(model.head_weight, forest.pool, level.nodes, scale, 1e-5, written=True)
+    for added in (None, scale.expand(1, 3, -1)):
+        ops.embed_norm(
+            model.head_weight, forest.pool, level.nodes, scale, 1e-5, written=True, added=added
+        )
     logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
     for by in (None, sampling):
         ops.choose_children(

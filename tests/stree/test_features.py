@@ -1,0 +1,295 @@
+"""Drafters that read their target's hidden states: the same tokens come out as without, and each
+token has the same features as in training, whatever was accepted and however prompts were read.
+
+Everything is fp64: what is computed in another order differs by rounding alone.
+"""
+
+import pytest
+import torch
+from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, HybridModel, Request, TokenTree
+from stree.drafters.model import ModelDrafter
+from stree.drafters.ngram import NGram
+from stree.errors import UsageError
+from stree.models.convert import load_model, save_model
+from stree.models.features import Features
+from stree.modes import Costs, Modes
+from stree.tree import as_tree, balanced
+
+LAYERS = (0, 2)
+TREES = [TokenTree.chain(1), TokenTree.chain(4), TokenTree.paper(), balanced([3, 2])]
+PROMPT = [7, 3, 9, 1, 5, 5, 2]
+
+
+def reading(target: HybridModel, drafter: HybridModel | None = None) -> HybridModel:
+    """A drafter that reads features: the target's weights with noise, or a model as it is, and a
+    reader whose features change the drafts."""
+    drafter = drafter or right_now_and_then(target)
+    config = drafter.config.reading(LAYERS, target.config)
+    torch.manual_seed(5)
+    model = HybridModel(config).to(drafter.dtype).eval()
+    model.load_state_dict(drafter.state_dict(), strict=False)
+    size = drafter.model.embed_tokens.weight.std()
+    with torch.no_grad():
+        for parameter in (model.model.features.proj.weight, model.model.features.unknown):
+            parameter.copy_(torch.randn_like(parameter))
+            parameter.mul_(0.3 * size / parameter.shape[-1] ** 0.5)
+        model.model.features.unknown.mul_(model.config.d_model**0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model(1)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return reading(target)
+
+
+def features_of(target, tokens):
+    features = Features(LAYERS)
+    target.hidden_states(torch.tensor([tokens]), features=features)
+    return features.values
+
+
+def training_logits(drafter, target, tokens, num_known):
+    """(T, V) as in training, where the features of the first `num_known` tokens are known."""
+    known = torch.arange(len(tokens))[None] < num_known
+    with torch.no_grad():
+        read = features_of(target, tokens)
+        hidden = drafter.hidden_states(torch.tensor([tokens]), read=read, known=known)
+        return drafter.logits(hidden)[0]
+
+
+def watch(*arguments):
+    """A drafter that writes down each draft: the row, how many tokens stand before its tree, the
+    tree, and all logits."""
+    drafter = ModelDrafter(*arguments)
+    drafter.drafts, draft = [], drafter.draft
+
+    def watched(rows, forest, longest, bound, keep_logits):
+        proposal = draft(rows, forest, longest, bound, True)
+        for row in rows.active.nonzero()[:, 0].tolist():
+            at, drawn_by = int(rows.position[row]), forest.drawn_by[row].tolist()
+            drafter.drafts.append(
+                (row, at, forest.trees[row], proposal.tokens[row].tolist(), drawn_by,
+                 proposal.logits[row])
+            )  # fmt: skip
+        return proposal
+
+    drafter.draft = watched
+    return drafter
+
+
+def require_drafts_as_in_training(drafts, drafter, target, texts):
+    checked = 0
+    for row, at, tree, tokens, drawn_by, logits in drafts:
+        for node in range(tree.num_nodes):
+            if tree.children[node]:
+                path = [tokens[each] for each in tree.path_to(node)]
+                text = texts[row][:at] + path
+                wanted = training_logits(drafter, target, text, at + 1)[-1]
+                assert torch.allclose(logits[drawn_by[node]], wanted, atol=1e-9)
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("backtracking", ["replay", "joint"])
+@pytest.mark.parametrize("tree", [TREES[1], TREES[2]], ids=str)
+def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
+    watched = watch(drafter, 1, 64, tree.num_nodes)
+    decoder = Decoder(target, watched, tree, max_length=64, backtracking=backtracking)
+    out = decoder.generate(PROMPT, GenerationConfig(20))
+    assert len(set(out.stats.accepted_per_call)) > 2
+    require_drafts_as_in_training(watched.drafts, drafter, target, [PROMPT + out.tokens])
+
+
+def test_rows_of_a_batch_have_their_own_features(target, drafter, monkeypatch):
+    """Prompts read in pieces between steps of others, rows that end and are taken again."""
+    monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("stree.batch.FEATURES_CHUNK", 3)
+    watched, texts = watch(drafter, 3, 64, 13), []
+    decoder = BatchDecoder(target, watched, TREES[2], num_rows=3, max_length=64)
+    requests = mixed_requests(7, TREES, seed=4)
+    waiting, served = list(requests), {}
+    while waiting or served:
+        while waiting and decoder.num_free_rows:
+            request = waiting.pop()
+            served[decoder.admit(request)] = request
+        for report in decoder.step():
+            if report.finish_reason:
+                request = served.pop(report.row)
+                text = request.prompt_ids + decoder.release(report.row).tokens
+                texts.append(text)
+                mine = [each for each in watched.drafts if each[0] == report.row]
+                watched.drafts = [each for each in watched.drafts if each[0] != report.row]
+                if mine and not request.generation.temperature:
+                    for _, at, _, tokens, _, logits in mine:
+                        wanted = training_logits(drafter, target, [*text[:at], tokens[0]], at + 1)
+                        assert torch.allclose(logits[0], wanted[-1], atol=1e-9)
+    assert len(texts) == 7
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+def test_nothing_of_what_comes_out_changes(verifier, graphs, target, drafter, request):
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    served = mixed_requests(8, TREES, seed=1)
+    decoder = BatchDecoder(
+        target, drafter, num_rows=3, max_length=64, max_nodes=13, verifier=verifier
+    )
+    for each, out in zip(served, decoder.generate(served), strict=True):
+        if verifier == "coupled" or not each.generation.temperature:
+            plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
+            assert out.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("tree", ["paper", "beam-3-3-8"])
+@pytest.mark.parametrize("backtracking", ["replay", "joint"])
+def test_graphs_draft_as_eager_steps_do(tree, backtracking, target, drafter, request, monkeypatch):
+    served = mixed_requests(6, [as_tree(tree)], seed=2)
+
+    def serve():
+        return BatchDecoder(
+            target, drafter, tree, num_rows=2, max_length=64, backtracking=backtracking
+        ).generate(served)
+
+    eager = serve()
+    request.getfixturevalue("captured_on_cpu")
+    for got, wanted in zip(serve(), eager, strict=True):
+        assert got.tokens == wanted.tokens
+        assert got.stats.end_node_per_call == wanted.stats.end_node_per_call
+    assert len({each for out in eager for each in out.stats.accepted_per_call}) > 2
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_state_after_commit_is_that_of_the_accepted_path(tree, target, drafter):
+    """The drafter's states equal a recomputation from the target's features of what was accepted,
+    as if it had never drafted."""
+    own = ModelDrafter(drafter, 1, 64, tree.num_nodes)
+    decoder = Decoder(target, own, tree, max_length=64)
+    row = decoder.batch.admit(Request(PROMPT, GenerationConfig(30)))
+    for _ in range(9):
+        decoder.batch.step()
+    text = PROMPT + decoder.batch.tokens_of(row)
+    drafter.settle(own.cache)
+    length = int(own.cache.length)
+    assert len(text) - 7 < length < len(text)
+    read = features_of(target, text)[:, :length]
+    again = drafter.new_cache(64, tree.num_nodes)
+    with torch.no_grad():
+        inputs = drafter.model.features.of_sequences(read, None, None)
+    drafter.prefill(torch.tensor([text[:length]]), again, inputs=inputs)
+    for got, wanted in zip(own.cache.layers, again.layers, strict=True):
+        for mine, theirs in zip(got.save(length), wanted.save(length), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-9)
+
+
+def test_features_of_another_node_are_noticed(target, drafter, monkeypatch):
+    take = ModelDrafter.take_features
+
+    def mistaken(self, features, rows, path):
+        take(self, features, rows, (path + 1) % features.shape[1])
+
+    monkeypatch.setattr(ModelDrafter, "take_features", mistaken)
+    with pytest.raises(AssertionError):
+        test_drafts_are_those_of_training(TREES[2], "replay", target, drafter)
+    with pytest.raises(AssertionError):
+        test_state_after_commit_is_that_of_the_accepted_path(TREES[2], target, drafter)
+
+
+def conversation(target, drafter, num_prefixes, tree):
+    watched = watch(drafter, 1, 128, tree.num_nodes)
+    decoder = Decoder(target, watched, tree, max_length=128, num_prefixes=num_prefixes)
+    prompt, drafts = PROMPT, []
+    for turn in range(3):
+        out = decoder.generate(prompt, GenerationConfig(12))
+        text = prompt + out.tokens
+        drafts.append((watched.drafts, text, out.stats))
+        watched.drafts, prompt = [], [*text, 11 + turn, 4]
+    return drafts
+
+
+@pytest.mark.parametrize("tree", [TREES[0], TREES[2]], ids=str)
+def test_prefixes_keep_the_features(tree, target, drafter):
+    """What is read again after a kept prefix has the features that it had before it."""
+    alone, kept = (conversation(target, drafter, each, tree) for each in (0, 3))
+    for (drafts, text, _), (_, wanted, _) in zip(kept, alone, strict=True):
+        assert text == wanted
+        if tree is not TREES[0]:  # of which some last tokens are read again, without features
+            require_drafts_as_in_training(drafts, drafter, target, [text])
+    assert kept[1][2].num_reused_tokens > len(PROMPT)
+
+
+def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter):
+    """Plain steps leave it the features of none but the last token."""
+    watched = watch(drafter, 1, 64, 5)
+    plain, tree = TokenTree.chain(0, "plain"), TREES[1]
+    modes = Modes([tree], Costs({(1, plain): 1.0, (1, tree): 1e9}))
+    decoder = Decoder(target, watched, modes, max_length=64)
+    row = decoder.batch.admit(Request(PROMPT, GenerationConfig(24)))
+    for _ in range(8):
+        decoder.batch.step()
+    assert not watched.drafts
+    modes.costs = Costs({(1, plain): 1e9, (1, tree): 1.0})
+    while decoder.batch._sequences[row].decoding:
+        decoder.batch.step()
+    text = PROMPT + decoder.batch.release(row).tokens
+    assert text == PROMPT + Decoder(target).generate(PROMPT, GenerationConfig(24)).tokens
+    _, at, _, tokens, _, logits = watched.drafts[0]
+    known = torch.ones(1, at + 1, dtype=torch.bool)
+    known[:, len(PROMPT) : at] = False
+    with torch.no_grad():
+        sequence = [*text[:at], tokens[0]]
+        hidden = drafter.hidden_states(
+            torch.tensor([sequence]), read=features_of(target, sequence), known=known
+        )
+    assert torch.allclose(logits[0], drafter.logits(hidden)[0, -1], atol=1e-9)
+
+
+def test_n_grams_on_a_model_that_reads_features(target, drafter):
+    generation = GenerationConfig(20)
+    got = Decoder(target, NGram(2, model=drafter), TREES[2]).generate(PROMPT, generation)
+    assert got.tokens == Decoder(target).generate(PROMPT, generation).tokens
+    assert got.stats.acceptance_length > 1.3
+
+
+def test_packed_sequences_see_no_features_of_each_other(target, drafter):
+    first, second = [3, 1, 4, 1, 5], [9, 2, 6]
+    packed = torch.tensor([first + second])
+    segments = torch.tensor([[0] * 5 + [1] * 3])
+    features = Features(LAYERS)
+    target.hidden_states(packed, segments, features=features)
+    with torch.no_grad():
+        hidden = drafter.hidden_states(packed, segments, read=features.values)
+        for part, tokens in ((hidden[0, :5], first), (hidden[0, 5:], second)):
+            alone = training_logits(drafter, target, tokens, len(tokens))
+            assert torch.allclose(drafter.logits(part), alone, atol=1e-9)
+
+
+def test_checkpoints_say_what_is_read(target, drafter, tmp_path):
+    save_model(drafter, tmp_path / "drafter")
+    again = load_model(tmp_path / "drafter", dtype=torch.float64)
+    assert again.config == drafter.config
+    generation = GenerationConfig(12)
+    outputs = [
+        Decoder(target, each, TREES[2], max_length=64).generate(PROMPT, generation)
+        for each in (drafter, again)
+    ]
+    assert outputs[0].stats.accepted_per_call == outputs[1].stats.accepted_per_call
+
+
+def test_other_targets_are_refused(drafter):
+    for changes in ({"num_layers": 4}, {"d_model": 16}):
+        with pytest.raises(UsageError, match="3 layers of width 32, this one has"):
+            Decoder(tiny_model(1, **changes), drafter, TREES[0])
+    with pytest.raises(UsageError, match="HybridModel, the target is a TableTarget"):
+        Decoder(TableTarget(torch.zeros(61, 61, 61)), drafter, TREES[0])
+    with pytest.raises(UsageError, match="feature_layers"):
+        drafter.config.replace(feature_layers=(0, 3))
+    with pytest.raises(UsageError, match="target_width"):
+        drafter.config.replace(target_width=0)
