@@ -58,10 +58,13 @@ class DistillCLI(TrainingCLI):
             target, options["drafter"], options["drafter_layers"], options["start_from"],
             options["features"],
         )  # fmt: skip
-        require_trainable(options["features"], options["teacher_cache"])
         dtype = getattr(torch, options["target_dtype"])
         loss = options["loss"]
         loss.require_fitting(options["teacher_cache"])
+        require_trainable(
+            options["features"], options["teacher_cache"], loss,
+            options["activation_checkpointing"],
+        )  # fmt: skip
         reference = None if loss.reference is None else load_config(loss.reference)
         if reference is not None:
             require_reference_of(target, loss.reference, reference)

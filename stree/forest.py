@@ -22,11 +22,13 @@ FAR = 2**20  # positions; above those of any sequence, and nodes times this fit 
 @dataclass(frozen=True)
 class Level:
     """What drafting needs of one level: nodes (B, n) with children, the root's level first, their
-    depths (B, n) int32, and the places (B, n, k) of their children; −1 for none."""
+    depths (B, n) int32, and the places (B, n, k) of their children; −1 for none. above (B, n):
+    which of the level above are their parents."""
 
     nodes: Tensor
     depths: Tensor
     places: Tensor
+    above: Tensor
 
     def noise_at(self, alone: bool) -> Tensor:
         """(B, n) int32, how far behind the root's position the noise is that the children are drawn
@@ -79,6 +81,10 @@ class Forest:
 
     def grow(self, level: int) -> None:
         """Find out which nodes a level has, when those above have children."""
+
+    def above(self, level: int) -> Tensor:
+        """(B, n), as in `Level`, when the level has grown."""
+        return self.levels[level].above
 
     def finish(self, tokens: Tensor) -> Tensor:
         """The trees' tokens (B, N), given all that were drawn."""
@@ -133,12 +139,16 @@ def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
         )
         nodes = torch.tensor([_padded(row, count, -1) for row in level])
         places = torch.full((len(trees), count, width), -1)
+        above = torch.zeros_like(nodes)
         for row, (tree, there) in enumerate(zip(trees, level, strict=True)):
             for at, node in enumerate(there):
                 drawn_by[row, node] = done + at
+                if depth:
+                    above[row, at] = inner[depth - 1][row].index(tree.parents[node])
                 places[row, at, : len(tree.children[node])] = torch.tensor(tree.children[node])
         same = torch.full_like(nodes, depth, dtype=torch.int32)
-        levels.append(Level(nodes.to(device), same.to(device), places.to(device)))
+        tensors = (each.to(device) for each in (nodes, same, places, above))
+        levels.append(Level(*tensors))
         done += count
     return Forest(
         trees, torch.tensor(parents, device=device),

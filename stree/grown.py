@@ -48,7 +48,7 @@ class GrownForest(Forest):
             places = torch.arange(children, children + count * width, device=device)
             levels.append(Level(
                 self._drawn[:, start : start + count], filled(depth, count, dtype=torch.int32),
-                places.view(1, count, width).repeat(batch, 1, 1),
+                places.view(1, count, width).repeat(batch, 1, 1), filled(0, count),
             ))  # fmt: skip
         self.levels = tuple(levels)
 
@@ -96,6 +96,13 @@ class GrownForest(Forest):
             self.values, self._drawn_by, self._first(level), self._first(level + 1),
             self.levels[level].nodes, self._inner_parents[:, start : start + self.tree.width],
         )  # fmt: skip
+
+    def above(self, level: int) -> Tensor:
+        if level < 2:  # below the root, or the root
+            return self.levels[level].above
+        start = (level - 1) * self.tree.width
+        parents = self._inner_parents[:, start : start + self.tree.width]
+        return parents - (start - self.tree.width)
 
     def finish(self, tokens: Tensor) -> Tensor:
         ops.pick_tree(

@@ -25,9 +25,10 @@ from stree_pipelines.training.losses import (
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
-from stree_pipelines.training.sharding import own_part
+from stree_pipelines.training.sharding import ShardedStrategy, own_part
 from stree_pipelines.training.teachers import Teacher, TopK
 from stree_pipelines.training.token_weights import token_weights
+from stree_pipelines.training.zero import ZeroStrategy
 
 
 class Distillation(Training):
@@ -89,7 +90,9 @@ class Distillation(Training):
             load_config(target), drafter, drafter_layers, start_from, features
         )
         self.features = (features or FeatureConfig()) if config.feature_layers else None
-        require_trainable(self.features, teacher_cache)
+        if self.features is not None:
+            self.features.require_possible(config)
+        require_trainable(self.features, teacher_cache, loss, activation_checkpointing)
         is_sliced = drafter is None and start_from is None
         model = None
         if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
@@ -98,7 +101,9 @@ class Distillation(Training):
             self.exported = load_model(start_from).train()
         elif is_sliced:
             assert model is not None
-            self.exported = slice_drafter(model, drafter_layers, config.feature_layers)
+            self.exported = slice_drafter(
+                model, drafter_layers, config.feature_layers, config.own_features
+            )
         else:
             self.exported = HybridModel(config)
         # No nn.Module itself: never in a checkpoint, an optimiser, DDP's buckets or .train().
@@ -121,6 +126,12 @@ class Distillation(Training):
         super().on_fit_start()
         if self.frozen is not None:
             self.frozen.place(self.device, self.trainer.device_ids, self.trainer.world_size)
+        is_sharded = isinstance(self.trainer.strategy, ShardedStrategy | ZeroStrategy)
+        if is_sharded and self.features is not None and self.features.ahead:
+            raise UsageError(
+                "model.features.ahead needs whole weights on each device: set trainer.strategy to "
+                "ddp, or model.features.ahead to 0"
+            )
         if self.reference is not None:
             self.reference.place(self.device, self.trainer.device_ids, self.trainer.world_size)
 
@@ -143,12 +154,11 @@ class Distillation(Training):
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         """Tokens are weighed for the gradient only: a validation is about all of them alike."""
-        tokens, segment_ids = batch["tokens"], batch["segment_ids"]
-        mask = shift_left(self.counted_mask(batch))
+        tokens, mask = batch["tokens"], shift_left(self.counted_mask(batch))
         # The target's before the drafter's, whose activations stay for the backward pass.
         features = Features(self.exported.config.feature_layers)
         target_hidden = self._target_hidden(batch, features)
-        hidden = self.exported.hidden_states(tokens, segment_ids, **self._read(features, tokens))
+        hidden, *ahead = self._drafter_hidden(batch, features)
         head = self.exported.head_weight
         teacher = self._teacher(batch, mask, hidden, target_hidden)
         options: dict[str, Any] = dict(
@@ -163,6 +173,8 @@ class Distillation(Training):
             hidden, head, teacher, mask, ce_labels=shift_left(tokens), ce_weight=self.ce_weight,
             weights=weights, normalizer=normalizer, **options,
         )  # fmt: skip
+        if ahead:
+            terms = self._with_drafts(terms, batch, ahead, target_hidden, normalizer, options)
         if accepted is None:
             return terms
         # Of all tokens: runs with other weights are to be compared by it.
@@ -176,14 +188,42 @@ class Distillation(Training):
         inputs = batch.get("target_inputs", TargetInputs(batch["tokens"], batch["segment_ids"]))
         return self.frozen.hidden_states(inputs, batch["tokens"].device, features)
 
-    def _read(self, features: Features, tokens: Tensor) -> dict[str, Any]:
-        """What of the features the drafter reads; all of them in a validation."""
+    def _drafter_hidden(self, batch: Batch, features: Features) -> list[Tensor]:
+        """(B, T, D) of the drafter, and of its passes ahead if there are any. In a validation each
+        token is read with its feature, in one pass."""
+        tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         if self.features is None:
-            return {}
-        read = {"read": features.values.to(tokens.device)}
-        if torch.is_grad_enabled() and self.features.unknown_share:
-            read["known"] = self.features.known(tokens.shape, tokens.device)
-        return read
+            return [self.exported.hidden_states(tokens, segment_ids)]
+        read, known, ahead = features.values.to(tokens.device), None, 0
+        if torch.is_grad_enabled():
+            ahead = self.features.ahead
+            if self.features.share:
+                known = self.features.known(tokens.shape, tokens.device)
+        if ahead:
+            return self.exported.hidden_ahead(tokens, segment_ids, read, known, ahead)
+        return [self.exported.hidden_states(tokens, segment_ids, read=read, known=known)]
+
+    def _with_drafts(
+        self, terms: LossTerms, batch: Batch, ahead: list[Tensor], target_hidden: Tensor | None,
+        normalizer: Tensor | None, options: dict[str, Any],
+    ) -> LossTerms:  # fmt: skip
+        """The loss of the tokens, and of each as one of a draft, of a depth that is drawn anew."""
+        assert self.features is not None
+        depths, there = self.features.depths(batch["segment_ids"])
+        mask = shift_left(self.counted_mask(batch)) & there
+        index = (depths - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
+        hidden = torch.stack(ahead).gather(0, index)[0]
+        drafts = chunked_distillation_loss(
+            hidden, self.exported.head_weight, self._teacher(batch, mask, hidden, target_hidden),
+            mask, ce_labels=shift_left(batch["tokens"]), ce_weight=self.ce_weight,
+            normalizer=normalizer, **options,
+        )  # fmt: skip
+        weight = self.features.ahead_weight
+        mixed = {
+            name: (getattr(terms, name) + weight * getattr(drafts, name)) / (1 + weight)
+            for name in ("loss", "divergence", "cross_entropy")
+        }
+        return replace(terms, **mixed)  # the acceptance is that of first drafts
 
     def _teacher(
         self, batch: Batch, mask: Tensor, hidden: Tensor, target_hidden: Tensor | None

@@ -21,7 +21,7 @@ class ModelDrafter:
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
     nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
     certain tokens reaches its states. A model that reads features (`stree.models.features`) has
-    those of the target at certain tokens, and none further down the draft.
+    those of the target at certain tokens, further down the draft its own hidden states or none.
     """
 
     drawn = Drawn.WITHOUT_REPLACEMENT
@@ -63,7 +63,7 @@ class ModelDrafter:
         assert self.inputs is not None
         inputs = self._reader.unknown.repeat(count, 1)
         if features is not None:
-            following = self._reader(features)
+            following = self._reader.of_tokens(features)
             if len(features) == count:
                 inputs[0] = self.inputs[row, 0]
             known = following[:-1][-count:]
@@ -81,6 +81,17 @@ class ModelDrafter:
         inputs = self.inputs[:batch, :count]
         active = rows.active[:, None, None]
         inputs.copy_(torch.where(active, self._reader.of_nodes(accepted), inputs))
+
+    def _inputs_of_drafts(self, hidden: Tensor, forest: Forest, number: int) -> Tensor:
+        """What is added to the nodes of a level, (B, n, D), given hidden (B, m, D) of the level
+        above."""
+        count = forest.levels[number].nodes.shape[1]
+        if hidden.shape[1] == 1 or self._reader.own is None:
+            parents = hidden[:, :1].expand(-1, count, -1)
+        else:
+            above = forest.above(number)[..., None]
+            parents = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
+        return self._reader.of_drafts(parents)
 
     @property
     def _reader(self) -> FeatureInput:
@@ -109,7 +120,7 @@ class ModelDrafter:
                 forest.grow(number)
                 inner = forest.inner_topology(width)
                 if inputs is not None:
-                    inputs = self._reader.unknown.expand(batch, count, -1)
+                    inputs = self._inputs_of_drafts(hidden, forest, number)
                 hidden = model.tree_hidden(
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )

@@ -124,6 +124,7 @@ class HybridConfig:
     feature_layers: tuple[int, ...] = ()  # a drafter's: the target's layers whose outputs it reads
     target_width: int = 0  # d_model and num_layers of that target
     target_num_layers: int = 0
+    own_features: bool = False  # further down a draft it reads its own last hidden state
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -199,7 +200,7 @@ class HybridConfig:
             self._require_divides("num_delta_key_heads", "num_delta_heads")
         if any(map(self.has, ("mamba", "short_conv", "gated_delta"))) and self.d_conv < 2:
             raise UsageError(f"d_conv is {self.d_conv}, a convolution sees at least 2 tokens")
-        if self.feature_layers:
+        if self.feature_layers or self.own_features:
             self._require_possible_features()
         for name, known in (
             ("mlp_kind", MLP_KINDS), ("router", ROUTERS), ("gated_norm", GATED_NORMS)
@@ -240,7 +241,7 @@ class HybridConfig:
 
     def _require_possible_features(self) -> None:
         layers, count = self.feature_layers, self.target_num_layers
-        if list(layers) != sorted({each for each in layers if 0 <= each < count}):
+        if not layers or list(layers) != sorted({each for each in layers if 0 <= each < count}):
             raise UsageError(
                 f"feature_layers {layers} must be distinct layers, in order, of a target with "
                 f"target_num_layers = {count}"
@@ -381,11 +382,13 @@ class HybridConfig:
         blocks = [block for layer in layers for block in self.blocks(layer)]
         return sorted({block.shared for block in blocks if block.shared is not None})
 
-    def reading(self, layers: tuple[int, ...], target: HybridConfig) -> HybridConfig:
-        """A drafter like this that reads features of some layers of a target."""
+    def reading(
+        self, layers: tuple[int, ...], target: HybridConfig, own: bool = False
+    ) -> HybridConfig:
+        """A drafter like this that reads features of some layers of a target, and its own."""
         return self.replace(
             feature_layers=layers, target_width=target.d_model,
-            target_num_layers=target.num_layers,
+            target_num_layers=target.num_layers, own_features=own,
         )  # fmt: skip
 
     def replace(self, **changes: Any) -> HybridConfig:

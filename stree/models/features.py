@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.errors import UsageError
@@ -43,7 +44,8 @@ class Features:
 
 class FeatureInput(nn.Module):
     """What a drafter adds to a token's embedding: the feature of the token before it, each layer's
-    normed, and all projected; for a token whose feature is not known, a vector of its own."""
+    normed, and all projected; for a token whose feature is not known a learnt vector, to which a
+    drafted one adds a projection of the drafter's own hidden state, if it has one."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -51,21 +53,31 @@ class FeatureInput(nn.Module):
         self.norm = RMSNorm(width, config.rms_norm_eps, count)
         self.proj = nn.Linear(width, config.d_model, bias=False)
         self.unknown = nn.Parameter(torch.zeros(config.d_model))
+        self.own = (
+            nn.Linear(config.d_model, config.d_model, bias=False) if config.own_features else None
+        )
 
-    def forward(self, features: Tensor) -> Tensor:
-        """(…, D) of features (…, F)."""
+    def of_tokens(self, features: Tensor) -> Tensor:
+        """(…, D) of features (…, F), for the tokens after them."""
         return self.proj(self.norm(features.to(self.unknown.dtype)))
 
     def of_nodes(self, features: Tensor) -> Tensor:
         """The same of few rows, in a step of decoding."""
         return ops.linear(self.norm(features.to(self.unknown.dtype)), self.proj.weight)
 
-    def of_sequences(
-        self, features: Tensor, segment_ids: Tensor | None, known: Tensor | None
+    def of_drafts(self, hidden: Tensor) -> Tensor:
+        """What is added to drafted tokens, (…, D), given the drafter's own last hidden state after
+        the token before each, (…, D)."""
+        if self.own is None:
+            return self.unknown.expand(hidden.shape)
+        return F.linear(hidden, self.own.weight, self.unknown)
+
+    def forward(
+        self, features: Tensor, segment_ids: Tensor | None = None, known: Tensor | None = None
     ) -> Tensor:
         """What is added to each token, (B, T, D), given the features (B, T, F) of the same tokens.
         Unknown are a sequence's first token's, and those outside known (B, T) bool."""
-        inputs = self.forward(features).roll(1, dims=1)
+        inputs = self.of_tokens(features).roll(1, dims=1)
         known = torch.ones_like(features[..., 0], dtype=torch.bool) if known is None else known
         known = known.clone()
         known[:, 0] = False

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stree.errors import UsageError
 from stree.forest import Forest
+from stree.models.ahead import Ahead, Scanned
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.features import FeatureInput, Features
@@ -111,8 +112,8 @@ class HybridModel(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 closes_block = name.endswith(("o_proj", "out_proj", "down_proj", "shared_use.out"))
                 std = into_residual if closes_block else 0.02
-                if name == "model.features.proj":  # as large as the embedding beside it
-                    std = 0.02 / math.sqrt(self.config.feature_width)
+                if name.startswith("model.features."):  # as large as the embedding beside it
+                    std = 0.02 / math.sqrt(module.weight.shape[-1])
                 nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
@@ -195,7 +196,7 @@ class HybridModel(nn.Module):
                 mask = same.tril()[:, None]
         x = self.model.embed_tokens(tokens)
         if read is not None:
-            x = x + self.model.features.of_sequences(read, segment_ids, known)
+            x = x + self.model.features(read, segment_ids, known)
         context = Sequences(
             self._rotary(positions), segment_ids, mask,
             shared=self.model.shared_blocks, embedded=x,
@@ -205,6 +206,32 @@ class HybridModel(nn.Module):
             if features is not None:
                 features.take(index, x)
         return self.model.norm(x)
+
+    @on_own_gpu
+    def hidden_ahead(
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None,
+        read: Tensor,
+        known: Tensor | None,
+        ahead: int,
+    ) -> list[Tensor]:
+        """What `hidden_states` gives, and of each token as the first, second, … to the `ahead`-th
+        of a draft that begins so many tokens before (`stree.models.ahead`): (B, T, D) each."""
+        reader = self.model.features
+        hidden: list[Tensor] = []
+        embedded = self.model.embed_tokens(tokens)
+        scanned: dict[int, list[Scanned]] = {}
+        for depth in range(1 + ahead):
+            if depth:
+                x = embedded + reader.of_drafts(hidden[-1].roll(1, dims=1))
+            else:
+                x = embedded + reader(read, segment_ids, known)
+            context = Ahead(segment_ids=segment_ids, scanned=scanned)
+            for layer in cast(list[Layer], self.model.layers):
+                x = layer.forward(x, context)
+            hidden.append(self.model.norm(x))
+        return hidden
 
     @on_own_gpu
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stree.models.ahead import Ahead, Scanned, convolved, scanned_ahead
 from stree.models.cache import MambaCache
 from stree.models.config import HybridConfig
 from stree.models.parts import (
@@ -105,6 +106,21 @@ class Mamba2(Part):
             values, dt, self.A, B, C, self.D,
             chunk_size=self.chunk_size, segment_ids=context.segment_ids,
         )  # fmt: skip
+        return self._finish(y, z)
+
+    def ahead(self, x: Tensor, slot: int, context: Ahead) -> Tensor:
+        """One of the passes of `stree.models.ahead`."""
+        z, inputs, dt = self._project(x)
+        inputs, passes = naive.conv_channels(inputs, self.shape), context.scanned.get(slot, [])
+        weights = self.weights
+        y = convolved(
+            weights.conv, weights.conv_bias, [*(each.inputs for each in passes), inputs],
+            context.segment_ids,
+        )  # fmt: skip
+        values, B, C = naive.split_channels(F.silu(y), self.shape)
+        passes = [*passes, Scanned(inputs, values, dt, B)]
+        context.scanned[slot] = passes
+        y = scanned_ahead(passes, self.A, C, self.D, self.chunk_size, context.segment_ids)
         return self._finish(y, z)
 
     def extend(self, x: Tensor, cache: MambaCache, context: Extension) -> Tensor:

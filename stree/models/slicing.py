@@ -67,6 +67,7 @@ def slice_drafter(
     target: HybridModel,
     layers: Sequence[int] | None = None,
     feature_layers: tuple[int, ...] = (),
+    own_features: bool = False,
 ) -> HybridModel:
     """A drafter whose every weight is a copy of the target's (fp32, on the target's device); one
     that reads features begins as if it read none.
@@ -75,14 +76,14 @@ def slice_drafter(
     """
     config = drafter_config_from(target.config, layers)
     if feature_layers:
-        config = config.reading(feature_layers, target.config)
+        config = config.reading(feature_layers, target.config, own_features)
     chosen = default_drafter_layers(target.config) if layers is None else list(layers)
     drafter = HybridModel(config).to(target.device)
     source = target.state_dict()
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     with torch.no_grad():
         for name, weight in drafter.state_dict().items():
-            if name == "model.features.proj.weight":
+            if name in ("model.features.proj.weight", "model.features.own.weight"):
                 weight.zero_()
             elif not name.startswith("model.features."):
                 weight.copy_(source[_target_name(name, places)])

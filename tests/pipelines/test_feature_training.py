@@ -14,9 +14,11 @@ from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.features import Features
+from stree.models.hybrid import HybridModel
 from stree_pipelines import distill
 from stree_pipelines.training.distillation import Distillation, drafter_config_of
 from stree_pipelines.training.features import FeatureConfig, default_layers
+from stree_pipelines.training.loss_config import LossConfig
 
 TARGET = HybridConfig(**ARCHITECTURE)
 DRAFTER = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
@@ -27,17 +29,21 @@ def workspace(tmp_path_factory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
-@pytest.fixture(scope="module")
-def trained(workspace, tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("trained")
+def run(workspace: Path, run_dir: Path, *more: str) -> None:
     drafter = [
         word for name, value in vars(DRAFTER).items() if name in ARCHITECTURE
         for word in (f"--model.drafter.{name}", json.dumps(value))
     ]  # fmt: skip
     distill.main(distill_arguments(
         workspace, run_dir, *drafter, "--model.features.layers", "[0,2,3]",
-        "--model.optimizer.lr", "0.01", steps=12,
+        "--model.optimizer.lr", "0.01", *more, steps=12,
     ))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(workspace, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trained")
+    run(workspace, run_dir)
     return run_dir
 
 
@@ -85,17 +91,16 @@ def test_a_sliced_drafter_begins_as_one_without_features(workspace):
 
 def test_features_are_about_as_large_as_embeddings_to_begin_with():
     torch.manual_seed(0)
-    from stree.models.hybrid import HybridModel
-
     model = HybridModel(FeatureConfig().added_to(DRAFTER, TARGET))
-    size = model.model.features(10 * torch.randn(50, model.config.feature_width)).std()
+    size = model.model.features.of_tokens(10 * torch.randn(50, model.config.feature_width)).std()
     assert 0.015 < size < 0.025
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.5, 5), (0.2, 1), (0.8, 3)])
 def test_runs_of_tokens_are_unknown(share, longest):
     torch.manual_seed(0)
-    known = FeatureConfig(None, share, longest).known((1, 100_000), torch.device("cpu"))[0]
+    config = FeatureConfig(unknown_share=share, longest_run=longest)
+    known = config.known((1, 100_000), torch.device("cpu"))[0]
     # The share's standard error is below 0.003 where runs are of five tokens
     assert abs((~known).double().mean() - share) < 0.012
     ends = torch.diff(known.int()).ne(0).nonzero()[:, 0]
@@ -115,6 +120,94 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
         Distillation(target, features=FeatureConfig([0, 4]))
     with pytest.raises(UsageError, match=r"say in model\.features\.layers"):
         drafter_config_of(TARGET, DRAFTER.reading((0,), TARGET), None)
-    for wrong in ({"unknown_share": 1.0}, {"longest_run": 0}):
-        with pytest.raises(UsageError, match=next(iter(wrong))):
+    for wrong in (
+        {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0}, {"own": True}
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
             FeatureConfig(**wrong)
+    ahead = FeatureConfig(ahead=2)
+    with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
+        Distillation(target, drafter_layers=[0, 1], features=ahead)
+    with pytest.raises(UsageError, match="reach_depth"):
+        Distillation(target, features=ahead, loss=LossConfig("lk", reach_depth=3))
+    with pytest.raises(UsageError, match="activation_checkpointing"):
+        Distillation(target, features=ahead, activation_checkpointing=True)
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    """Two sequences in the first row; some tokens count."""
+    torch.manual_seed(1)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[:, :4] = mask[0, 11:14] = False
+    segments = torch.zeros(2, 24, dtype=torch.long)
+    segments[0, 11:] = 1
+    tokens = torch.randint(320, (2, 24))
+    return {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
+    """Against dense softmaxes of all passes, in fp64, given which depth each token was drawn."""
+    module = Distillation(
+        str(workspace / "target"), DRAFTER, features=FeatureConfig(ahead=3, own=own)
+    )
+    module.exported.double()
+    module.target.double()
+    batch, drawn = a_batch(), []
+    depths = FeatureConfig.depths
+
+    def noted(self, segment_ids):
+        drawn.append(depths(self, segment_ids))
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureConfig, "depths", noted)
+        terms = module.loss_terms(batch)
+    terms.loss.backward()
+    got = {name: each.grad for name, each in module.exported.named_parameters()}
+    assert (got.get("model.features.own.weight") is not None) == own
+    module.zero_grad()
+    (chosen, there), (tokens, segments) = drawn[0], (batch["tokens"], batch["segment_ids"])
+    features = Features(module.exported.config.feature_layers)
+    law = module.target.hidden_states(tokens, segments, features=features)
+    law = module.target.logits(law).log_softmax(-1)
+    passes = module.exported.hidden_ahead(tokens, segments, features.values, None, 3)
+    losses = torch.stack([
+        (law.exp() * (law - module.exported.logits(each).log_softmax(-1))).sum(-1)
+        for each in passes
+    ])  # fmt: skip
+    mask = torch.zeros_like(there)
+    mask[:, :-1] = batch["loss_mask"][:, 1:]
+    for row, at in there.nonzero().tolist():  # a draft begins in the sequence that it is of
+        assert segments[row, at - chosen[row, at]] == segments[row, at] and at >= chosen[row, at]
+    weight = 0.8 + 0.8**2 + 0.8**3
+    first = losses[0][mask].mean()
+    drafts = losses.gather(0, chosen[None])[0][mask & there].mean()
+    wanted = (first + weight * drafts) / (1 + weight)
+    # Sums over the vocabulary are fp32 in the product
+    torch.testing.assert_close(terms.loss.double(), wanted, rtol=1e-5, atol=1e-7)
+    wanted.backward()
+    for name, parameter in module.exported.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_depths_are_as_likely_as_they_count():
+    torch.manual_seed(0)
+    config = FeatureConfig(ahead=3, ahead_decay=0.5)
+    depths, there = config.depths(torch.zeros(1, 60_000, dtype=torch.long))
+    shares = depths.flatten().bincount(minlength=4) / depths.numel()
+    # Standard errors are below 0.002
+    assert torch.allclose(shares, torch.tensor([0, 4, 2, 1]) / 7, atol=0.01)
+    assert there[0, 3:].all() and not there[0, 0] and config.ahead_weight == 0.875
+
+
+def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
+    run(workspace, tmp_path, "--model.features.ahead", "3", "--model.features.own", "true")
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    assert losses[-1] < 0.9 * losses[0]
+    target = load_model(workspace / "target", dtype=torch.float64)
+    drafter = load_model(tmp_path / "drafter" / "latest", dtype=torch.float64)
+    assert drafter.config.own_features and drafter.config.feature_layers == (0, 2, 3)
+    generation = GenerationConfig(16, ignore_eos=True)
+    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
+    assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens

@@ -12,8 +12,10 @@ from stree import BatchDecoder, Decoder, GenerationConfig, HybridModel, Request,
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
+from stree.grown import GrownForest
 from stree.models.convert import load_model, save_model
 from stree.models.features import Features
+from stree.models.parts import Sequences
 from stree.modes import Costs, Modes
 from stree.tree import as_tree, balanced
 
@@ -182,7 +184,7 @@ def test_state_after_commit_is_that_of_the_accepted_path(tree, target, drafter):
     read = features_of(target, text)[:, :length]
     again = drafter.new_cache(64, tree.num_nodes)
     with torch.no_grad():
-        inputs = drafter.model.features.of_sequences(read, None, None)
+        inputs = drafter.model.features(read)
     drafter.prefill(torch.tensor([text[:length]]), again, inputs=inputs)
     for got, wanted in zip(own.cache.layers, again.layers, strict=True):
         for mine, theirs in zip(got.save(length), wanted.save(length), strict=True):
@@ -293,3 +295,100 @@ def test_other_targets_are_refused(drafter):
         drafter.config.replace(feature_layers=(0, 3))
     with pytest.raises(UsageError, match="target_width"):
         drafter.config.replace(target_width=0)
+
+
+def recurrent(own=True, **changes):
+    """A target without attention, and a drafter that reads its features, and its own."""
+    target = tiny_model(1, attn_layers=(), **changes)
+    drafter = reading(target)
+    model = HybridModel(drafter.config.replace(own_features=own)).to(drafter.dtype).eval()
+    model.load_state_dict(drafter.state_dict(), strict=False)
+    with torch.no_grad():
+        if own:
+            model.model.features.own.weight.normal_(std=0.1)
+    return target, model
+
+
+def hidden_one_by_one(drafter, tokens, read, ahead):
+    """Of each token as the last of drafts of 0 … `ahead` tokens, each draft by itself."""
+    reader = drafter.model.features
+    wanted = torch.zeros(1 + ahead, len(tokens), drafter.config.d_model, dtype=drafter.dtype)
+    inputs = reader(read)
+    for depth in range(1 + ahead):
+        for at in range(depth, len(tokens)):
+            drafted = inputs[:, : at + 1].clone()
+            for back in reversed(range(depth)):
+                drafted[:, at - back] = reader.of_drafts(wanted[depth - back - 1, at - back - 1])
+            x = drafter.model.embed_tokens(torch.tensor([tokens[: at + 1]])) + drafted
+            for layer in drafter.model.layers:
+                x = layer(x, Sequences())
+            wanted[depth, at] = drafter.model.norm(x)[0, -1]
+    return wanted
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"repeat_before_conv": True}], ids=["", "repeated"])
+def test_passes_ahead_are_drafts_from_every_token(changes, own):
+    target, drafter = recurrent(own, **changes)
+    torch.manual_seed(6)
+    ahead, first, second = 5, torch.randint(61, (13,)).tolist(), torch.randint(61, (9,)).tolist()
+    features = Features(LAYERS)
+    packed, segments = torch.tensor([first + second]), torch.tensor([[0] * 13 + [1] * 9])
+    target.hidden_states(packed, segments, features=features)
+    with torch.no_grad():
+        passes = drafter.hidden_ahead(packed, segments, features.values, None, ahead)
+        for start, tokens in ((0, first), (13, second)):
+            part = slice(start, start + len(tokens))
+            wanted = hidden_one_by_one(drafter, tokens, features.values[:, part], ahead)
+            for depth, (got, want) in enumerate(zip(passes, wanted, strict=True)):
+                assert torch.allclose(got[0, part][depth:], want[depth:], atol=1e-9)
+
+
+def paths_of(forest, row, tokens):
+    """The tokens from the root down to each node that others were drawn from."""
+    if isinstance(forest, GrownForest):
+        drawn, by = forest._drawn[row].tolist(), forest._drawn_by.tolist()
+        tokens = forest.pool[row].tolist()
+        paths = []
+        for node in drawn:
+            path = [node]
+            while path[0]:
+                path.insert(0, drawn[by[path[0]]])
+            paths.append([tokens[each] for each in path])
+        return paths
+    tree, nodes = forest.trees[row], torch.cat([each.nodes for each in forest.levels], 1)
+    return [[tokens[each] for each in tree.path_to(node)] for node in nodes[row].tolist()]
+
+
+@pytest.mark.parametrize("tree", ["chain-4", "paper", "beam-3-4-9"])
+def test_own_features_are_those_of_the_parent_as_in_training(tree):
+    target, drafter = recurrent()
+    own, drafts = ModelDrafter(drafter, 1, 64, 13), []
+    draft = own.draft
+
+    def watched(rows, forest, longest, bound, keep_logits):
+        proposal = draft(rows, forest, longest, bound, True)
+        paths = paths_of(forest, 0, proposal.tokens[0].tolist())
+        drafts.append((int(rows.position[0]), paths, proposal.logits[0]))
+        return proposal
+
+    own.draft = watched
+    out = Decoder(target, own, tree, max_length=64).generate(PROMPT, GenerationConfig(20))
+    assert out.stats.acceptance_length > 1.2
+    for at, paths, logits in drafts:
+        for path, got in zip(paths, logits, strict=True):
+            text = (PROMPT + out.tokens)[:at] + path
+            with torch.no_grad():
+                passes = drafter.hidden_ahead(
+                    torch.tensor([text]), None, features_of(target, text), None, len(path) - 1
+                )
+            assert torch.allclose(got, drafter.logits(passes[-1])[0, -1], atol=1e-9)
+
+
+def test_own_features_change_nothing_of_what_comes_out(captured_on_cpu):
+    target, drafter = recurrent()
+    served = mixed_requests(6, TREES, seed=1)
+    decoder = BatchDecoder(target, drafter, num_rows=3, max_length=64, max_nodes=13)
+    for each, out in zip(served, decoder.generate(served), strict=True):
+        plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
+        assert out.tokens == plain.tokens
