@@ -545,15 +545,17 @@ def advance(steering: Steering) -> None:
     steering.parity.bitwise_xor_(1)
 
 
-def choice_scores(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> Tensor:
+def choice_scores(
+    logits: Tensor, depths: Tensor, sampling: Sampling | None, ids: Tensor | None = None
+) -> Tensor:
     """What the best tokens are the best by: logits, or those of a row that samples with noise.
 
     The best token of logits / temperature + Gumbel noise is a sample, the best k are k samples
     without replacement (Gumbel 1954; Kool et al. 2019). The noise belongs to the token's position
     in its sequence, so whoever chooses a token there, drafter or target, has the same.
 
-    Args: logits (B, n, V) of nodes at depths (B, n). Returns (B, n, V), fp64
-    with sampling.
+    Args: logits (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone, whose
+    noise is what it is among all. Returns as many, fp64 with sampling.
     """
     if sampling is None:
         return logits.to(accumulation_dtype(logits.dtype))
@@ -565,7 +567,7 @@ def choice_scores(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> 
         levels, at = depths.unique(return_inverse=True)
     noise = token_noise(
         sampling.seed, sampling.position[:, None] + 1 + levels.view(-1, levels.shape[-1]),
-        logits.shape[-1],
+        logits.shape[-1], ids,
     )  # fmt: skip
     if levels is not depths:
         noise = noise.gather(1, at.expand(len(logits), -1)[..., None].expand_as(logits))
@@ -590,22 +592,24 @@ def choose_children(
     finite: Tensor,
     nodes: Tensor | None = None,
     values: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Write the best tokens after some nodes to their places in the trees; nothing waits for the
     device.
 
-    Args: logits (B, n, V), depths and sampling as in `choice_scores`; places (B, n, K), the node
+    Args: logits (B, n, V), depths, sampling and ids as in `choice_scores`; places (B, n, K), the node
     of its tree that takes the k-th best, −1 for none; tokens (B, N), written there; finite (B, n)
     bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of, values
     (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its parent's
     plus the logarithm of its share in the softmax of logits + temperature · noise: the target
     chooses the best of those, by its own logits, so a share means the same at all temperatures.
     """
-    every = choice_scores(logits, depths, sampling)
+    every = choice_scores(logits, depths, sampling, ids)
     scores, best = every.topk(places.shape[2], dim=-1)
+    chosen = best if ids is None else ids[best]
     slots = F.pad(tokens, (0, 1))  # the last takes what no node does
     places = torch.where(places < 0, tokens.shape[1], places)
-    slots.scatter_(1, places.flatten(1), best.flatten(1))
+    slots.scatter_(1, places.flatten(1), chosen.flatten(1))
     tokens.copy_(slots[:, :-1])
     finite.copy_(scores[..., 0].isfinite())
     if values is not None:
@@ -735,19 +739,29 @@ def uniforms(seeds: Tensor, positions: Tensor, places: Tensor) -> Tensor:
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
 
 
-def token_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+def token_noise(
+    seeds: Tensor, positions: Tensor, num_tokens: int, ids: Tensor | None = None
+) -> Tensor:
     """Gumbel noise (B, n, V) fp64 of each token: a function of seed, position and token alone.
 
     −log(−log u) of uniform numbers of 52 bits, never 0 or 1: two of a Philox counter (half the
     token, position, 1).
 
-    Args: seeds (B,), positions (B, n) int64, not negative.
+    Args: seeds (B,), positions (B, n) int64, not negative; ids (V,), the tokens, in place of the
+    first num_tokens.
     """
-    pairs = torch.arange(-(-num_tokens // 2), device=seeds.device)
+    if ids is None:
+        pairs = torch.arange(-(-num_tokens // 2), device=seeds.device)
+    else:
+        pairs = ids >> 1
     positions = positions[..., None]
     words = _philox(seeds[:, None, None], pairs.expand(*positions.shape[:2], -1), positions, 1)
     bits = [(words[at] >> 6) * 2**26 + (words[at + 1] >> 6) for at in (0, 2)]
-    uniform = (torch.stack(bits, dim=-1).flatten(-2)[..., :num_tokens].double() + 0.5) * 2.0**-52
+    if ids is None:
+        chosen = torch.stack(bits, dim=-1).flatten(-2)[..., :num_tokens]
+    else:
+        chosen = torch.where(ids % 2 == 1, bits[1], bits[0])
+    uniform = (chosen.double() + 0.5) * 2.0**-52
     return -(-uniform.log()).log()
 
 

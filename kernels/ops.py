@@ -245,10 +245,11 @@ def choose_children(
     finite: Tensor,
     nodes: Tensor | None = None,
     values: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """See `naive.choose_children`."""
     module = _module("top", logits)
-    module.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values)
+    module.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:

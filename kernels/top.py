@@ -41,13 +41,17 @@ def choose_children(
     finite: Tensor,
     nodes: Tensor | None = None,
     values: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
-    """`naive.choose_children` in the same two launches; depths and places contiguous."""
+    """`naive.choose_children` in the same two launches; depths, places and ids contiguous."""
     assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
     assert nodes is None or nodes.stride(1) == 1
     assert values is None or values.stride(1) == 1
-    flags = finite.view(torch.uint8)
-    _choose(logits, depths, sampling, places.shape[2], places, tokens, None, flags, nodes, values)
+    assert ids is None or (ids.is_contiguous() and len(ids) == logits.shape[2])
+    _choose(
+        logits, depths, sampling, places.shape[2], places, tokens, None, finite.view(torch.uint8),
+        nodes, values, ids,
+    )  # fmt: skip
 
 
 def _choose(
@@ -61,6 +65,7 @@ def _choose(
     finite: Tensor | None,
     nodes: Tensor | None = None,
     paths: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     batch, per_row, vocabulary = logits.shape
     assert logits.stride(2) == 1 and depths.is_contiguous()
@@ -76,7 +81,7 @@ def _choose(
     if sampling is not None:
         chosen_by = (sampling.temperature, sampling.seed, sampling.position)
     piece_kernel[(batch * per_row, pieces)](
-        logits, logits.stride(0), logits.stride(1), per_row, depths, *chosen_by,
+        logits, logits.stride(0), logits.stride(1), ids, per_row, depths, *chosen_by,
         values, candidates, sums, vocabulary,
         PIECE=piece, num_warps=4, **counts, **overlapping(logits),
     )  # fmt: skip
@@ -92,17 +97,20 @@ def _choose(
 
 @triton.jit
 def piece_kernel(
-    logits, batch_stride, stride, per_row, depths, temperatures, seeds, positions,
+    logits, batch_stride, stride, ids, per_row, depths, temperatures, seeds, positions,
     values, candidates, sums, vocabulary,
     COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // per_row
-    token = piece * PIECE + tl.arange(0, PIECE)
-    known = token < vocabulary
+    column = piece * PIECE + tl.arange(0, PIECE)
+    known = column < vocabulary
     at = logits + sequence * batch_stride + row % per_row * stride
-    value = tl.load(at + token, mask=known, other=-float("inf")).to(tl.float32)
+    value = tl.load(at + column, mask=known, other=-float("inf")).to(tl.float32)
+    token = column
+    if ids is not None:
+        token = tl.load(ids + column, mask=known, other=0).to(tl.int32)
     scale = 1.0
     if temperatures is not None:
         value = value.to(tl.float64)

@@ -91,8 +91,10 @@ class BatchDecoder:
         elif not isinstance(tree, Modes):
             tree = as_tree(tree)
         model = drafter.model if isinstance(drafter, NGram) else drafter
+        self._num_drafted = target.config.vocab_size
         if isinstance(model, HybridModel):
             require_partners(target, model)
+            self._num_drafted = model.config.head_size
         self.modes = tree if isinstance(tree, Modes) else None
         choices = tree.trees if isinstance(tree, Modes) else (tree,)
         tree = tree.largest if isinstance(tree, Modes) else tree
@@ -186,7 +188,9 @@ class BatchDecoder:
             raise UsageError(f"{deepest} needs a drafter to fill it")
         for each in self.modes.trees if tree is None and self.modes else (deepest,):
             verifiers.require_tree(self.verifier, each)
-        require_room(prompt, generation, deepest, self.target.config, self.max_length)
+        require_room(
+            prompt, generation, deepest, self.target.config, self.max_length, self._num_drafted
+        )
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()

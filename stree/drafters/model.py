@@ -125,14 +125,16 @@ class ModelDrafter:
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )
                 read += count
-            logits = rows.kept(model.logits(hidden, wide=False))
+            logits = rows.kept(model.head_logits(hidden))
             ops.choose_children(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
-                finite[:, drawn : drawn + count], level.nodes, forest.values,
+                finite[:, drawn : drawn + count], level.nodes, forest.values, model.head_ids,
             )  # fmt: skip
             drawn += count
             drawn_from.append(logits)
-        all_logits = torch.cat(drawn_from, dim=1) if keep_logits else None
+        all_logits = None
+        if keep_logits:
+            all_logits = model.over_vocabulary(torch.cat(drawn_from, dim=1))
         return Proposal(forest.finish(tokens), finite, all_logits)
 
     def _chains_of(self, batch: int, length: int) -> Topology:

@@ -417,6 +417,7 @@ LAYOUTS = tuple(
 _BEYOND_MAMBA_IN_LLAMA = (
     "layer_types", "rotary_dim", "attention_scale", "attention_bias", "qk_norm", "attention_gate",
     "mlp_kind", "mlp_bias", "gated_norm", "mamba_in_bias", "mamba_out_bias", "feature_layers",
+    "head_vocab_size", "head_rank",
 )  # fmt: skip
 _USUAL = HybridConfig(vocab_size=1, d_model=1, num_layers=1, attn_layers=(0,), num_heads=1,
                       num_kv_heads=1, head_dim=2)  # fmt: skip

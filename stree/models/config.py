@@ -65,6 +65,8 @@ class HybridConfig:
     intermediate_size: int = 0  # an MLP's width; 0: no MLP, as in pure Mamba-2 models
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    head_vocab_size: int = 0  # tokens that a head of its own is over (`head_ids`); 0: all
+    head_rank: int = 0  # of a head that is two products, down to so many numbers and up; 0: one
 
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -158,6 +160,7 @@ class HybridConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
         if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:
             raise UsageError(f"dt_limit is {self.dt_limit}, it must be a lower and an upper bound")
+        self._require_possible_head()
         self._take_layer_types()
         bad = [i for i in self.attn_layers if not 0 <= i < self.num_layers]
         if bad or len(set(self.attn_layers)) != len(self.attn_layers):
@@ -209,6 +212,16 @@ class HybridConfig:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
                 )
+
+    def _require_possible_head(self) -> None:
+        for name, most in (("head_vocab_size", self.vocab_size), ("head_rank", self.d_model)):
+            if not 0 <= getattr(self, name) <= most:
+                raise UsageError(f"{name} is {getattr(self, name)}, it must be from 0 to {most}")
+        if self.tie_embeddings and (self.head_vocab_size or self.head_rank):
+            raise UsageError(
+                "the embedding cannot be a head of fewer tokens or lower rank: with "
+                "head_vocab_size or head_rank, set tie_embeddings to false"
+            )
 
     def _take_layer_types(self) -> None:
         """Check `layer_types`, and say in `attn_layers` what follows from them."""
@@ -295,6 +308,11 @@ class HybridConfig:
                 f"{large} = {getattr(self, large)} is no multiple of "
                 f"{small} = {getattr(self, small)}"
             )
+
+    @property
+    def head_size(self) -> int:
+        """Tokens that the head is over."""
+        return self.head_vocab_size or self.vocab_size
 
     @property
     def d_inner(self) -> int:

@@ -43,8 +43,10 @@ SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_HEAD_IDS = "head_ids"
 _ALWAYS_FP32 = (".dt_bias", ".A_log", ".D", ".correction_bias")
 _READABLE_FORMATS = ("F64", "F32", "F16", "BF16")
+_READABLE_IDS = ("I64", "I32")
 _BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -92,6 +94,7 @@ def load_model(
             tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
             weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
     model.load_state_dict(weights, strict=True, assign=True)
+    _require_head_ids(model, directory)
     return model.eval()
 
 
@@ -171,20 +174,33 @@ def _match(
         )
     for name, source in sources.items():
         wanted = source.shape or expected[name]
-        if name in (_EMBEDDING, _HEAD):
+        if name in (_EMBEDDING, _HEAD) and not checkpoint.model.head_vocab_size:
             wanted = (checkpoint.padded_vocab_size, *wanted[1:])
+        formats = _READABLE_IDS if name == _HEAD_IDS else _READABLE_FORMATS
         for place in source.names:
             if stored.shapes[place] != wanted:
                 raise CheckpointRefused(
                     f"{place} in {directory} has shape {stored.shapes[place]}, its config wants "
                     f"{wanted}: use weights and config of the same checkpoint"
                 )
-            if stored.formats[place] not in _READABLE_FORMATS:
+            if stored.formats[place] not in formats:
                 raise CheckpointRefused(
                     f"{place} in {directory} is stored as {stored.formats[place]}, wanted one of "
-                    f"{', '.join(_READABLE_FORMATS)}: use a checkpoint that is not quantised"
+                    f"{', '.join(formats)}: use a checkpoint that is not quantised"
                 )
     return sources
+
+
+def _require_head_ids(model: HybridModel, directory: Path) -> None:
+    ids, size = model.head_ids, model.config.vocab_size
+    if ids is None:
+        return
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= size:
+        raise CheckpointRefused(
+            f"{_HEAD_IDS} in {directory} are not ascending token ids below {size}: copy or export "
+            "the checkpoint again"
+        )
 
 
 def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path) -> None:
@@ -201,6 +217,8 @@ def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path)
 
 def kept_dtype(name: str, dtype: torch.dtype, source: Source | None = None) -> torch.dtype:
     """What a parameter is kept in by a model that is loaded in `dtype`."""
+    if name == _HEAD_IDS:
+        return torch.long
     wide = name.endswith(_ALWAYS_FP32) or (source is not None and source.wide)
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 

@@ -1,7 +1,8 @@
 """A decoder of the layers that its config describes: training, prefill, step, token tree, commit.
 
-Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width. Parameters carry
-MambaInLlama's names.
+Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width, K tokens that the head is over
+and R what it multiplies (V and D, unless the config says otherwise). Parameters carry MambaInLlama's
+names.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ def on_own_gpu(method: Method) -> Method:
     return cast(Method, run)
 
 
+def _product() -> Callable[[Tensor, Tensor], Tensor]:
+    return F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
+
+
 @functools.lru_cache(maxsize=256)
 def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
     """One tree on a device, for a conv of that width."""
@@ -92,15 +97,25 @@ class Decoder(nn.Module):
 
 
 class HybridModel(nn.Module):
-    """A causal language model of the layers that a `HybridConfig` describes."""
+    """A causal language model of the layers that a `HybridConfig` describes.
+
+    head_ids (K,) int64 ascending, the tokens of a head over some of the vocabulary; None with all.
+    """
+
+    head_ids: Tensor | None
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config
         self.tokenizer_fingerprint: str | None = None  # known for a checkpoint with a manifest
         self.model = Decoder(config)
+        if config.head_rank:
+            self.head_down = nn.Linear(config.d_model, config.head_rank, bias=False)
         if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            width = config.head_rank or config.d_model
+            self.lm_head = nn.Linear(width, config.head_size, bias=False)
+        ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
+        self.register_buffer("head_ids", ids)
         if self.device.type != "meta":
             self._initialise()
 
@@ -127,7 +142,7 @@ class HybridModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D), the embedding itself when tied."""
+        """(K, R), the embedding itself when tied."""
         tied = self.config.tie_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
@@ -235,10 +250,45 @@ class HybridModel(nn.Module):
 
     @on_own_gpu
     def logits(self, hidden: Tensor, *, wide: bool = True) -> Tensor:
-        """(…, V) in fp32 or wider; else as multiplied, which is enough to choose by."""
-        product = F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
-        logits = product(hidden, self.head_weight.to(hidden.dtype))
+        """(…, V) in fp32 or wider; else as multiplied, which is enough to choose by. −∞ for tokens
+        that the head is not over."""
+        logits = self.over_vocabulary(self.head_logits(hidden))
         return logits.to(naive.accumulation_dtype(logits.dtype)) if wide else logits
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """(…, K), as multiplied."""
+        return _product()(self.head_inputs(hidden), self.head_weight.to(hidden.dtype))
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """(…, R), what `head_weight` multiplies, of hidden states (…, D)."""
+        if not self.config.head_rank:
+            return hidden
+        return _product()(hidden, self.head_down.weight.to(hidden.dtype))
+
+    @torch.no_grad()
+    def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
+        """Let the head be over the tokens ids (K,), ascending (None: as it is), with what it can
+        hold of a whole head (V, D): those rows, or of a low rank their best approximation, on the
+        principal directions. Without one, the weights stay."""
+        if ids is not None:
+            assert self.head_ids is not None
+            self.head_ids.copy_(ids)
+        if whole is None:
+            return
+        rows = whole if self.head_ids is None else whole[self.head_ids.to(whole.device)]
+        if rank := self.config.head_rank:
+            wide = rows.double()
+            directions = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]  # (D, R)
+            self.head_down.weight.copy_(directions.T)
+            rows = wide @ directions
+        self.lm_head.weight.copy_(rows)
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Those of the head (…, K) as (…, V), −∞ for all other tokens."""
+        if self.head_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
+        return whole.index_copy_(-1, self.head_ids, logits)
 
     # Decoding
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
@@ -88,6 +89,34 @@ def slice_drafter(
             elif not name.startswith("model.features."):
                 weight.copy_(source[_target_name(name, places)])
     return drafter
+
+
+def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> HybridConfig:
+    """The config with a head over so many tokens and of that rank, untied; None for all, and for
+    one product. Raises UsageError when it has a head of its own already, or there are fewer."""
+    if vocab_size is None and rank is None:
+        return config
+    if config.head_vocab_size or config.head_rank:
+        raise UsageError(
+            f"the drafter has a head of its own already ({config.head_size} tokens, rank "
+            f"{config.head_rank or config.d_model}): leave the one out that is asked for"
+        )
+    return config.replace(
+        tie_embeddings=False, head_vocab_size=vocab_size or 0, head_rank=rank or 0
+    )
+
+
+def with_head(
+    model: HybridModel, ids: Tensor | None = None, rank: int | None = None
+) -> HybridModel:
+    """A copy whose head is over the tokens ids (K,), ascending, alone, or of a rank: what of the
+    whole head those rows and directions are (Eckart and Young 1936). Errors as `headed`."""
+    config = headed(model.config, None if ids is None else len(ids), rank)
+    copy = HybridModel(config).to(model.device, model.dtype)
+    state = {name: each for name, each in model.state_dict().items() if name != "lm_head.weight"}
+    copy.load_state_dict(state, strict=False)
+    copy.take_head(model.head_weight, ids)
+    return copy.train(model.training)
 
 
 def _target_name(drafter_name: str, places: Mapping[str, Sequence[int]]) -> str:

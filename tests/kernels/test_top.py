@@ -162,3 +162,30 @@ def test_paths_values_are_sums_of_log_shares(temperatures, vocabulary):
                 wanted[row, place] = before[row, nodes[row, at]] + share
         torch.testing.assert_close(values.double(), wanted, rtol=1e-5, atol=1e-5)
         assert finite.all()
+
+
+@pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_ids", [6, 1500])
+def test_some_tokens_are_drawn_as_of_all_where_the_others_have_none(num_ids, temperatures):
+    """Columns of tokens ids beside the whole with −∞ elsewhere: the same tokens, by their own noise,
+    and the same paths' values."""
+    ids = torch.randperm(4000, generator=torch.Generator().manual_seed(1))[:num_ids].sort().values
+    ids = ids.to(DEVICE)
+    logits = normal(3, 2, num_ids)
+    whole = torch.full((3, 2, 4001), -torch.inf, device=DEVICE).index_copy(2, ids, logits)
+    sampling = temperatures and sampling_of(temperatures)
+    depths = torch.tensor([[0, 1]] * 3, dtype=torch.int32, device=DEVICE)
+    places = torch.tensor([[[2, 5, 4], [7, 6, -1]]] * 3, device=DEVICE)
+    nodes = torch.tensor([[0, 3]] * 3, device=DEVICE)
+    results = []
+    for module, columns, own in ((naive, whole, None), (naive, logits, ids), (top, logits, ids)):
+        values, tokens = torch.zeros(3, 8, device=DEVICE), torch.full((3, 8), -7, device=DEVICE)
+        finite = torch.zeros(3, 2, dtype=torch.bool, device=DEVICE)
+        module.choose_children(
+            columns, depths, sampling, places, tokens, finite, nodes, values, own
+        )
+        assert finite.all()
+        results.append((tokens, values))
+    for tokens, values in results[1:]:
+        assert torch.equal(tokens, results[0][0])
+        torch.testing.assert_close(values, results[0][1], rtol=1e-5, atol=1e-5)

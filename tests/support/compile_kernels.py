@@ -217,7 +217,9 @@ def main() -> None:
             logits, finite = model.logits(hidden), torch.ones_like(inner, dtype=torch.bool)
             for count, by in ((3, None), (3, sampling), (255, None), (255, sampling)):
                 places = torch.full((*inner.shape, count), -1)
-                ops.choose_children(logits, depths[:, 1:].contiguous(), by, places, tokens, finite)
+                levels, ids = depths[:, 1:].contiguous(), torch.arange(logits.shape[-1])
+                for own in (None, ids) if count == 3 else (None,):
+                    ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
             ops.take_roots(hidden, block, active, tokens, cache.path_length)
         for num_nodes in {1, *options.nodes}:

@@ -215,8 +215,13 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     """What `ops.choose_children` does for rows that sample, as choices that can be enumerated:
     siblings one after the other, without replacement, the first tokens when none is left."""
 
-    def choose_children(logits, depths, sampling, places, tokens, finite, *_) -> None:
+    def choose_children(
+        logits, depths, sampling, places, tokens, finite, nodes=None, values=None, ids=None
+    ) -> None:
         finite.copy_(logits.amax(-1).isfinite())
+        if ids is not None:
+            whole = torch.full((*logits.shape[:-1], 1 + int(ids[-1])), -torch.inf)
+            logits = whole.to(logits.dtype).index_copy(-1, ids, logits)
         for row, at, rank in itertools.product(*map(range, places.shape)):
             place = int(places[row, at, rank])
             if place < 0:
