@@ -554,8 +554,8 @@ def choice_scores(
     without replacement (Gumbel 1954; Kool et al. 2019). The noise belongs to the token's position
     in its sequence, so whoever chooses a token there, drafter or target, has the same.
 
-    Args: logits (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone, whose
-    noise is what it is among all. Returns as many, fp64 with sampling.
+    Args: logits (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone,
+    whose noise is what it is among all. Returns as many, fp64 with sampling.
     """
     if sampling is None:
         return logits.to(accumulation_dtype(logits.dtype))
@@ -597,12 +597,13 @@ def choose_children(
     """Write the best tokens after some nodes to their places in the trees; nothing waits for the
     device.
 
-    Args: logits (B, n, V), depths, sampling and ids as in `choice_scores`; places (B, n, K), the node
-    of its tree that takes the k-th best, −1 for none; tokens (B, N), written there; finite (B, n)
-    bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of, values
-    (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its parent's
-    plus the logarithm of its share in the softmax of logits + temperature · noise: the target
-    chooses the best of those, by its own logits, so a share means the same at all temperatures.
+    Args: logits (B, n, V), depths, sampling and ids as in `choice_scores`; places (B, n, k), the
+    node of its tree that takes each of the best, −1 for none; tokens (B, N), written there; finite
+    (B, n) bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of,
+    values (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its
+    parent's plus the logarithm of its share in the softmax of logits + temperature · noise: the
+    target chooses the best of those, by its own logits, so a share means the same at all
+    temperatures.
     """
     every = choice_scores(logits, depths, sampling, ids)
     scores, best = every.topk(places.shape[2], dim=-1)

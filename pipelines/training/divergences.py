@@ -3,6 +3,12 @@
 Legend: C rows of a chunk, V vocabulary. p and q are the softmaxes of the logits divided by the
 temperature τ.
 
+A student whose head is over some tokens S has q = 0 outside. The divergences are those of the two
+laws over V all the same: sums over S, and what the teacher's mass outside adds (½ Σ p to total
+variation, β Σ p log(1/β) to JSD, nothing to reverse KL and cover). Only forward KL would be
+infinite: its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p,
+which weighs a row by what its teacher leaves to the head, and may be below 0.
+
 Each divergence gives a value a row, and its gradient with respect to the student's divided logits
 z. For a value Σ_v φ(p_v, q_v) that gradient is q_v (g_v − Σ_u q_u g_u) with g = ∂φ/∂q. Values that
 are quadratic in small differences of logits carry τ², those that are linear τ: so the size of a
@@ -15,6 +21,7 @@ its tail spread like the student's) yields value and gradient of the divergence 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +32,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Chunk:
     """log p, log q, p and q, (C, V) fp32, and `accepted`, (C,): Σ_v min(p_v, q_v) as far as the
-    teacher knows. All but log_q may be overwritten: a large vocabulary affords few more."""
+    teacher knows. All but log_q may be overwritten: a large vocabulary affords few more. Of a head
+    over some tokens S the columns are theirs alone, and `inside` (C,) is Σ_S p; else None."""
 
     log_p: Tensor
     log_q: Tensor
@@ -33,6 +41,12 @@ class Chunk:
     q: Tensor
     accepted: Tensor
     temperature: float
+    inside: Tensor | None = None
+
+    @property
+    def outside(self) -> Tensor | float:
+        """(C,), Σ p where the student cannot go."""
+        return 0.0 if self.inside is None else 1 - self.inside
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,10 @@ class ForwardKL:
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         value = _forward_kl(chunk).mul_(chunk.temperature**2)
-        grad = chunk.q.sub_(chunk.p).mul_(chunk.temperature**2) if with_grad else None
+        grad = None
+        if with_grad:
+            difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
+            grad = _slopes_of_kl(difference, chunk).mul_(chunk.temperature**2)
         return RowTerms(value, chunk.accepted, grad)
 
 
@@ -94,7 +111,7 @@ class JensenShannon:
         value = beta * _minus(chunk.log_p, log_m, chunk.p, out=chunk.log_p).mul_(chunk.p).sum(1)
         log_ratio = _minus(chunk.log_q, log_m, chunk.q, out=chunk.p)
         of_student = torch.mul(chunk.q, log_ratio, out=log_m).sum(1)
-        value += (1 - beta) * of_student
+        value += (1 - beta) * of_student - beta * math.log(beta) * chunk.outside
         grad = None
         if with_grad:
             grad = log_ratio.sub_(of_student[:, None]).mul_(chunk.q).mul_((1 - beta) * square)
@@ -111,7 +128,8 @@ class TotalVariation:
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
-        value = torch.abs(difference, out=chunk.log_p).sum(1).mul_(0.5 * chunk.temperature)
+        value = torch.abs(difference, out=chunk.log_p).sum(1) + chunk.outside
+        value = value.mul_(0.5 * chunk.temperature)
         grad = None
         if with_grad:
             signs = difference.sign_().mul_(0.5 * chunk.temperature)
@@ -132,13 +150,13 @@ class LK:
         share = torch.exp(-self.eta * chunk.accepted)
         kl = _forward_kl(chunk)
         difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
-        distance = torch.abs(difference, out=chunk.log_p).sum(1).mul_(0.5)
+        distance = (torch.abs(difference, out=chunk.log_p).sum(1) + chunk.outside).mul_(0.5)
         value = share * square * kl + (1 - share) * linear * distance
         grad = None
         if with_grad:
             signs = torch.sign(difference, out=chunk.log_p).mul_(0.5)
             rest = _through_softmax(signs, chunk.q).mul_(((1 - share) * linear)[:, None])
-            grad = difference.mul_((share * square)[:, None]).add_(rest)
+            grad = _slopes_of_kl(difference, chunk).mul_((share * square)[:, None]).add_(rest)
         return RowTerms(value, chunk.accepted, grad)
 
 
@@ -168,13 +186,20 @@ class Cover:
             slopes = log_missed.mul_(k - 1).exp_().mul_(chunk.p).mul_(-k)
             rest = _through_softmax(slopes, chunk.q).mul_(((1 - share) * linear)[:, None])
             difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
-            grad = difference.mul_((share * square)[:, None]).add_(rest)
+            grad = _slopes_of_kl(difference, chunk).mul_((share * square)[:, None]).add_(rest)
         return RowTerms(value, cover, grad)
 
 
 def _forward_kl(chunk: Chunk) -> Tensor:
     """Σ p (log p − log q), (C,); overwrites log_p."""
     return _minus(chunk.log_p, chunk.log_q, chunk.p, out=chunk.log_p).mul_(chunk.p).sum(1)
+
+
+def _slopes_of_kl(difference: Tensor, chunk: Chunk) -> Tensor:
+    """∂ forward KL / ∂z = q Σ_S p − p, in place of the difference q − p."""
+    if chunk.inside is not None:
+        difference.addcmul_(chunk.q, chunk.inside[:, None] - 1)
+    return difference
 
 
 def _minus(minuend: Tensor, subtrahend: Tensor, weight: Tensor, out: Tensor) -> Tensor:

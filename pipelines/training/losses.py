@@ -1,7 +1,7 @@
 """Losses over a large vocabulary that never hold the logits of all tokens.
 
-Legend: B batch, T tokens, M rows (tokens that count), C rows of a chunk, V vocabulary,
-Ds / Dt width of student and teacher.
+Legend: B batch, T tokens, M rows (tokens that count), C rows of a chunk, V vocabulary (of a student
+whose head is over some tokens, those), Ds / Dt width of student and teacher.
 
 Dense logits of teacher and student cost 2·M·V fp32 numbers; at V = 128,256 and 8,192 tokens that
 is 8 GiB before the first gradient. Here the rows that count are gathered first, then taken C at a
@@ -100,7 +100,8 @@ def chunked_distillation_loss(
     Args:
         student_hidden: (…, Ds) float, hidden states that predict the token of the same row.
         student_head: (V, Ds) float.
-        teacher: of the rows that count, in the mask's order, at the same temperature.
+        teacher: of the rows that count, in the mask's order, at the same temperature, and `over`
+            the tokens of the student's head.
         mask: (…) bool, the rows that count; the others are not computed at all.
         ce_labels: (…) int64, read where the mask is True; needed when `ce_weight` is not 0.
         temperature: τ > 0.
@@ -141,7 +142,7 @@ def measure_rows(
     _require_teacher(teacher, divergence, len(rows_M), student_head)
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
-        chunk_tokens = chunk_rows(len(rows_M), student_head.shape[0], student_head.is_cuda)
+        chunk_tokens = _chunk_rows_of(teacher, len(rows_M), student_head)
     dtype = product_dtype(student_hidden)
     measured = student_MD.new_zeros(3, mask.numel(), dtype=torch.float32)
     with torch.autocast(student_MD.device.type, enabled=False):
@@ -200,10 +201,11 @@ def _require_teacher(
     if len(teacher) != num_rows:
         raise UsageError(f"the teacher has {len(teacher)} rows, the mask {num_rows}")
     if isinstance(teacher, LiveTeacher):
-        if teacher.head.shape[0] != student_head.shape[0]:
+        num_tokens = len(teacher.head if teacher.ids is None else teacher.ids)
+        if num_tokens != len(student_head):
             raise UsageError(
-                f"the teacher's head has {teacher.head.shape[0]} tokens, the student's "
-                f"{student_head.shape[0]}; a drafter needs its target's vocabulary"
+                f"the teacher's head has {num_tokens} tokens, the student's "
+                f"{len(student_head)}; a drafter needs its target's vocabulary"
             )
     elif divergence.needs_whole_law:
         raise UsageError(
@@ -249,7 +251,7 @@ def _loss_of(
     labels_M = labels.reshape(-1)[rows_M] if ce_weight and labels is not None else None
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
-        chunk_tokens = chunk_rows(len(rows_M), student_head.shape[0], student_head.is_cuda)
+        chunk_tokens = _chunk_rows_of(teacher, len(rows_M), student_head)
     settings = _Settings(
         divergence, ce_weight, temperature, chunk_tokens, product_dtype(student_MD)
     )
@@ -258,6 +260,12 @@ def _loss_of(
         torch.is_grad_enabled(),
     )  # fmt: skip
     return LossTerms(loss, *terms_3.unbind())
+
+
+def _chunk_rows_of(teacher: Teacher | None, num_rows: int, student_head: Tensor) -> int:
+    """By the wider of the two heads: a live teacher's logits are of its whole vocabulary."""
+    wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
+    return chunk_rows(num_rows, len(wider), student_head.is_cuda)
 
 
 def chunk_rows(num_rows: int, vocab_size: int, on_cuda: bool) -> int:
@@ -388,7 +396,8 @@ def _compare(
     p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=logits_CV)
     accepted_C = teacher.overlap(rows, p_CV, q_CV)
-    chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, temperature)
+    inside_C = p_CV.sum(1) if teacher.is_partial else None
+    chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, temperature, inside_C)
     return accepted_C, divergence(chunk, with_grad), log_q_CV
 
 

@@ -11,17 +11,26 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class Teacher(Protocol):
-    """What the chunked loss asks of a teacher; `rows` is a chunk of the M rows."""
+    """What the chunked loss asks of a teacher; `rows` is a chunk of the M rows. The V columns are
+    the tokens that the student's head is over; is_partial, whether there are more."""
+
+    @property
+    def is_partial(self) -> bool: ...
 
     def __len__(self) -> int:
         """M."""
 
     def of(self, rows: Tensor) -> Teacher:
         """The same teacher of some of its rows, by their indices."""
+
+    def over(self, ids: Tensor | None) -> Teacher:
+        """The same teacher for a student whose head is over the tokens ids (K,), ascending; None is
+        all of them. Probabilities stay what they are, and do not sum to one then."""
 
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """A new (C, V) fp32 tensor: the log-probabilities to learn, given the student's own."""
@@ -32,11 +41,16 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """hidden (M, Dt) and head (V, Dt), both in the dtype of the matrix products."""
+    """hidden (M, Dt) and head (V, Dt), both in the dtype of the matrix products; ids as `over`."""
 
     hidden: Tensor
     head: Tensor
     temperature: float = 1.0
+    ids: Tensor | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        return self.ids is not None
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -44,11 +58,16 @@ class LiveTeacher:
     def of(self, rows: Tensor) -> LiveTeacher:
         return replace(self, hidden=self.hidden[rows])
 
+    def over(self, ids: Tensor | None) -> LiveTeacher:
+        return replace(self, ids=ids)
+
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         logits_CV = (self.hidden[rows] @ self.head.T).float()
         if self.temperature != 1.0:
             logits_CV.div_(self.temperature)
-        return torch.log_softmax(logits_CV, dim=-1)
+        if self.ids is None:
+            return torch.log_softmax(logits_CV, dim=-1)
+        return logits_CV[:, self.ids].sub_(logits_CV.logsumexp(1, keepdim=True))
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
         return torch.minimum(p_CV, q_CV).sum(1)
@@ -58,35 +77,48 @@ class LiveTeacher:
 class TopK:
     """The k most probable tokens of each row and the mass of all others.
 
-    ids (M, k) int32, distinct in a row; log_probs (M, k) fp32; log_tail (M,) fp32, the log of the
-    mass outside the k, −inf when there is none.
+    ids (M, k) int, distinct in a row; log_probs (M, k) fp32; log_tail (M,) fp32, the log of the
+    mass outside the k, −inf when there is none. Where it is partial, ids are the student's columns,
+    of which those that it has not are one behind the last.
     """
 
     ids: Tensor
     log_probs: Tensor
     log_tail: Tensor
+    is_partial: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def of(self, rows: Tensor) -> TopK:
-        return TopK(self.ids[rows], self.log_probs[rows], self.log_tail[rows])
+        parts = (self.ids[rows], self.log_probs[rows], self.log_tail[rows])
+        return TopK(*parts, self.is_partial)
+
+    def over(self, ids: Tensor | None) -> TopK:
+        if ids is None:
+            return self
+        places = torch.searchsorted(ids, self.ids.long()).clamp(max=len(ids) - 1)
+        return replace(
+            self, ids=torch.where(ids[places] == self.ids, places, len(ids)), is_partial=True
+        )
 
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """The known log-probabilities, and the tail spread as the student spreads its own: an
         f-divergence from that law is the one of top k and tail bucket, gradient included."""
-        ids_Ck = self.ids[rows].long()
+        ids_Ck, size = self.ids[rows].long(), log_q_CV.shape[1]
+        if self.is_partial:
+            log_q_CV = F.pad(log_q_CV, (0, 1), value=-math.inf)  # takes what the student has not
         law_CV = log_q_CV.scatter(1, ids_Ck, -math.inf)
         tail_C = self.log_tail[rows]
         # No tail stays none, whatever the student says (−inf − −inf is NaN).
         shift_C = torch.where(tail_C == -math.inf, tail_C, tail_C - law_CV.logsumexp(1))
-        return law_CV.add_(shift_C[:, None]).scatter_(1, ids_Ck, self.log_probs[rows])
+        return law_CV.add_(shift_C[:, None]).scatter_(1, ids_Ck, self.log_probs[rows])[:, :size]
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
         """Of the k only: what of the tail overlaps is unknown, so this is at most the whole."""
-        return torch.minimum(self.log_probs[rows].exp(), q_CV.gather(1, self.ids[rows].long())).sum(
-            1
-        )
+        ids_Ck, last = self.ids[rows].long(), q_CV.shape[1] - 1
+        q_Ck = q_CV.gather(1, ids_Ck.clamp(max=last)).masked_fill(ids_Ck > last, 0.0)
+        return torch.minimum(self.log_probs[rows].exp(), q_Ck).sum(1)
 
 
 @torch.no_grad()

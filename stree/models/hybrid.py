@@ -1,8 +1,8 @@
 """A decoder of the layers that its config describes: training, prefill, step, token tree, commit.
 
-Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width, K tokens that the head is over
-and R what it multiplies (V and D, unless the config says otherwise). Parameters carry MambaInLlama's
-names.
+Shapes: B batch, T tokens, N tree nodes, V vocabulary, D model width; K tokens that the head is
+over, R numbers that it multiplies (V and D, unless the config says otherwise). Parameters carry
+MambaInLlama's names.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def test_paths_values_are_sums_of_log_shares(temperatures, vocabulary):
 @pytest.mark.parametrize("temperatures", [None, [0.7, 0.0, 1.5]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_ids", [6, 1500])
 def test_some_tokens_are_drawn_as_of_all_where_the_others_have_none(num_ids, temperatures):
-    """Columns of tokens ids beside the whole with −∞ elsewhere: the same tokens, by their own noise,
-    and the same paths' values."""
+    """Columns of some tokens beside the whole with −∞ elsewhere: the same are chosen, by their own
+    noise, and paths have the same values."""
     ids = torch.randperm(4000, generator=torch.Generator().manual_seed(1))[:num_ids].sort().values
     ids = ids.to(DEVICE)
     logits = normal(3, 2, num_ids)

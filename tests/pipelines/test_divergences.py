@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from loss_cases import live_loss, make_case, peak_bytes, top_k_case
 
 from stree.errors import UsageError
@@ -21,6 +22,7 @@ from stree_pipelines.training.losses import (
     live_teacher,
     measure_rows,
 )
+from stree_pipelines.training.teachers import LiveTeacher, top_k_of
 from stree_pipelines.training.token_weights import largest, reach, token_weights
 
 LOSSES = [
@@ -355,3 +357,109 @@ def test_a_cache_does_not_suffice_for_every_loss():
     LossConfig("cover").require_fitting(None)
     with pytest.raises(UsageError, match=r"kind cover needs the probability of every token, .*cac"):
         LossConfig("cover").require_fitting("cache")
+
+
+# A head over some tokens
+
+
+def partial_case(num_ids=30, seed=0, **options):
+    """A student whose head is over some of the teacher's 97 tokens."""
+    case, _ = make_case(seed=seed, **options)
+    ids = torch.randperm(97, generator=torch.Generator().manual_seed(seed))[:num_ids].sort().values
+    case["student_head"] = case["student_head"].detach()[ids].requires_grad_()
+    return case, ids
+
+
+def dense_partial(loss, p, q, temperature, outside, accepted=None):
+    """The formulas with q = 0 outside of the head, where p has the mass `outside`; of forward KL
+    the sum over the head's tokens."""
+    square, linear = temperature**2, temperature
+    kl = (p * (p / q).log()).sum(-1)
+    tv = ((p - q).abs().sum(-1) + outside) / 2
+    if loss.kind == "jsd":
+        whole_p, whole_q = (torch.cat([p, outside[:, None]], 1), F.pad(q, (0, 1)))
+        m = loss.beta * whole_p + (1 - loss.beta) * whole_q
+        of_p = (whole_p * (whole_p / m).log()).sum(-1)
+        of_q = (q * (q / m[:, :-1]).log()).sum(-1)
+        return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
+    if loss.kind == "tv":
+        return linear * tv
+    if loss.kind == "lk":
+        share = torch.exp(-loss.eta * (1 - tv if accepted is None else accepted).detach())
+        return share * square * kl + (1 - share) * linear * tv
+    return dense(loss, p, q, temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_a_head_over_some_tokens_has_the_whole_laws_losses(loss, temperature):
+    case, ids = partial_case()
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], temperature)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
+        chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, _, q = in_fp64(case, temperature)
+    whole = teacher_law(hidden, head, case["mask"], temperature)
+    p, outside = whole[:, ids], 1 - whole[:, ids].sum(1)
+    want = dense_partial(loss, p, q, temperature, outside).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    accepted = torch.minimum(p, q).sum(1).mean()
+    torch.testing.assert_close(terms.simulated_acceptance.double(), accepted, **EXACT)
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+@pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
+@pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
+def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
+    """Merged laws of what both know and of the rest; a head of 5 tokens may have no rest."""
+    case, ids = partial_case(num_ids)
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher.over(ids), divergence=loss.divergence, chunk_tokens=7
+    )
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, _, q = in_fp64(case, 1.0)
+    whole = teacher_law(hidden, head, case["mask"], 1.0)
+    values, accepted = [], []
+    for row, known in enumerate(teacher.ids.long()):
+        has = torch.isin(ids, known)
+        p_known, q_known = whole[row, ids[has]], q[row, has]
+        tail = 1 - whole[row, known].sum()
+        p, rest = (torch.cat([each, one[None]]) for each, one in
+                   ((p_known, tail), (q_known, q[row, ~has].sum())))  # fmt: skip
+        if has.all():  # what the student has no token for is lost with the others
+            p, rest = p[:-1], rest[:-1]
+        accepted.append(torch.minimum(p_known, q_known).sum())
+        outside = 1 - p.sum()
+        values.append(dense_partial(
+            loss, p[None], rest[None], 1.0, outside[None], accepted[-1]
+        )[0])  # fmt: skip
+    want = torch.stack(values).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    torch.testing.assert_close(
+        terms.simulated_acceptance.double(), torch.stack(accepted).mean(), **EXACT
+    )
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+def test_a_head_over_some_tokens_takes_no_more_memory():
+    chunk_tokens, vocab = 32, 8192
+    case, _ = make_case((1, 256), vocab, student_width=1, teacher_width=1)
+    case["mask"] = torch.ones_like(case["mask"])
+    ids = torch.arange(0, vocab, 2)
+    case["student_head"] = case["student_head"].detach()[ids].requires_grad_()
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+
+    def step():
+        teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
+        chunked_distillation_loss(
+            **case, teacher=teacher, divergence=LK(3.0), temperature=2.0, chunk_tokens=chunk_tokens
+        ).loss.backward()
+
+    assert peak_bytes(step) / (4 * chunk_tokens * vocab) < LOSS_BUFFERS - 1
