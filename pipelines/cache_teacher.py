@@ -26,7 +26,7 @@ from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, requi
 from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
-from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.distillation import Distillation, require_whole_head
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.run_folder import describe_code
@@ -79,10 +79,12 @@ class CacheCLI(DistillCLI):
         workers = Workers.unconnected()
         data = ConversationDataModule(**options["data"])
         data.setup()
+        config = load_config(model["target"])
+        require_whole_head(config)
         spec = CacheSpec(
             target_sha256=checkpoint_sha256(model["target"]),
             tokenizer_fingerprint=fingerprint(data.tokenizer),
-            vocab_size=load_config(model["target"]).vocab_size,
+            vocab_size=config.vocab_size,
             sequence_length=data.sequence_length,
             temperature=model["temperature"],
             top_k=options["top_k"],

@@ -21,12 +21,19 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint, require_same_tokenizer
 from stree_pipelines.dry_run import ModelPlan
-from stree_pipelines.training.cli import TrainingCLI
+from stree_pipelines.training.cli import TrainingCLI, say
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
+    require_no_labels_outside,
     require_reference_of,
     require_same_vocabulary,
+)
+from stree_pipelines.training.drafter_head import (
+    count_tokens,
+    coverage_line,
+    coverage_of,
+    most_frequent,
 )
 from stree_pipelines.training.features import require_trainable
 from stree_pipelines.training.parser import TrainingParser
@@ -39,6 +46,7 @@ class DistillCLI(TrainingCLI):
     description = (
         "Distil a drafter from a frozen target; the same command goes on where it stopped."
     )
+    head_coverage: dict[str, float] | None = None  # of a head over some tokens
 
     def add_arguments_to_parser(self, parser: TrainingParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -56,8 +64,9 @@ class DistillCLI(TrainingCLI):
         target = load_config(options["target"])
         trained = drafter_config_of(
             target, options["drafter"], options["drafter_layers"], options["start_from"],
-            options["features"],
+            options["features"], options["head"],
         )  # fmt: skip
+        require_no_labels_outside(trained, options["ce_weight"])
         dtype = getattr(torch, options["target_dtype"])
         loss = options["loss"]
         loss.require_fitting(options["teacher_cache"])
@@ -89,11 +98,32 @@ class DistillCLI(TrainingCLI):
                 temperature=model["temperature"],
             )
             self.datamodule.use_teacher(cache)
+        self._prepare_head()
+
+    def _prepare_head(self) -> None:
+        """Choose the tokens that the drafter's head is over, if it is over some, and say how much
+        of the data they are."""
+        model: Any = self.model
+        is_trained = not isinstance(model, ModelPlan)
+        config = model.exported.config if is_trained else model.trained
+        asked, tables, ids = self.options["model"], self.datamodule.tables, None
+        chooses = asked["head"]["vocab_size"] is not None or asked["start_from"] is None
+        if config.head_vocab_size and chooses:
+            counts = count_tokens(tables["train"], config.vocab_size)
+            special = {*config.eos_token_ids, *self.datamodule.tokenizer.all_special_ids}
+            ids = most_frequent(counts, config.head_vocab_size, special)
+        if is_trained:
+            model.begin_head(None if ids is None else torch.from_numpy(ids), self.resume_step > 0)
+            ids = None if model.exported.head_ids is None else model.exported.head_ids.numpy()
+        if ids is not None:
+            self.head_coverage = coverage_of(ids, tables, config.vocab_size)
+            say(coverage_line(len(ids), config.vocab_size, self.head_coverage))
 
     def origin(self) -> dict[str, Any]:
         return {
             "target": self.target_path,
             "target_sha256": checkpoint_sha256(str(self.target_path)),
+            **({"head_coverage": self.head_coverage} if self.head_coverage else {}),
         }
 
 

@@ -82,7 +82,7 @@ def training_memory(
     parts = {
         "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
         "activations": _trained_activations(trained, shape, precision, checkpointing),
-        "the head's gradient": 4 * trained.vocab_size * trained.d_model,
+        "the head's gradient": 4 * trained.head_size * (trained.head_rank or trained.d_model),
     }
     if reference is not None:
         parts["reference"] = 4 * num_parameters(reference)

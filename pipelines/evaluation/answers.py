@@ -304,7 +304,7 @@ class Answerer:
         sampling, of what a token is chosen by, at the size of logits."""
         tokens_BT = torch.tensor([tokens], device=self.device)
         last_BD = self.target.hidden_states(tokens_BT)[:, -1:]
-        logits_BTV = (last_BD @ self.target.head_weight.T).float()
+        logits_BTV = self.target.logits(last_BD)
         rows = Rows.new(1, device=self.device).narrow(0, 1, [generation])
         rows.set(0, generation)
         rows.position.fill_(len(tokens) - 1)

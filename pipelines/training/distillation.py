@@ -13,7 +13,8 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.features import Features, require_features_of
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import drafter_config_from, slice_drafter
+from stree.models.slicing import beheaded, drafter_config_from, headed, slice_drafter
+from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.features import FeatureConfig, require_trainable
 from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
 from stree_pipelines.training.loss_config import LossConfig
@@ -43,6 +44,7 @@ class Distillation(Training):
         drafter_layers: list[int] | None = None,
         start_from: str | None = None,
         features: FeatureConfig | None = None,
+        head: HeadConfig = HeadConfig(),
         loss: LossConfig = LossConfig(),
         ce_weight: float = 0.0,
         temperature: float = 1.0,
@@ -63,6 +65,7 @@ class Distillation(Training):
             start_from: folder of a drafter of this target to go on from, with new optimiser state.
             features: which of the target's hidden states the drafter reads beside the tokens
                 (docs/features.md); null, none.
+            head: over which tokens, and of which rank, the drafter's head is (docs/losses.md).
             loss: the divergence from the target, and which tokens count (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data beside the divergence.
             temperature: of both softmaxes in the divergence.
@@ -87,8 +90,9 @@ class Distillation(Training):
         loss.require_fitting(teacher_cache)
         self.loss_config = loss
         config = drafter_config_of(
-            load_config(target), drafter, drafter_layers, start_from, features
+            load_config(target), drafter, drafter_layers, start_from, features, head
         )
+        require_no_labels_outside(config, ce_weight)
         self.features = (features or FeatureConfig()) if config.feature_layers else None
         if self.features is not None:
             self.features.require_possible(config)
@@ -97,15 +101,20 @@ class Distillation(Training):
         model = None
         if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
             model = load_model(target, dtype=getattr(torch, target_dtype))
+        whole: HybridModel | None = None
         if start_from is not None:
-            self.exported = load_model(start_from).train()
+            whole = load_model(start_from).train()
         elif is_sliced:
             assert model is not None
-            self.exported = slice_drafter(
-                model, drafter_layers, config.feature_layers, config.own_features
-            )
-        else:
+            whole = slice_drafter(model, drafter_layers, config.feature_layers, config.own_features)
+        self._whole_head: Tensor | None = None  # (V, D), until the head has taken its part
+        if whole is None:
             self.exported = HybridModel(config)
+        elif whole.config == config:
+            self.exported = whole
+        else:
+            self.exported = beheaded(whole, head.vocab_size, head.rank)
+            self._whole_head = whole.head_weight.detach()
         # No nn.Module itself: never in a checkpoint, an optimiser, DDP's buckets or .train().
         self.frozen: FrozenTarget | None = None
         if teacher_cache is None:
@@ -116,6 +125,12 @@ class Distillation(Training):
             reference = load_model(loss.reference)
             require_reference_of(config, loss.reference, reference.config)
             self.reference = FrozenTarget(reference, "replicated")
+
+    def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
+        """Once, before the first step: ids (K,), the tokens that the head is over, ascending; None
+        where that is known."""
+        self.exported.take_head(None if is_resumed else self._whole_head, ids)
+        self._whole_head = None
 
     @property
     def target(self) -> HybridModel | None:
@@ -158,9 +173,9 @@ class Distillation(Training):
         # The target's before the drafter's, whose activations stay for the backward pass.
         features = Features(self.exported.config.feature_layers)
         target_hidden = self._target_hidden(batch, features)
-        hidden, *ahead = self._drafter_hidden(batch, features)
+        hidden, *ahead = map(self.exported.head_inputs, self._drafter_hidden(batch, features))
         head = self.exported.head_weight
-        teacher = self._teacher(batch, mask, hidden, target_hidden)
+        teacher = self._teacher(batch, mask, hidden, target_hidden).over(self.exported.head_ids)
         options: dict[str, Any] = dict(
             divergence=self.loss_config.divergence,
             temperature=self.temperature,
@@ -168,7 +183,9 @@ class Distillation(Training):
         )
         weights = accepted = None
         if self.loss_config.weighs_tokens and torch.is_grad_enabled():
-            weights, accepted = self._weights(batch, mask, hidden, head, teacher, options)
+            weights, accepted = self._weights(
+                batch, mask, hidden, head, teacher, target_hidden, options
+            )
         terms = chunked_distillation_loss(
             hidden, head, teacher, mask, ce_labels=shift_left(tokens), ce_weight=self.ce_weight,
             weights=weights, normalizer=normalizer, **options,
@@ -213,9 +230,10 @@ class Distillation(Training):
         mask = shift_left(self.counted_mask(batch)) & there
         index = (depths - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
         hidden = torch.stack(ahead).gather(0, index)[0]
+        teacher = self._teacher(batch, mask, hidden, target_hidden).over(self.exported.head_ids)
         drafts = chunked_distillation_loss(
-            hidden, self.exported.head_weight, self._teacher(batch, mask, hidden, target_hidden),
-            mask, ce_labels=shift_left(batch["tokens"]), ce_weight=self.ce_weight,
+            hidden, self.exported.head_weight, teacher, mask,
+            ce_labels=shift_left(batch["tokens"]), ce_weight=self.ce_weight,
             normalizer=normalizer, **options,
         )  # fmt: skip
         weight = self.features.ahead_weight
@@ -237,7 +255,7 @@ class Distillation(Training):
 
     def _weights(
         self, batch: Batch, mask: Tensor, hidden: Tensor, head: Tensor, teacher: Teacher,
-        options: dict[str, Any],
+        target_hidden: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Weight and acceptance of each token (B, T); a pass over the vocabulary for the drafter,
         and one for the reference."""
@@ -245,10 +263,13 @@ class Distillation(Training):
         reference = None
         if self.reference is not None:
             inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
+            model = self.reference.model
             reference_hidden = self.reference.hidden_states(inputs, hidden.device)
             reference = measure_rows(
-                reference_hidden, self.reference.head_weight, teacher, mask, **options
-            )
+                model.head_inputs(reference_hidden), model.head_weight,
+                self._teacher(batch, mask, hidden, target_hidden).over(model.head_ids), mask,
+                **options,
+            )  # fmt: skip
         return token_weights(self.loss_config, mask, drafter, reference), drafter.accepted
 
 
@@ -285,12 +306,42 @@ def drafter_config_of(
     layers: list[int] | None,
     start_from: str | None = None,
     features: FeatureConfig | None = None,
+    head: HeadConfig = HeadConfig(),
 ) -> HybridConfig:
     """The architecture of the drafter that model.drafter, model.drafter_layers or model.start_from
-    asks for, reading what model.features says.
+    asks for, reading what model.features says, with the head that model.head does.
 
     Raises UsageError when more than one is given, or the target does not go with it.
     """
+    require_whole_head(target)
+    whole = _whole_drafter_config_of(target, drafter, layers, start_from, features)
+    return headed(whole, head.vocab_size, head.rank)
+
+
+def require_whole_head(target: HybridConfig) -> None:
+    if target.head_vocab_size or target.head_rank:
+        raise UsageError(
+            f"the target has a head over {target.head_size} tokens, of rank "
+            f"{target.head_rank or target.d_model}, as drafters have: name the target itself"
+        )
+
+
+def require_no_labels_outside(drafter: HybridConfig, ce_weight: float) -> None:
+    if ce_weight and drafter.head_vocab_size:
+        raise UsageError(
+            f"model.ce_weight is {ce_weight:g}, and the drafter's head has {drafter.head_size} of "
+            f"{drafter.vocab_size} tokens: the cross-entropy of the others is infinite; set "
+            "model.ce_weight to 0, or leave model.head.vocab_size out"
+        )
+
+
+def _whole_drafter_config_of(
+    target: HybridConfig,
+    drafter: HybridConfig | None,
+    layers: list[int] | None,
+    start_from: str | None,
+    features: FeatureConfig | None,
+) -> HybridConfig:
     if start_from is not None:
         if drafter is not None or layers is not None:
             raise UsageError(

@@ -293,6 +293,11 @@ class TargetTraining(Training):
         """
         super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
         self.loss_on = loss_on
+        if architecture.head_vocab_size:
+            raise UsageError(
+                f"model.architecture.head_vocab_size is {architecture.head_vocab_size}: a target "
+                "needs all of its vocabulary, only drafters do with less; leave it out"
+            )
         self.exported = HybridModel(architecture)
 
     def counted_mask(self, batch: Batch) -> Tensor:
@@ -305,6 +310,7 @@ class TargetTraining(Training):
 
     def loss_terms(self, batch: Batch, normalizer: Tensor | None = None) -> LossTerms:
         hidden = self.exported.hidden_states(batch["tokens"], batch["segment_ids"])
+        hidden = self.exported.head_inputs(hidden)
         return chunked_cross_entropy(
             hidden,
             self.exported.head_weight,

@@ -107,10 +107,13 @@ class ZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
         from deepspeed.utils import safe_get_full_fp32_param
 
         assert self.lightning_module is not None
-        return {
+        module = self.lightning_module
+        weights = {
             name: self._kept(safe_get_full_fp32_param(parameter))
-            for name, parameter in self.lightning_module.named_parameters()
+            for name, parameter in module.named_parameters()
         }
+        buffers = {name: each for name, each in module.state_dict().items() if name not in weights}
+        return weights | {name: self._kept(each) for name, each in buffers.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state

@@ -109,13 +109,18 @@ def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> Hy
 def with_head(
     model: HybridModel, ids: Tensor | None = None, rank: int | None = None
 ) -> HybridModel:
-    """A copy whose head is over the tokens ids (K,), ascending, alone, or of a rank: what of the
-    whole head those rows and directions are (Eckart and Young 1936). Errors as `headed`."""
-    config = headed(model.config, None if ids is None else len(ids), rank)
-    copy = HybridModel(config).to(model.device, model.dtype)
+    """A copy whose head is over the tokens ids (K,), ascending, alone, or of a rank: what it can
+    hold of the whole head (`HybridModel.take_head`). Errors as `headed`."""
+    copy = beheaded(model, None if ids is None else len(ids), rank)
+    copy.take_head(model.head_weight, ids)
+    return copy
+
+
+def beheaded(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
+    """A copy with a random head of that kind. Errors as `headed`."""
+    copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
     state = {name: each for name, each in model.state_dict().items() if name != "lm_head.weight"}
     copy.load_state_dict(state, strict=False)
-    copy.take_head(model.head_weight, ids)
     return copy.train(model.training)
 
 
