@@ -3,6 +3,8 @@
 python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
+python pipelines/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \\
+    --drafters "[own,head=32768,rank=256,head=32768+rank=256]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
 python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
@@ -13,6 +15,7 @@ python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +29,7 @@ from stree_kernels import ops
 from stree_pipelines.benches import calls
 from stree_pipelines.benches.batches import TREES, joint_of_rows, serve_at, steps_of_rows
 from stree_pipelines.benches.models import (
+    OWN,
     SHAPES,
     drafter_config,
     random_drafter,
@@ -67,6 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add("--verifiers", type=list[str], default=["coupled"], help=f"for graphs: {', '.join(NAMES)}")
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
+    add("--drafters", type=list[str], default=[OWN],
+        help="for draft: own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
+        "width=2048, head=32768+rank=256")  # fmt: skip
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
@@ -81,6 +88,10 @@ def main(arguments: list[str] | None = None) -> None:
                 raise UsageError(f"{name!r} is not one of {', '.join(known)}")
     if not options.verifiers:
         raise UsageError(f"--verifiers: wanted some of {', '.join(NAMES)}, got none")
+    for shape, kind in itertools.product(shapes, options.drafters):
+        drafter_config(shape, kind)
+    if not options.drafters:
+        raise UsageError(f"--drafters: wanted {OWN} or changes to it, got none")
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
@@ -141,7 +152,10 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
         nodes = [each for each in options.nodes if each in PROFILED_NODES]
         yield from calls.profiles(target, nodes, context, 5)
     if "draft" in options.what:
-        yield from calls.draft(random_drafter(shape, device), context, repeats)
+        for kind in options.drafters:
+            named = {} if kind == OWN else {"drafter": kind}
+            for row in calls.draft(random_drafter(shape, device, kind), context, repeats):
+                yield {**row, **named}
     if "unrolled" in options.what:
         yield from calls.unrolled(target, context, max(5, repeats // 5))
     if "memory" in options.what:

@@ -5,6 +5,8 @@ same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -59,16 +61,31 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
 
 
 def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
-    """µs of one greedy draft of the paper's tree."""
-    tree = TokenTree.paper()
+    """µs of one draft of the paper's tree, greedy and sampled, and what a level of it reads."""
+    tree, config = TokenTree.paper(), drafter.config
     model = ModelDrafter(drafter, 1, context + 64, tree.num_nodes)
     model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
     rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
-    function = {"draft": lambda: model.draft(rows, forest, longest, bound, False)}
-    us_draft = side_by_side(function, drafter.device, repeats)["draft"]
-    return [dict(what="draft", num_nodes=tree.num_nodes, context=context, us_draft=us_draft)]
+    sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
+    functions = {
+        name: partial(model.draft, settings, forest, longest, bound, False)
+        for name, settings in (("draft", rows), ("draft_sampled", sampled))
+    }
+    times = side_by_side(functions, drafter.device, repeats)
+    return [dict(
+        what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
+        num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
+        head_rank=config.head_rank, level_bytes=level_bytes(drafter),
+        **{f"us_{name}": each for name, each in times.items()},
+    )]  # fmt: skip
+
+
+def level_bytes(drafter: HybridModel) -> int:
+    """Of the weights that each level of a draft reads."""
+    sizes = product_sizes(drafter, 1)
+    return drafter.dtype.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
 def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
@@ -145,8 +162,10 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
                         add(module)
             for kind in block.parts:
                 add_part(layer.part(kind))
-    vocab_size, width = model.head_weight.shape
-    return [*sizes, (vocab_size, width)]
+    if model.config.head_rank:
+        add(model.head_down)
+    num_tokens, width = model.head_weight.shape
+    return [*sizes, (num_tokens, width)]
 
 
 def chosen_experts(config: HybridConfig, num_nodes: int) -> float:

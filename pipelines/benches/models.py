@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 
 import torch
 
+from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import kept_dtype
 from stree.models.hybrid import HybridModel
+from stree.models.slicing import headed
 from stree_pipelines.benches.published import PUBLISHED, published
 
 _MAMBA_IN_LLAMA = HybridConfig(
@@ -45,15 +49,53 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
 }  # fmt: skip
 
 
+OWN = "own"  # the drafter of a shape as it is
+CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
+
+
 def target_config(shape: str) -> HybridConfig:
     return OWN_SHAPES[shape] if shape in OWN_SHAPES else published(shape).model
 
 
-def drafter_config(shape: str) -> HybridConfig:
-    """Of a published model, the 8B's drafter over its vocabulary."""
+def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
+    """Of a published model, the 8B's drafter over its vocabulary. kind, what of it is otherwise:
+    head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it;
+    several joined by "+". Raises UsageError for others, and numbers that do not fit together."""
     own = shape if shape in OWN_SHAPES else "8b"
     config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
-    return config.replace(vocab_size=target_config(shape).vocab_size)
+    config = config.replace(vocab_size=target_config(shape).vocab_size)
+    if kind == OWN:
+        return config
+    changes = dict(CHANGE.findall(kind))
+    if "+".join(f"{name}={number}" for name, number in changes.items()) != kind:
+        raise UsageError(
+            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N and width=D "
+            "joined by +, each once"
+        )
+    if "width" in changes:
+        config = of_width(config, int(changes["width"]))
+    if "layers" in changes:
+        config = config.replace(num_layers=int(changes["layers"]))
+    head, rank = (int(changes[name]) if name in changes else None for name in ("head", "rank"))
+    return headed(config, head, rank)
+
+
+def of_width(config: HybridConfig, width: int) -> HybridConfig:
+    """Pure Mamba-2 of the same head and state sizes, with heads, groups (but for a single one) and
+    MLP in proportion to the width. Raises UsageError where that is no whole number."""
+    changes = {"d_model": width}
+    for name in ("intermediate_size", "num_ssm_heads", "num_x_groups", "num_b_groups",
+                 "num_c_groups", "gated_norm_groups"):  # fmt: skip
+        size = getattr(config, name)
+        if size > 1:
+            changes[name], rest = divmod(size * width, config.d_model)
+            if rest or not changes[name]:
+                raise UsageError(
+                    f"a drafter of width {width} would have {name} = "
+                    f"{size * width / config.d_model:g}: choose a multiple of "
+                    f"{config.d_model // math.gcd(size, config.d_model)}"
+                )
+    return config.replace(**changes)
 
 
 def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
@@ -79,8 +121,8 @@ def random_target(shape: str, device: torch.device) -> HybridModel:
     return model
 
 
-def random_drafter(shape: str, device: torch.device) -> HybridModel:
-    return random_model(drafter_config(shape), device)
+def random_drafter(shape: str, device: torch.device, kind: str = OWN) -> HybridModel:
+    return random_model(drafter_config(shape, kind), device)
 
 
 def _keep_wide(model: HybridModel, dtype_of: Callable[[str], torch.dtype]) -> None:

@@ -45,13 +45,15 @@ ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 def test_rows(tmp_path):
     rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
     options = SimpleNamespace(
-        what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8, repeats=2
-    )
+        what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8, repeats=2,
+        drafters=["own", "head=16+rank=4"],
+    )  # fmt: skip
     rows += bench_decode.measure("tiny", options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
-        *bench_kernels.OPS, *bench_kernels.OPS, *("target call",) * 4, "draft", *("unrolled",) * 5,
+        *bench_kernels.OPS, *bench_kernels.OPS, *("target call",) * 4, "draft", "draft",
+        *("unrolled",) * 5,
         "memory",
     ]  # fmt: skip
     for line in lines:
@@ -186,6 +188,25 @@ def test_published_models_have_their_size(name, billions):
     parameters = num_parameters(models.target_config(name))
     assert parameters == pytest.approx(1e9 * billions, rel=0.01)
     assert models.drafter_config(name).vocab_size == models.target_config(name).vocab_size
+
+
+def test_drafters_of_other_heads_depths_and_widths():
+    own = models.drafter_config("8b")
+    other = models.drafter_config("8b", "head=32768+rank=256+layers=3+width=1536")
+    assert (other.head_size, other.head_rank, other.num_layers) == (32768, 256, 3)
+    assert (other.d_inner, other.intermediate_size) == (1536, 5376)
+    assert other.num_ssm_heads / other.num_x_groups == own.num_ssm_heads / own.num_x_groups
+    tiny, headed = (models.random_drafter("tiny", CPU, kind) for kind in ("own", "head=16+rank=4"))
+    width = tiny.config.d_model
+    less = calls.level_bytes(tiny) - calls.level_bytes(headed)
+    assert less == 2 * (64 * width - 4 * width - 16 * 4)  # bf16
+    for kind, said in (
+        ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
+        ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
+        ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            models.drafter_config("8b", kind)
 
 
 def test_random_weights_have_a_loaded_models_types(tiny_published):
