@@ -323,7 +323,7 @@ def fits_text(rows_by_shape: dict[str, list[Row]]) -> str:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    rows = [row for path in sorted(directory.glob("*.jsonl")) for row in _rows_of(path)]
+    rows = [row for path in sorted(directory.glob("*.jsonl")) for row in rows_of_file(path)]
     if not rows:
         raise UsageError(
             f"no rows (*.jsonl) in {directory}: bench_kernels.py and others write them"
@@ -331,7 +331,7 @@ def read_rows(directory: Path) -> list[Row]:
     return rows
 
 
-def _rows_of(path: Path) -> Iterator[Row]:
+def rows_of_file(path: Path) -> Iterator[Row]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = parse_json(line)

@@ -14,6 +14,7 @@ from stree.errors import NotFound, StreeError, UsageError
 from stree_pipelines import (
     bench_cpu,
     bench_decode,
+    bench_drafters,
     bench_kernels,
     bench_queue,
     bench_report,
@@ -64,6 +65,7 @@ COMMANDS = {
     chat: ["d", "--tokenizer", "t"],
     bench_cpu: ["o"],
     bench_decode: ["o"],
+    bench_drafters: [],
     bench_kernels: ["o"],
     bench_queue: ["o", "--target", "t"],
     bench_training: ["o"],
