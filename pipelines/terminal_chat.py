@@ -207,6 +207,8 @@ def build_parser() -> PlainParser:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 is off")
     add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
+    add("--min_p", "--min-p", type=float, default=0.0, help="0 is off")
+    add("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="1 is off")
     add("--seed", type=int, default=0, help="of sampling")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
@@ -219,8 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     console = Console(highlight=False)
     generation = GenerationConfig(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, seed=options.seed
-    )
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p,
+        min_p=options.min_p, repetition_penalty=options.repetition_penalty, seed=options.seed,
+    )  # fmt: skip
     tree = options.tree and input_path(options.tree)
     with warnings.catch_warnings(record=True) as told:
         decoder = stree.load(

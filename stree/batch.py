@@ -199,7 +199,7 @@ class BatchDecoder:
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
             self.drafter.clear(row)
-        self.rows.set(row, generation)
+        self.rows.set(row, generation, prompt, self.target.config.vocab_size)
         return row
 
     @torch.no_grad()

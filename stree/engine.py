@@ -90,7 +90,7 @@ class Decoder:
         such as `transformers.TextStreamer`, ended after an error, too.
         Returns a `GenerationOutput`, and for several prompts a list of them.
         Raises `UsageError` when it cannot fit or start, and for what it cannot honour (num_beams,
-        repetition_penalty, …), `InvariantBroken` on NaN logits, `OutOfMemory`.
+        no_repeat_ngram_size, …), `InvariantBroken` on NaN logits, `OutOfMemory`.
         """
 
         def read() -> Asked:

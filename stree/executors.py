@@ -1,7 +1,8 @@
 """Who runs a step: PyTorch as it is, or CUDA graphs. Nothing else knows of graphs.
 
 Graphs are captured once for each envelope: how many rows, trees of what shape, whether any row
-samples. What rows and trees hold may differ from replay to replay.
+samples, leaves tokens out or has a penalty. What rows and trees hold may differ from replay to
+replay.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Graphs:
         bound = self.step.cache.num_slots
         if not self.reads_lengths_on_device:
             bound = min(-(-(position + forest.num_nodes) // BUCKET) * BUCKET, bound)
-        key = (len(rows.active), forest.shape, longest, rows.sampled, rows.filtered, bound)
+        chosen_by = rows.sampled, rows.filtered, rows.penalised
+        key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
         if key not in self.envelopes:
             self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)
         return self.envelopes[key]

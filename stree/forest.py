@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from stree.tree import BeamTree, TokenTree
 from stree_kernels.shapes import Topology
+
+if TYPE_CHECKING:
+    from stree.rows import Rows
 
 FAR = 2**20  # positions; above those of any sequence, and nodes times this fit 31 bits
 
@@ -89,6 +92,24 @@ class Forest:
     def finish(self, tokens: Tensor) -> Tensor:
         """The trees' tokens (B, N), given all that were drawn."""
         return tokens
+
+    def drafts_of(self, rows: Rows, tokens: Tensor) -> Tensor | None:
+        """Of trees (B, N), the tokens (B, N, D) on the path from the root to each node, for rows
+        with penalties; the root's for none."""
+        if not rows.penalised:
+            return None
+        nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
+
+    def drafts_at(self, rows: Rows, tokens: Tensor, level: int) -> Tensor | None:
+        """`drafts_of` the nodes (B, n) of a level, given all that were drawn."""
+        if not rows.penalised:
+            return None
+        return _path(tokens, self.levels[level].nodes, self._drawn_after, level)
+
+    def _drawn_after(self, nodes: Tensor) -> Tensor:
+        """The parents of nodes, below 0 for none, among all that were drawn."""
+        return self.parents.gather(1, nodes)
 
     @property
     def num_nodes(self) -> int:
@@ -202,6 +223,16 @@ def _cloned(of: T) -> T:
 def _copy(mine: T, theirs: T) -> None:
     for name, tensor in _tensors(mine).items():
         tensor.copy_(getattr(theirs, name))
+
+
+def _path(tokens: Tensor, nodes: Tensor, above: Callable[[Tensor], Tensor], length: int) -> Tensor:
+    """(B, n, length) tokens from nodes (B, n) upwards, and from the root on its own."""
+    path = []
+    for _ in range(length):
+        nodes = nodes.clamp(min=0)
+        path.append(tokens.gather(1, nodes))
+        nodes = above(nodes)
+    return torch.stack(path, -1) if path else nodes.new_zeros(*nodes.shape, 0)
 
 
 def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:

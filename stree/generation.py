@@ -21,7 +21,7 @@ from stree.tree import TokenTree
 
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
-    "seed": Integral,
+    "seed": Integral, "min_p": Real, "repetition_penalty": Real,
 }  # fmt: skip
 
 
@@ -32,6 +32,8 @@ class GenerationConfig:
     temperature 0 is greedy. eos_token_id None means the model's own, or its tokenizer's where the
     model's config names none. Generation stops at EOS (also inside an accepted block), at the first
     token that completes one of stop_strings, or after max_new_tokens; ignore_eos is for speed runs.
+    repetition_penalty divides the positive logits of all tokens of prompt and answer so far, and
+    multiplies the negative ones, greedy or not; padding is no part of a prompt.
     Raises `UsageError` for values out of range.
     """
 
@@ -43,6 +45,8 @@ class GenerationConfig:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
@@ -63,6 +67,12 @@ class GenerationConfig:
             raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
         if self.top_k < 0:
             raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p is {self.min_p}, wanted 0 (off) to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UsageError(
+                f"repetition_penalty is {self.repetition_penalty}, wanted above 0 (1 is off)"
+            )
         strings = self.stop_strings
         strings = (strings,) if isinstance(strings, str) else strings
         if isinstance(strings, Iterable):

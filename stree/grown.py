@@ -111,6 +111,9 @@ class GrownForest(Forest):
         )  # fmt: skip
         return self.tokens
 
+    def _drawn_after(self, nodes: Tensor) -> Tensor:
+        return self._drawn.gather(1, self._drawn_by[nodes])
+
     def _first(self, depth: int) -> int:
         """Where the pool's nodes of a depth begin."""
         return 1 + (depth > 1) * self.tree.width + max(depth - 2, 0) * self.tree.width**2

@@ -1,19 +1,20 @@
 """What belongs to each sequence of a batch: its settings, and where its step begins.
 
-Shapes: B rows, V vocabulary, M tokens that a step yields at most. Everything is a tensor with a row
-a sequence, so that one step serves any mixture of settings.
+Shapes: B rows, V vocabulary, n nodes of trees, M tokens that a step yields at most. Everything is
+a tensor with a row a sequence, so that one step serves any mixture of settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.generation import GenerationConfig
-from stree_kernels import naive_verification
+from stree_kernels import naive, naive_verification
 from stree_kernels.shapes import Sampling
 
 
@@ -21,24 +22,30 @@ from stree_kernels.shapes import Sampling
 class Rows:
     """Settings of B sequences and the tokens that their next step begins with.
 
-    active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy, and
-    top_p (B,) fp64; top_k (B,) and seed (B,) int64. position (B,) int64: where in its sequence the
-    root of the next tree stands, so how many tokens are committed before it. root (B, 1) int64, its
-    token. block (B, 1 + M) int64: how many tokens the last step yielded, and the tokens, the root
-    last. `sampled` and `filtered` are the host's knowledge: whether any row samples, and whether
-    any of these has a top_k or top_p.
+    active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy,
+    top_p, min_p and repetition_penalty (B,) fp64; top_k (B,) and seed (B,) int64. position (B,)
+    int64: where in its sequence the root of the next tree stands, so how many tokens are committed
+    before it. root (B, 1) int64, its token. block (B, 1 + M) int64: how many tokens the last step
+    yielded, and the tokens, the root last. seen (B, V + 1) bool, which tokens a sequence has up to
+    its root, the last slot for none; None until a row with a repetition penalty needs it.
+    `sampled`, `filtered` and `penalised` are the host's knowledge: whether any row samples, whether
+    any of these has a top_k, top_p or min_p, and whether any row has a repetition penalty.
     """
 
     active: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
     seed: Tensor
     position: Tensor
     root: Tensor
     block: Tensor
     sampled: bool = False
     filtered: bool = False
+    penalised: bool = False
+    seen: Tensor | None = None
 
     @classmethod
     def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> Rows:
@@ -49,34 +56,57 @@ class Rows:
 
         return cls(
             zeros(dtype=torch.bool), zeros(dtype=torch.float64), zeros(dtype=torch.long),
+            zeros(dtype=torch.float64) + 1.0, zeros(dtype=torch.float64),
             zeros(dtype=torch.float64) + 1.0, zeros(dtype=torch.long), zeros(dtype=torch.long),
             zeros(1, dtype=torch.long), zeros(1 + longest, dtype=torch.long),
         )  # fmt: skip
 
-    def set(self, row: int, generation: GenerationConfig) -> None:
-        """Give a row to a request; it is idle until its prompt has been read."""
+    def set(
+        self,
+        row: int,
+        generation: GenerationConfig,
+        prompt: Sequence[int] = (),
+        vocabulary: int | None = None,
+    ) -> None:
+        """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
+        needs the prompt and the vocabulary's size."""
         self.active[row] = False
         self.temperature[row], self.top_p[row] = generation.temperature, generation.top_p
         self.top_k[row], self.seed[row] = generation.top_k, generation.seed
+        self.min_p[row], self.repetition_penalty[row] = (
+            generation.min_p, generation.repetition_penalty
+        )  # fmt: skip
+        if generation.repetition_penalty != 1:
+            if self.seen is None:
+                assert vocabulary is not None
+                shape = len(self.active), vocabulary + 1
+                self.seen = torch.zeros(shape, dtype=torch.bool, device=self.active.device)
+            self.seen[row] = False
+            self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
 
     def begin(self, row: int, position: int, root: int) -> None:
         """Decode from a root that stands at `position` and is in no cache; all before it is."""
         self.position[row], self.root[row] = position, root
         self.block[row, :2] = torch.tensor([1, root])
         self.active[row] = True
+        if self.seen is not None:
+            self.seen[row, root] = True
 
     def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> Rows:
         """Some of the rows, as views; generations, what those of them are for that are active."""
+        generations = list(generations)
         sampling = [each for each in generations if each.temperature > 0]
-        filtered = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
+        filtered = any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in sampling)
+        penalised = any(each.repetition_penalty != 1 for each in generations)
 
         def view(tensor: Tensor) -> Tensor:
             return tensor.narrow(0, first, count)
 
         return Rows(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
-            view(self.seed), view(self.position), view(self.root), view(self.block),
-            bool(sampling), filtered,
+            view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
+            view(self.root), view(self.block), bool(sampling), filtered, penalised,
+            None if self.seen is None else view(self.seen),
         )  # fmt: skip
 
     @property
@@ -86,12 +116,29 @@ class Rows:
             return None
         return Sampling(self.temperature, self.seed, self.position)
 
-    def kept(self, logits: Tensor) -> Tensor:
-        """Logits (B, …, V), −∞ for the tokens that a row's top-k and then top-p leave out.
+    def remember(self) -> None:
+        """Take note of the tokens of the last step's blocks, where penalties ask what there was."""
+        if not self.penalised:
+            return
+        assert self.seen is not None
+        tokens = self.block[:, 1:]
+        count = torch.where(self.active, self.block[:, 0], 0)[:, None]
+        new = torch.arange(tokens.shape[1], device=tokens.device) < count
+        self.seen.scatter_(1, torch.where(new, tokens, self.seen.shape[1] - 1), True)
+
+    def kept(
+        self, logits: Tensor, drafts: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, …, V) as a row's repetition penalty leaves them, −∞ for the tokens that its
+        top-k, then top-p and then min-p leave out.
 
         Ties with the k-th stay; top-p is the smallest set of tokens whose probability at the row's
-        temperature reaches it, as in `transformers`.
+        temperature reaches it; min-p leaves those that have at least that share of the best one's,
+        as in `transformers`. drafts (B, n, D), which tokens stand between the root and what logits
+        (B, n, V) are of (`Forest.drafts_of`); the same again, or the root's, for none. ids (V,),
+        ascending: the tokens that the logits are of, where these are some only.
         """
+        logits = self._penalised(logits, drafts, ids)
         if not self.filtered:
             return logits
         rows = [-1] + [1] * (logits.dim() - 1)
@@ -100,7 +147,28 @@ class Rows:
         dropped = _beyond_top_k(scores, top_k)
         probs = scores.masked_fill(dropped, -torch.inf).softmax(-1)
         dropped = dropped | _beyond_top_p(probs, self.top_p.view(rows))
+        dropped = dropped | (probs < self.min_p.view(rows) * probs.amax(-1, keepdim=True))
         return logits.masked_fill(dropped & (temperature > 0), -torch.inf)
+
+    def _penalised(self, logits: Tensor, drafts: Tensor | None, ids: Tensor | None) -> Tensor:
+        if not self.penalised:
+            return logits
+        assert self.seen is not None
+        rows = [-1] + [1] * (logits.dim() - 1)
+        logits = logits.to(naive.accumulation_dtype(logits.dtype))
+        penalty = self.repetition_penalty.to(logits.dtype).view(rows)
+        lower = torch.where(logits < 0, logits * penalty, logits / penalty)
+        size = logits.shape[-1]
+        seen = self.seen[:, :size] if ids is None else self.seen[:, ids]
+        there = torch.where(seen.view(*rows[:-1], size), lower, logits)
+        if drafts is None:
+            return there
+        if ids is None:
+            return there.scatter(-1, drafts, lower.gather(-1, drafts))
+        places = torch.searchsorted(ids, drafts).clamp(max=size - 1)
+        places = torch.where(ids[places] == drafts, places, size)  # a column more, for the others
+        there, lower = (F.pad(each, (0, 1)) for each in (there, lower))
+        return there.scatter(-1, places, lower.gather(-1, places))[..., :size]
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its

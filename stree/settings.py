@@ -23,10 +23,10 @@ _TOP_K_OF_TRANSFORMERS = 50  # what its sampling takes where its GenerationConfi
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
     "early_stopping": (False,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
-    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
     "min_length": (0,), "min_new_tokens": (0,),
-    "min_p": (0.0,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
+    "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
     "guidance_scale": (1.0,), "renormalize_logits": (False,), "remove_invalid_values": (False,),
     "token_healing": (False,), "use_cache": (True,), "return_dict_in_generate": (False,),
     "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),

@@ -72,6 +72,7 @@ class Step:
         logits = self.target.forest_forward(proposal.tokens, forest, cache, bound, *asked)
         mark("verify")
         self.verifier.accept(logits, proposal, forest, rows, cache, report)
+        rows.remember()
         if reader is not None and features is not None:
             reader.take_features(features.values, rows, cache.path[:, : forest.max_depth + 1])
         mark("accept")

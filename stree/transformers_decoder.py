@@ -10,7 +10,6 @@ import copy
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -116,8 +115,9 @@ class TransformersDecoder:
         Sampling follows the same distribution; seeds come from PyTorch's generator, so
         `torch.manual_seed` repeats it, with other tokens than transformers'. A stopping criterion
         is asked about one sequence at a time, after each of its tokens, without scores. A streamer
-        takes one prompt. Raises `UsageError`, naming it, for what cannot be honoured: beams,
-        penalties and other logits processors, outputs beside tokens, inputs that are no tokens.
+        takes one prompt. Raises `UsageError`, naming it, for what cannot be honoured: beams, logits
+        processors other than temperature, top-k, top-p, min-p and repetition penalty, outputs
+        beside tokens, inputs that are no tokens.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
         with ExitStack() as stack:
@@ -145,12 +145,13 @@ class TransformersDecoder:
             raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        settings = _settings_of(logits_processor, generation_config)
+        mask = _left_padding(prepared.get("attention_mask"))
+        settings = _settings_of(logits_processor, generation_config, mask)
         stops = _Stops(stopping_criteria, input_ids.shape[1])
-        prompts, _ = prompts_of(input_ids, _left_padding(prepared.get("attention_mask")))
+        prompts, _ = prompts_of(input_ids, mask)
         requests = []
         for prompt in prompts:
-            seed = int(torch.randint(2**62, ())) if settings else 0
+            seed = int(torch.randint(2**62, ())) if "temperature" in settings else 0
             generation = GenerationConfig(
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
                 ignore_eos=not stops.eos_ids, **settings,
@@ -248,21 +249,28 @@ class _Stops:
         return any(bool(torch.as_tensor(each(so_far, None)).any()) for each in self.others)
 
 
-def _settings_of(processors: Any, generation_config: Any) -> dict[str, Any]:
+def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -> dict[str, Any]:
     """Ours for logits processors, of which transformers makes a list; empty when greedy."""
     from transformers.generation import logits_process as theirs
 
-    asked: dict[str, Any] = {"temperature": 1.0} if generation_config.do_sample else {}
+    names = {
+        theirs.TemperatureLogitsWarper: "temperature", theirs.TopKLogitsWarper: "top_k",
+        theirs.TopPLogitsWarper: "top_p", theirs.MinPLogitsWarper: "min_p",
+        theirs.RepetitionPenaltyLogitsProcessor: "penalty",
+    }  # fmt: skip
+    sampled = bool(generation_config.do_sample)
+    asked: dict[str, Any] = {"temperature": 1.0} if sampled else {}
     for each in processors:
-        known = type(each) in (
-            theirs.TemperatureLogitsWarper, theirs.TopKLogitsWarper, theirs.TopPLogitsWarper
-        )  # fmt: skip
-        if not known or not asked:
+        name = names.get(type(each))
+        unseen = getattr(each, "prompt_ignore_length", None)
+        if unseen is not None and mask is not None:  # padding is no part of our prompts
+            padding = (mask != 0).int().argmax(1)
+            unseen = None if torch.equal(torch.as_tensor(unseen), padding) else unseen
+        if name is None or unseen is not None or not (sampled or name == "penalty"):
             raise UsageError(
                 f"generate cannot honour {type(each).__name__}: leave out what asks for it"
             )
-        ours = {field.name for field in fields(GenerationConfig)}
-        asked |= {name: value for name, value in vars(each).items() if name in ours}
+        asked["repetition_penalty" if name == "penalty" else name] = getattr(each, name)
     return asked
 
 

@@ -125,7 +125,8 @@ class ModelDrafter:
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )
                 read += count
-            logits = rows.kept(model.head_logits(hidden))
+            drafts = forest.drafts_at(rows, tokens, number)
+            logits = rows.kept(model.head_logits(hidden), drafts, model.head_ids)
             ops.choose_children(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
                 finite[:, drawn : drawn + count], level.nodes, forest.values, model.head_ids,

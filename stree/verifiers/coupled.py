@@ -40,7 +40,8 @@ class Coupled:
         cache: Any,
         report: Tensor,
     ) -> None:
-        best, highest = self.choose(rows.kept(logits), proposal, forest, rows)
+        logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
+        best, highest = self.choose(logits, proposal, forest, rows)
         ops.accept_choices(
             best, highest, proposal.tokens, forest.parents, proposal.finite, rows.active,
             cache.path, cache.path_length, rows.block, rows.position, rows.root, report,

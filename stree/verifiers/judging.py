@@ -47,7 +47,8 @@ class Judging:
             tuple((level.nodes, level.places) for level in forest.levels), proposal.logits,
             None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
         )  # fmt: skip
+        logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
         ops.accept_drafts(
-            self.rule, rows.kept(logits), drafts, sampling, rows.active,
+            self.rule, logits, drafts, sampling, rows.active,
             cache.path, cache.path_length, rows.block, rows.root, report, self.choose,
         )  # fmt: skip

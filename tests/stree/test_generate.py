@@ -227,6 +227,10 @@ def test_a_target_that_is_none_is_one_line(target):
         (hf(max_new_tokens=3), dict(do_sample=True, top_k=4, max_new_tokens=6),
          GenerationConfig(6, 1.0, 4)),
         (hf(max_length=12), {}, GenerationConfig(8)),
+        (hf(repetition_penalty=1.2), dict(max_new_tokens=3),
+         GenerationConfig(3, repetition_penalty=1.2)),
+        (hf(do_sample=True, min_p=0.05, top_k=0), dict(repetition_penalty=1.1),
+         GenerationConfig(temperature=1.0, min_p=0.05, repetition_penalty=1.1)),
     ],
 )  # fmt: skip
 def test_settings_by_keyword_and_by_either_config(given, options, wanted):
@@ -237,7 +241,9 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
     ("given", "options", "message"),
     [
         (None, dict(num_beams=4), "cannot honour num_beams = 4: leave it out"),
-        (None, dict(repetition_penalty=1.2, min_p=0.1), "repetition_penalty = 1.2, min_p = 0.1: "),
+        (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
+        (None, dict(repetition_penalty=0.0), "repetition_penalty is 0.0, wanted above 0"),
+        (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),
         (None, dict(logits_processor=[print]), "cannot honour logits_processor"),
         (None, dict(max_new_token=4), "did you mean max_new_tokens"),
         (None, dict(use_cache=False), "cannot honour use_cache = False"),

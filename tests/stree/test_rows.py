@@ -2,25 +2,36 @@
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from stree import GenerationConfig
 from stree.rows import Rows
 from stree_kernels.naive_verification import Chooser
 
 SETTINGS = [
-    GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    for temperature, top_k, top_p in (
-        (1, 0, 1), (0.7, 5, 1), (1.3, 0, 0.6), (0.9, 8, 0.8), (1, 1, 1), (1, 0, 1e-6),
+    GenerationConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
+    for temperature, top_k, top_p, min_p, penalty in (
+        (1, 0, 1, 0, 1), (0.7, 5, 1, 0, 1), (1.3, 0, 0.6, 0, 1), (0.9, 8, 0.8, 0, 1),
+        (1, 1, 1, 0, 1), (1, 0, 1e-6, 0, 1), (1.5, 0, 1, 0.1, 1), (0.8, 9, 0.9, 0.02, 1.7),
+        (1, 0, 1, 0, 1.3), (1.2, 0, 0.9, 0, 0.5), (1, 0, 1, 1, 1),
     )
 ]  # fmt: skip
-GREEDY = GenerationConfig(top_k=3, top_p=0.5)
+GREEDY = GenerationConfig(top_k=3, top_p=0.5, min_p=0.3)
+PROMPT = [3, 1, 4, 1, 5, 9]
 
 
 def rows_of(settings):
     rows = Rows.new(len(settings))
     for row, setting in enumerate(settings):
-        rows.set(row, setting)
+        rows.set(row, setting, PROMPT, 50)
     return rows.narrow(0, len(settings), settings)
 
 
@@ -30,11 +41,14 @@ def test_distributions_are_those_of_transformers():
     rows = rows_of([*SETTINGS, GREEDY])
     got = rows.distribution(rows.kept(logits))
     for row, each in enumerate(SETTINGS):
-        scores = TemperatureLogitsWarper(float(each.temperature))(None, logits[row])
+        seen = torch.tensor([PROMPT] * 7)
+        scores = RepetitionPenaltyLogitsProcessor(float(each.repetition_penalty))(seen, logits[row])
+        scores = TemperatureLogitsWarper(float(each.temperature))(None, scores)
         if each.top_k:
             scores = TopKLogitsWarper(each.top_k)(None, scores)
         if each.top_p < 1:
             scores = TopPLogitsWarper(float(each.top_p))(None, scores)
+        scores = MinPLogitsWarper(float(each.min_p))(None, scores)
         torch.testing.assert_close(got[row], scores.softmax(-1), rtol=1e-12, atol=1e-15)
         assert torch.equal(rows.kept(logits)[row].isfinite(), scores.isfinite())
     assert torch.equal(got[-1].argmax(-1), logits[-1].argmax(-1)) and (got[-1].sum(-1) == 1).all()

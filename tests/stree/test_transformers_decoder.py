@@ -273,6 +273,27 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_the_filters(granite):
     greedy = granite.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     assert torch.equal(drawn(1, top_k=1), greedy)
     assert torch.equal(drawn(1, top_p=1e-6, top_k=0), greedy)
+    assert torch.equal(drawn(1, min_p=1.0, top_k=0), greedy)
+    penalised = drawn(1, min_p=1.0, top_k=0, repetition_penalty=1.9)
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        alone = granite.generate(
+            ids[row : row + 1, padding:], max_new_tokens=12, do_sample=False, repetition_penalty=1.9
+        )
+        assert torch.equal(penalised[row, padding:], alone[0])
+    assert not torch.equal(penalised, greedy)
+
+
+@pytest.mark.parametrize("family", families("granite", "qwen3_5"))
+def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
+    theirs = reference(family, 1)
+    decoder, (ids, _) = decoder_of(theirs), prompts((9,))
+    options = dict(max_new_tokens=30, do_sample=False)
+    plain = theirs.generate(ids, **options)
+    for penalty in (1.3, 4.0, 0.6):
+        got = decoder.generate(ids, **options, repetition_penalty=penalty)
+        assert torch.equal(got, theirs.generate(ids, **options, repetition_penalty=penalty))
+        assert not torch.equal(got, plain)
+        assert sum(decoder.outputs[0].stats.accepted_per_call) > 0
 
 
 def letters():
@@ -301,9 +322,9 @@ def test_stop_strings(granite):
     [
         (dict(num_beams=2), "num_beams = 2"),
         (dict(return_dict_in_generate=True), "return_dict_in_generate = True"),
-        (dict(repetition_penalty=1.5), "RepetitionPenaltyLogitsProcessor"),
+        (dict(no_repeat_ngram_size=2), "NoRepeatNGramLogitsProcessor"),
         (dict(min_new_tokens=2, eos_token_id=5), r"Min\w*LengthLogitsProcessor"),
-        (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])),
+        (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5, 2)])),
          "RepetitionPenaltyLogitsProcessor"),
         (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor"),
         (dict(assistant_model="small"), "assistant_model = 'small'"),

@@ -94,7 +94,7 @@ def block_distribution(
     def run(choose):
         everyone, cache = Rows.new(2, 4), target.new_cache(16, 4, 2)
         for row, generation in enumerate(settings):
-            everyone.set(row, generation)
+            everyone.set(row, generation, CONTEXT[:-1], len(target.table))
             everyone.begin(row, 1, CONTEXT[-1])
             cache.rows[row].committed = list(CONTEXT[:-1])
             drafter.clear(row)
@@ -122,9 +122,10 @@ def block_distribution(
     return blocks
 
 
-def plain_distribution(logits, setting):
+def plain_distribution(logits, setting, text=CONTEXT):
+    """Of the token after a text, of which only penalties know more than the logits (V,)."""
     rows = Rows.new(1)
-    rows.set(0, setting)
+    rows.set(0, setting, text, len(logits))
     rows = rows.narrow(0, 1, [setting])
     return rows.distribution(rows.kept(logits[None]))[0]
 
@@ -132,8 +133,8 @@ def plain_distribution(logits, setting):
 def distance(blocks: dict, table, setting: GenerationConfig, length: int, start=CONTEXT) -> float:
     """Total variation over `length` tokens from sampling the target alone."""
 
-    def after(before: int, last: int) -> list[float]:
-        return plain_distribution(table[before, last], setting).tolist()
+    def after(text: tuple[int, ...]) -> list[float]:
+        return plain_distribution(table[text[-2:]], setting, text).tolist()
 
     return total_variation(blocks, after, start, len(table), length)
 

@@ -183,7 +183,7 @@ class TableDrafter:
         for row in range(batch):
             tokens[row, 0] = self.sequences[row][-1] if rows.active[row] else 0
         drawn_from: list[Tensor] = []
-        for level in forest.levels:
+        for number, level in enumerate(forest.levels):
             logits = torch.zeros(*level.nodes.shape, len(self.table), dtype=self.table.dtype)
             for row, tree in enumerate(forest.trees):
                 for at, node in enumerate(level.nodes[row].tolist()):
@@ -191,11 +191,12 @@ class TableDrafter:
                         path = tokens[row, tree.path_to(node)[1:]].tolist()
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
+            logits = rows.kept(logits, forest.drafts_at(rows, tokens, number))
             ops.choose_children(
-                rows.kept(logits), level.noise_at(keep_logits), rows.sampling, level.places,
+                logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],
             )  # fmt: skip
-            drawn_from.append(rows.kept(logits))
+            drawn_from.append(logits)
         logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
         return Proposal(tokens, finite, logits)
 
@@ -275,14 +276,14 @@ def exact_law(run: Callable[[Callable[[Tensor], Tensor]], Hashable]) -> dict[Has
 
 def total_variation(
     blocks: dict[tuple[int, ...], float],
-    after: Callable[[int, int], list[float]],
+    after: Callable[[tuple[int, ...]], list[float]],
     start: tuple[int, ...],
     vocabulary: int,
     length: int,
 ) -> float:
     """Between the first `length` tokens after `start` by a step's blocks, and by the target alone.
 
-    after(before, last) is the target's law after two tokens. A block shorter than that goes on with
+    after(text) is the target's law after tokens. A block shorter than that goes on with
     the target itself: if each block is right given its context, so is any sequence of them.
     """
     after = functools.cache(after)
@@ -290,7 +291,7 @@ def total_variation(
     def going_on(context: tuple[int, ...], rest: tuple[int, ...]) -> float:
         prob = 1.0
         for token in rest:
-            prob *= after(*context[-2:])[token]
+            prob *= after(context)[token]
             context += (token,)
         return prob
 
