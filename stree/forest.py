@@ -89,6 +89,12 @@ class Forest:
         """(B, n), as in `Level`, when the level has grown."""
         return self.levels[level].above
 
+    def rate(
+        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+    ) -> None:
+        """Find out how good the children of a level's nodes are that tokens now hold, drawn from
+        logits (B, n, K) of the tokens ids (K,), ascending; None for all."""
+
     def finish(self, tokens: Tensor) -> Tensor:
         """The trees' tokens (B, N), given all that were drawn."""
         return tokens
@@ -114,6 +120,11 @@ class Forest:
     @property
     def num_nodes(self) -> int:
         return self.parents.shape[1]
+
+    @property
+    def judged(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """By depth the nodes (B, n) with children, and their children (B, n, k); −1 for none."""
+        return tuple((level.nodes, level.places) for level in self.levels)
 
     @property
     def num_drawn_from(self) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from stree.forest import Forest, Level
-from stree.tree import BeamTree, TokenTree
+from stree.rows import Rows
+from stree.tree import BeamTree, SlotTree, TokenTree
 from stree_kernels import ops
 from stree_kernels.shapes import Topology
 
@@ -25,7 +26,7 @@ class GrownForest(Forest):
     """
 
     pool: Tensor  # type: ignore[misc]
-    values: Tensor  # type: ignore[misc]
+    values: Tensor | None  # type: ignore[misc]
 
     def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -33,13 +34,16 @@ class GrownForest(Forest):
 
         self.tree, self.device = tree, device
         self.pool = filled(0, tree.num_drawn)
-        self.values = filled(0, tree.num_drawn, dtype=torch.float32)
+        # What is given children, and what becomes the tree, are the best by these
+        self._paths = self._slots = filled(0, tree.num_drawn, dtype=torch.float32)
+        self.values = self._paths
         self.tokens = filled(0, tree.num_nodes)
         self.parents = filled(-1, tree.num_nodes)
         self.depths = filled(0, tree.num_nodes, dtype=torch.int32)
         self._drawn = filled(0, 1 + tree.num_inner)  # the nodes of all levels, one after the other
         self._inner_parents = filled(-1, tree.num_inner)
         self._drawn_by, self._pool_depths = _constants(tree, device)
+        self._numbers = torch.arange(tree.num_nodes, device=device)
         self._topologies: dict[tuple[int, int], Topology] = {}
         levels, width = [], tree.width
         for depth in range(tree.depth):
@@ -72,11 +76,20 @@ class GrownForest(Forest):
         )
 
     @property
+    def judged(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        children = self.children
+        levels = []
+        for depth in range(self.tree.depth):
+            nodes = torch.where(self.depths == depth, self._numbers, -1)
+            levels.append((nodes, torch.where(nodes[..., None] < 0, -1, children)))
+        return tuple(levels)
+
+    @property
     def shape(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
         return (self.tree,)
 
     def own(self) -> GrownForest:
-        return GrownForest(self.tree, len(self.pool), self.device)
+        return type(self)(self.tree, len(self.pool), self.device)
 
     def static(self) -> GrownForest:  # type: ignore[override]
         return self.own()
@@ -93,7 +106,7 @@ class GrownForest(Forest):
     def grow(self, level: int) -> None:
         start = (level - 1) * self.tree.width
         ops.pick_level(
-            self.values, self._drawn_by, self._first(level), self._first(level + 1),
+            self._paths, self._drawn_by, self._first(level), self._first(level + 1),
             self.levels[level].nodes, self._inner_parents[:, start : start + self.tree.width],
         )  # fmt: skip
 
@@ -106,7 +119,7 @@ class GrownForest(Forest):
 
     def finish(self, tokens: Tensor) -> Tensor:
         ops.pick_tree(
-            self.values, self._drawn_by, self._drawn, self._pool_depths, tokens,
+            self._slots, self._drawn_by, self._drawn, self._pool_depths, tokens,
             self.tokens, self.parents, self.depths,
         )  # fmt: skip
         return self.tokens
@@ -132,9 +145,46 @@ class GrownForest(Forest):
         return self._topologies[key]
 
 
+class SlotForest(GrownForest):
+    """A tree a row, all of one `SlotTree`: chosen by the values of slots, not of what they hold."""
+
+    def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
+        super().__init__(tree, batch, device)
+        self.values, self._slots = None, torch.zeros_like(self._paths)  # `rate` writes both
+        self.drawn_by = torch.zeros_like(self.parents)
+
+    def rate(
+        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+    ) -> None:
+        nodes, places = self.levels[level].nodes, self.levels[level].places
+        temperature = rows.temperature[:, None, None]
+        scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
+        drawn = tokens.gather(1, places.flatten(1)).view_as(places)
+        if ids is not None:
+            drawn = torch.searchsorted(ids, drawn).clamp(max=len(ids) - 1)
+        shares = (scores.gather(2, drawn) - scores.logsumexp(-1, keepdim=True)).exp()
+        left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
+        above = self._paths.gather(1, nodes)[..., None]
+        slots = above + left.log().to(above.dtype)
+        # However it rounds, nothing that a slot holds is better than the slot
+        paths = torch.minimum(above + shares.log().to(above.dtype), slots)
+        self._slots.scatter_(1, places.flatten(1), slots.flatten(1))
+        self._paths.scatter_(1, places.flatten(1), paths.flatten(1))
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        slots = self._slots.masked_fill(self._slots.isnan(), -torch.inf)
+        picks = slots.sort(dim=1, descending=True, stable=True).indices[:, : self.tree.num_nodes]
+        places = torch.arange(self._drawn.shape[1], device=self.device).expand_as(self._drawn)
+        drawn_at = torch.zeros_like(self.pool).scatter_(1, self._drawn, places)
+        self.drawn_by.copy_(drawn_at.gather(1, picks))
+        return super().finish(tokens)
+
+
 @functools.lru_cache(maxsize=64)
 def grown_forest(tree: BeamTree, batch: int, device: torch.device) -> GrownForest:
     """One to ask for sizes: a step that runs has its own."""
+    if isinstance(tree, SlotTree):
+        return SlotForest(tree, batch, device)
     return GrownForest(tree, batch, device)
 
 

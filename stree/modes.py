@@ -142,7 +142,7 @@ class Modes:
         self.costs = costs or Costs()
         self.rates = AcceptRates()
         self._largest_grown = largest_grown(self.trees)
-        self._grown: dict[tuple[int, int], GrownRates] = defaultdict(GrownRates)
+        self._grown: dict[tuple[str, int, int], GrownRates] = defaultdict(GrownRates)
         self._unseen_s: dict[TokenTree, float] = defaultdict(float)  # since such a tree was tried
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
@@ -179,13 +179,13 @@ class Modes:
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
         if isinstance(tree, BeamTree):
-            self._grown[tree.width, tree.depth].learn(tree.num_nodes, path)
+            self._grown[tree.kind, tree.width, tree.depth].learn(tree.num_nodes, path)
         self.learn(tree, tree.end_of(path))
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""
         if isinstance(tree, BeamTree):
-            return self._grown[tree.width, tree.depth].expected_tokens(tree.num_nodes)
+            return self._grown[tree.kind, tree.width, tree.depth].expected_tokens(tree.num_nodes)
         return self.rates.expected_tokens(tree)
 
     def _speed(self, num_rows: int, tree: TokenTree) -> float:
@@ -213,9 +213,9 @@ class Modes:
 
 
 def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:
-    """Of each width and depth the largest tree that grows."""
+    """Of each kind, width and depth the largest tree that grows."""
     by_size = sorted((t for t in trees if isinstance(t, BeamTree)), key=lambda t: t.num_nodes)
-    return list({(tree.width, tree.depth): tree for tree in by_size}.values())
+    return list({(tree.kind, tree.width, tree.depth): tree for tree in by_size}.values())
 
 
 @torch.no_grad()

@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,8 +64,8 @@ class TokenTree:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> TokenTree:
-        """A tree by name ("paper", "chain-4", "png-6-2", "beam-4-5-16", …) or from a YAML file, as
-        those in configs/trees/.
+        """A tree by name ("paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-4-5-16",
+        "dyspec-4-5-16", …) or from a YAML file, as those in configs/trees/.
 
         The file holds `name` and `parents`. Raises `UsageError` when it does not.
         """
@@ -72,15 +74,17 @@ class TokenTree:
             return cls.chain(int(name[6:]))
         if chains := re.fullmatch(r"png-([0-9]{1,3})-([0-9]{1,3})", name):
             return several_chains(*map(int, chains.groups()))
-        if beam := BeamTree.named(name):
-            return beam
+        if re.fullmatch(r"expand(-[0-9]{1,3}){1,64}", name):
+            return expanded([int(count) for count in name.split("-")[1:]])
+        if grown := BeamTree.named(name):
+            return grown
         if name == "paper":
             return cls.paper()
         path = Path(name)
         if not path.is_file():
             raise NotFound(
-                f"no tree {name!r}: give paper, chain-N, png-N-D, beam-W-D-N, or the path of a "
-                "YAML file"
+                f"no tree {name!r}: give paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, "
+                "dyspec-W-D-N, or the path of a YAML file"
             )
         try:
             content = parse_yaml(read_text(path))
@@ -171,8 +175,9 @@ class BeamTree(TokenTree):
 
     At each of `depth` levels the `width` best nodes are given `width` children each; of all nodes
     that were drawn the num_nodes best (the root included) are verified. A node is as good as its
-    path is probable by the drafter. So grows EAGLE-2 (Li et al. 2024); DySpec's threshold is, in
-    each step and row, what the last of them has (Xiong et al. 2024).
+    path is probable by the drafter. So grows EAGLE-2 (Li et al. 2024). Whether a draft is left out
+    depends on its own token: only verifiers that do not ask how it was drawn keep the target's
+    distribution.
 
     `parents` is one of the shapes that such a tree may have: what is recorded of it are depths.
     Make it with `of`.
@@ -181,10 +186,13 @@ class BeamTree(TokenTree):
     width: int = 1
     depth: int = 1
 
+    kind: ClassVar[str] = "beam"
+    by_slots: ClassVar[bool] = False  # a draft is there or not whatever its own token is
+
     @classmethod
-    def of(cls, width: int, depth: int, num_nodes: int) -> BeamTree:
+    def of(cls, width: int, depth: int, num_nodes: int) -> Self:
         """Raises `UsageError` for numbers that no such tree has."""
-        name = f"beam-{width}-{depth}-{num_nodes}"
+        name = f"{cls.kind}-{width}-{depth}-{num_nodes}"
         pool = 1 + width + width * width * (depth - 1)
         if min(width, depth) < 1 or pool > MAX_POOL:
             raise UsageError(
@@ -210,9 +218,13 @@ class BeamTree(TokenTree):
 
     @classmethod
     def named(cls, name: str) -> BeamTree | None:
-        """Of "beam-WIDTH-DEPTH-NODES"; None for another name. Raises `UsageError` as `of`."""
-        found = re.fullmatch(r"beam-([0-9]{1,4})-([0-9]{1,4})-([0-9]{1,4})", name)
-        return found and cls.of(*map(int, found.groups()))
+        """Of "KIND-WIDTH-DEPTH-NODES", beam or dyspec; None for another name. Raises `UsageError`
+        as `of`."""
+        found = re.fullmatch(r"(beam|dyspec)((?:-[0-9]{1,4}){3})", name)
+        if found is None:
+            return None
+        kind = SlotTree if found[1] == SlotTree.kind else BeamTree
+        return kind.of(*map(int, found[2].split("-")[1:]))
 
     @property
     def num_drawn(self) -> int:
@@ -233,6 +245,34 @@ class BeamTree(TokenTree):
 
     def __str__(self) -> str:
         return f"{self.name} (grown in each step)"
+
+
+@dataclass(frozen=True)
+class SlotTree(BeamTree):
+    """DySpec's tree (Xiong et al. 2024, Algorithm 1), level by level: as `BeamTree`, but of all
+    that were drawn those are verified whose slots are the best. A slot's value is how probable it
+    is by the drafter that the path to its parent and none of its elder siblings is accepted.
+
+    All of that is known before the slot's token is drawn, so every verifier stays exact. What a
+    slot holds may take another node's children away, but all slots below that one are worth less
+    than this slot, so it does not help the slot itself. In each step and row the last slot's value
+    is the threshold of DySpec's Algorithm 2.
+    """
+
+    kind = "dyspec"
+    by_slots = True
+
+
+def expanded(counts: Sequence[int]) -> TokenTree:
+    """SpecInfer's expansion ⟨k1, k2, …⟩ (Miao et al. 2024): each node at depth i has k_i children.
+    Raises `UsageError` for one with more than 256 nodes, or without children somewhere."""
+    name = "-".join(["expand", *map(str, counts)])
+    if min(counts) < 1 or 1 + sum(accumulate(counts, mul)) > MAX_NODES:
+        raise UsageError(
+            f"{name} has {1 + sum(accumulate(counts, mul))} nodes, wanted at least one child a "
+            f"node and at most {MAX_NODES} nodes"
+        )
+    return balanced(counts, name)
 
 
 def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:

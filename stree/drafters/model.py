@@ -131,6 +131,7 @@ class ModelDrafter:
                 logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
                 finite[:, drawn : drawn + count], level.nodes, forest.values, model.head_ids,
             )  # fmt: skip
+            forest.rate(number, logits, rows, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
         all_logits = None

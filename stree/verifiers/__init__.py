@@ -25,6 +25,7 @@ class Verifier(Protocol):
     reads_logits: bool  # the drafter's, too: a proposal must have them
     chains_only: bool  # trees must be chains
     any_growth: bool  # whether a draft is in the tree may depend on its own token; without it: no
+    by_slots: bool  # … on tokens that were drawn before it; without it: no
 
     def accept(
         self,
@@ -71,11 +72,18 @@ def require_tree(verifier: Verifier, tree: TokenTree) -> None:
     """Raises `UsageError` when a verifier of chains is to judge a tree that branches, or one whose
     shape depends on its tokens goes to a verifier that would be biased by it."""
     if isinstance(tree, BeamTree) and not getattr(verifier, "any_growth", False):
-        raise UsageError(
-            f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins by "
-            "how drafts were drawn, and such a tree keeps a draft or not by the token that was "
-            "drawn; take the verifier coupled or naive, or a tree of one shape"
-        )
+        if not tree.by_slots:
+            raise UsageError(
+                f"the verifier {type(verifier).__name__} cannot judge {tree.name}: it tosses coins "
+                "by how drafts were drawn, and such a tree keeps a draft or not by the token that "
+                "was drawn; take the verifier coupled or naive, dyspec-W-D-N, or a tree of one "
+                "shape"
+            )
+        if not getattr(verifier, "by_slots", False):
+            raise UsageError(
+                f"the verifier {type(verifier).__name__} judges trees of one shape, {tree.name} "
+                "grows: take a verifier of ours, or a tree of one shape"
+            )
     if not fits(verifier, tree):
         raise UsageError(
             f"the verifier {type(verifier).__name__} judges chains only, and {tree} branches: take "

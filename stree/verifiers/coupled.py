@@ -30,6 +30,7 @@ class Coupled:
     reads_logits = False
     chains_only = False
     any_growth = True
+    by_slots = True
 
     def accept(
         self,

@@ -26,6 +26,7 @@ class Judging:
     reads_logits = True
     chains_only = False
     any_growth = False
+    by_slots = True
 
     def __init__(self, choose: Choose | None = None) -> None:
         self.choose = choose
@@ -44,7 +45,7 @@ class Judging:
             return Coupled().accept(logits, proposal, forest, rows, cache, report)
         drafts = Drafts(
             proposal.tokens, forest.parents, forest.children.contiguous(),
-            tuple((level.nodes, level.places) for level in forest.levels), proposal.logits,
+            forest.judged, proposal.logits,
             None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
         )  # fmt: skip
         logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))

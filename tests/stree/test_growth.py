@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from enumerated import CONTEXT, TREES, distance, random_case
+from growing import Growing
 from toys import (
-    TableDrafter,
     TableTarget,
     drawing_in_turn,
     exact_law,
@@ -161,45 +161,6 @@ def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, c
     assert len({each for _, accepted in wanted for each in accepted}) > 1
     monkeypatch.setattr(ops, "fused", lambda *_: True)
     assert serve() == wanted
-
-
-class Growing(TableDrafter):
-    """Grows trees with the product's own ops, from a table over the last two tokens."""
-
-    grows = True
-
-    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
-        self.read_blocks(rows)
-        paths = [{0: []} for _ in rows.active]  # of the pool's nodes, by row
-        forest.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]
-        finite = torch.ones(len(rows.active), forest.num_drawn_from, dtype=torch.bool)
-        logits, done = [], 0
-        for number, level in enumerate(forest.levels):
-            if number:
-                forest.grow(number)
-            after = torch.stack([
-                torch.stack([
-                    self.table[tuple(([0, 0, *self.sequences[row]] + paths[row][node])[-2:])]
-                    for node in nodes
-                ])
-                for row, nodes in enumerate(level.nodes.tolist())
-            ])  # fmt: skip
-            logits.append(rows.kept(after))
-            count = level.nodes.shape[1]
-            self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
-            done += count
-            for row, nodes in enumerate(level.nodes.tolist()):
-                for node, places in zip(nodes, level.places[row].tolist(), strict=True):
-                    for place in places:
-                        paths[row][place] = [*paths[row][node], int(forest.pool[row, place])]
-        self.logits = torch.cat(logits, 1)
-        return Proposal(forest.finish(forest.pool), finite)
-
-    def choose(self, forest, rows, level, logits, finite) -> None:
-        ops.choose_children(
-            logits, level.depths, rows.sampling, level.places, forest.pool, finite, level.nodes,
-            forest.values,
-        )  # fmt: skip
 
 
 def tables(seed: int):

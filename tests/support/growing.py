@@ -1,0 +1,49 @@
+"""A drafter of known laws that fills trees whose shapes it chooses."""
+
+from __future__ import annotations
+
+import torch
+from toys import TableDrafter
+
+from stree.drafters import Proposal
+from stree_kernels import ops
+
+
+class Growing(TableDrafter):
+    """Grows trees with the product's own ops, from a table over the last two tokens."""
+
+    grows = True
+
+    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+        self.read_blocks(rows)
+        paths = [{0: []} for _ in rows.active]  # of the pool's nodes, by row
+        forest.pool[:, 0] = rows.block.gather(1, rows.block[:, :1])[:, 0]
+        finite = torch.ones(len(rows.active), forest.num_drawn_from, dtype=torch.bool)
+        logits, done = [], 0
+        for number, level in enumerate(forest.levels):
+            if number:
+                forest.grow(number)
+            after = torch.stack([
+                torch.stack([
+                    self.table[tuple(([0, 0, *self.sequences[row]] + paths[row][node])[-2:])]
+                    for node in nodes
+                ])
+                for row, nodes in enumerate(level.nodes.tolist())
+            ])  # fmt: skip
+            logits.append(rows.kept(after))
+            count = level.nodes.shape[1]
+            self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
+            forest.rate(number, logits[-1], rows, forest.pool)
+            done += count
+            for row, nodes in enumerate(level.nodes.tolist()):
+                for node, places in zip(nodes, level.places[row].tolist(), strict=True):
+                    for place in places:
+                        paths[row][place] = [*paths[row][node], int(forest.pool[row, place])]
+        self.logits = torch.cat(logits, 1)
+        return Proposal(forest.finish(forest.pool), finite)
+
+    def choose(self, forest, rows, level, logits, finite) -> None:
+        ops.choose_children(
+            logits, level.depths, rows.sampling, level.places, forest.pool, finite, level.nodes,
+            forest.values,
+        )  # fmt: skip
