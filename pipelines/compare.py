@@ -2,8 +2,8 @@
 
 python pipelines/compare.py configs/compare/quickstart.yaml
 The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree (chain-tuned: the
-fastest of chain-1 to chain-6 there; A or B: chosen step by step), a verifier and a way to
-backtrack.
+fastest of chain-1 to chain-6 there; A or B: chosen step by step, by measured cost; bandit A or B),
+a verifier and a way to backtrack.
 Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
 stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
 """

@@ -202,7 +202,7 @@ def build_parser() -> PlainParser:
     add("--drafter", help="checkpoint folder, or a name on the hub")
     add(
         "--tree",
-        help="paper, chain-N, beam-W-D-N, … or a YAML file (default: as the drafter's profile says)",
+        help="paper, chain-N, beam-W-D-N or a YAML file (default: as the drafter's profile says)",
     )
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 is off")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import stree.threads  # noqa: F401  (before torch is loaded)
 
+from stree.bandit import Bandit
 from stree.batch import BatchDecoder
 from stree.engine import Decoder, generate
 from stree.generation import GenerationConfig, GenerationOutput
@@ -21,6 +22,7 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("speculate"))  # for transformers
 
 __all__ = [
     "CUSTOM_GENERATE",
+    "Bandit",
     "BatchDecoder",
     "Decoder",
     "GenerationConfig",

@@ -18,7 +18,6 @@ from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
-from stree.modes import Modes
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
@@ -357,7 +356,9 @@ class Answerer:
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
-                tree=Modes(job.tree.choices) if isinstance(job.tree, ChosenTree) else job.tree,
+                tree=job.tree.policy(job.tree.choices)
+                if isinstance(job.tree, ChosenTree)
+                else job.tree,
                 max_length=room,
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,

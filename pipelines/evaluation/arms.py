@@ -38,7 +38,8 @@ NUM_TUNING_PROMPTS = 4
 class Arm:
     """A drafter (as `eval_spec.py --checkpoint` names it), a tree, a verifier and a way to
     backtrack, by a name. The tree `chain-tuned` is the fastest of `TRIED_CHAINS`, found for each
-    benchmark and temperature; `A or B` is chosen step by step by measured cost."""
+    benchmark and temperature; `A or B` is chosen step by step by measured cost, `bandit A or B` by
+    what each was worth so far."""
 
     name: str
     drafter: str

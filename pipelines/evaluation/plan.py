@@ -8,12 +8,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from stree.bandit import Bandit
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
 from stree.models.joint import require_backtracking
+from stree.modes import Modes
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree.verifiers import named, require_tree
@@ -24,22 +26,27 @@ from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
 OR = " or "
+BANDIT = "bandit "
 
 
 @dataclass(frozen=True)
 class ChosenTree(TokenTree):
     """Several trees, of which each step has the one that pays most by measured cost, or none
-    (`stree.Modes`), by a name such as "chain-2 or beam-4-5-16".
+    (`stree.Modes`), by a name such as "chain-2 or beam-4-5-16"; or the one that a bandit takes
+    (`stree.Bandit`): "bandit chain-2 or beam-4-5-16".
 
     `parents` is a shape that holds all of theirs: what is recorded of the steps are depths.
     """
 
     choices: tuple[TokenTree, ...] = ()
+    policy: type[Modes] = Modes
 
     @classmethod
     def named(cls, name: str) -> ChosenTree:
         """Raises `UsageError` for what is no tree."""
-        choices = tuple(map(TokenTree.load, map(input_path, name.split(OR))))
+        mark = BANDIT if name.startswith(BANDIT) else ""
+        names = name.removeprefix(BANDIT).split(OR)
+        choices = tuple(map(TokenTree.load, map(input_path, names)))
         ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
@@ -48,7 +55,8 @@ class ChosenTree(TokenTree):
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        return cls((-1, *parents), OR.join(tree.name for tree in choices), choices)
+        told, policy = mark + OR.join(tree.name for tree in choices), Bandit if mark else Modes
+        return cls((-1, *parents), told, choices, policy)
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,10 @@ PAPERS: dict[str, Sequence[Entry]] = {
               CHAT_PAIR + "; ours on MT-Bench, which the paper does not name here; no Transformer "
               "drafter is distilled here", TREES, PAPER_TREES, paper_tables.drafters_6),
         Entry("drafters-table-7", "a search over trees", RTX_4090,
-              CHAT_PAIR + "; ours chooses among the same three trees by measured cost "
-              "(`stree.Modes`), where the paper has a bandit (a worked example in "
-              "[architecture](architecture.md)), and plain decoding is among its choices. The "
-              "fixed tree is (3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its "
-              "Table 7. Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,
+              CHAT_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
+              "the paper's has a constant, and it goes on from prompt to prompt. The fixed tree is "
+              "(3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its Table 7. "
+              "Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,
               paper_tables.drafters_7),
     ),
     "DySpec (Xiong et al. 2024)": (
@@ -164,8 +163,10 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "the paper's values are a plot; ours is in the columns draft to host of every "
               "comparison's table"),
         Entry("dyspec-table-1", "dynamic and fixed trees of 64 nodes, Llama2-7B", A100,
-              CHAT_PAIR + "; trees that grow of 16 and 32 nodes. C4, OWT and CNN are left out: we "
-              "have no prompts of them. Sequoia and SpecInfer are not implemented", COMPARE,
+              CHAT_PAIR + "; trees that grow of 16 and 32 nodes, the paper's being dyspec-W-D-N "
+              "with multi_step, and SpecInfer's expansion of 15. C4, OWT and CNN are left out: we "
+              "have no prompts of them. Sequoia's tree is `suggest_tree.py`'s, no arm here",
+              COMPARE,
               POLICIES, paper_tables.dyspec(
                   paper_numbers.DYSPEC_1, "DySpec, Table 1: speed-up (accepted a step)")),
         Entry("dyspec-table-2", "the same, Llama2-13B", A100, "as dyspec-table-1", COMPARE,

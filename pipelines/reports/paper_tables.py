@@ -11,7 +11,7 @@ from typing import Any
 from stree.errors import NotFound
 from stree.tree import balanced
 from stree_pipelines.bench_report import read_rows
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, OR, TREE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, BANDIT, CHAIN, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
@@ -298,7 +298,7 @@ def drafters_7(folder: Path) -> Made:
     for benchmark in ("mt_bench", "humaneval"):
         rows = _at(folder, benchmark, 0.0)
         fixed = _one(row for row in rows if _tree_name(row) == "drafters-3-3-2-1")
-        chosen = _one(row for row in rows if OR in (_tree_name(row) or ""))
+        chosen = _one(row for row in rows if (_tree_name(row) or "").startswith(BANDIT))
         used += [row for row in (fixed, chosen) if row]
         columns.append([_speed_and_tau(row)[0] for row in (fixed, chosen)])
     _require(used, "T = 0", folder)
@@ -338,16 +338,22 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
     def build(folder: Path) -> Made:
         keys = {"GSM8k": "gsm8k", "MT-Bench": "mt_bench"}
         rows = [row for row in _arms(folder) if _is_model(row) and row.tree]
-        names = sorted({r.tree.name for r in rows if r.tree and r.tree.name.startswith("beam-")})
+        grown = ("beam-", "dyspec-", "expand-")
+        arms = sorted({
+            (row.tree.name, row.verifier or "") for row in rows
+            if row.tree and row.tree.name.startswith(grown)
+        })  # fmt: skip
         used: list[ResultRow] = []
-        lines: list[Cells] = [(*theirs.DYSPEC_HEAD, *(f"{name}, {OURS}" for name in names))]
+        lines: list[Cells] = [
+            (*theirs.DYSPEC_HEAD, *(f"{tree}, {verifier}, {OURS}" for tree, verifier in arms))
+        ]
         for data, temperature, *cells in paper:
             mine = []
-            for name in names:
+            for tree, verifier in arms:
                 row = _one(
                     row for row in rows
-                    if row.tree and row.tree.name == name and row.benchmark == keys[data]
-                    and row.temperature == float(temperature)
+                    if row.tree and row.tree.name == tree and row.benchmark == keys[data]
+                    and row.verifier == verifier and row.temperature == float(temperature)
                 )  # fmt: skip
                 used += [row] if row else []
                 mine.append(

@@ -48,7 +48,7 @@ def compared(tmp_path_factory):
             {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
             {"name": "five", "drafter": drafter, "tree": "chain-5"},
             {"name": "fixed", "drafter": drafter, "tree": "configs/trees/drafters-3-3-2-1.yaml"},
-            {"name": "chosen", "drafter": drafter, "tree": "chain-2 or paper"},
+            {"name": "chosen", "drafter": drafter, "tree": "bandit chain-2 or paper"},
         ],
     }  # fmt: skip
     (root / "arms.yaml").write_text(yaml.safe_dump(content))
