@@ -61,6 +61,15 @@ def printed(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
+def test_blocks_by_node_order_are_about_the_papers(capsys):
+    """Its reordered trees have between what depth-first and random orders leave of ours."""
+    text = printed(capsys, "dyspec-table-5")
+    for size in ("256", "512", "1024", "2048"):
+        grown, reordered, drawn, first, heavy = map(float, line_of(text, size))
+        assert drawn == pytest.approx(grown, rel=0.02)
+        assert heavy <= first == pytest.approx(reordered, rel=0.1)
+
+
 def line_of(text: str, label: str) -> list[str]:
     """The cells of the table's line that begins with this one."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]

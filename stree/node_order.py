@@ -1,0 +1,48 @@
+"""Orders of a tree's nodes, and what a block-sparse attention has to compute in each (DySpec, C).
+
+A tree is the tuple of its nodes' parents, −1 for the root, each before its children; of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+
+Parents = tuple[int, ...]
+
+
+def depth_first(parents: Sequence[int]) -> Parents:
+    """The same tree, each node followed by all below its first child, then its second's, …"""
+    return _walked(parents, lambda children, sizes: children)
+
+
+def heavy_path(parents: Sequence[int]) -> Parents:
+    """The same tree, depth first, the child with most nodes below it first (Sleator and Tarjan
+    1981): so nodes of long paths, which see most, lie together. Of equal ones the first wins."""
+    return _walked(parents, lambda children, sizes: sorted(children, key=lambda node: -sizes[node]))
+
+
+def num_blocks(parents: Sequence[int], size: int = 32) -> int:
+    """How many size × size blocks of the mask, which lets a node see itself and those above it,
+    have anything in them."""
+    seen: list[int] = []  # by node, the blocks that it sees, a bit each
+    for node, parent in enumerate(parents):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node // size)
+    rows = (seen[first : first + size] for first in range(0, len(seen), size))
+    return sum(reduce(or_, row).bit_count() for row in rows)
+
+
+def _walked(parents: Sequence[int], ranked: Callable[[list[int], list[int]], list[int]]) -> Parents:
+    children: list[list[int]] = [[] for _ in parents]
+    sizes = [1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        children[parents[node]].append(node)
+        sizes[parents[node]] += sizes[node]
+    new, order, stack = {-1: -1}, [], [0]
+    while stack:
+        node = stack.pop()
+        new[node] = len(order)
+        order.append(node)
+        stack += ranked(children[node][::-1], sizes)[::-1]
+    return tuple(new[parents[node]] for node in order)
