@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from stree.errors import exit_with_reason
+from stree.tree import FORMS
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
@@ -26,10 +27,16 @@ from stree_pipelines.gate import gate, summary
 from stree_pipelines.gate.baseline import Baseline
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
 
+EXAMPLE = (
+    "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
+    "--fail_below acceptance_length=-3% speedup=-5% --out gate"
+)
+
 
 def build_parser() -> CommandParser:
     """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
     parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
+    parser.example = EXAMPLE
     add = parser.add_argument
     add("checkpoint", type=str, help="drafter folder to judge")
     add("--config", action="config", help="YAML file with any of these options")
@@ -49,7 +56,7 @@ def build_parser() -> CommandParser:
         help="names in --benchmark_dir, or JSONL files")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
     add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    add("--tree", type=str, default="paper", help="tree of stree: shipped name or YAML file")
+    add("--tree", type=str, default="paper", help=f"of stree: {FORMS}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")

@@ -86,10 +86,12 @@ def input_path(name: str) -> str:
 class OneLineErrors:
     """Mixin of argument parsers: instead of the whole usage, the mistake and where help is.
 
-    An abbreviation is refused: what it means may change with the next option.
+    An abbreviation is refused: what it means may change with the next option. A command with
+    several required options has an `example`: a line that is complete.
     """
 
     prog: str
+    example = ""
     exit_on_error: bool
     _actions: list[argparse.Action]
 
@@ -124,6 +126,8 @@ class OneLineErrors:
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
         line = shortened(one_line(message, parser.known_options()))
+        if self.example and message.startswith(_REQUIRED):
+            line += f", as in: {self.example}"
         print(f"error: {line}; see {program} --help", file=sys.stderr)
         sys.exit(UsageError.exit_code)
 

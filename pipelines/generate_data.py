@@ -24,7 +24,7 @@ from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import UsageError, exit_with_reason
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
-from stree.tree import TokenTree
+from stree.tree import FORMS, TokenTree
 from stree_pipelines.command_line import CommandParser, input_path
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec
@@ -59,7 +59,7 @@ def build_parser() -> CommandParser:
     add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
-    add("--tree", type=str, default="paper", help="that the drafter fills: name or YAML file")
+    add("--tree", type=str, default="paper", help=f"that the drafter fills: {FORMS}")
     add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
     add("--chat_template", "--chat-template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip

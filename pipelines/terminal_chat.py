@@ -29,6 +29,7 @@ from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
+from stree.tree import FORMS
 from stree_pipelines.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
@@ -200,10 +201,7 @@ def build_parser() -> PlainParser:
     add = parser.add_argument
     add("target", help="checkpoint folder, or a name on the hub")
     add("--drafter", help="checkpoint folder, or a name on the hub")
-    add(
-        "--tree",
-        help="paper, chain-N, beam-W-D-N or a YAML file (default: as the drafter's profile says)",
-    )
+    add("--tree", help=f"{FORMS} (default: as the drafter's profile says)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 is off")
     add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")

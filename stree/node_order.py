@@ -39,7 +39,8 @@ def _walked(parents: Sequence[int], ranked: Callable[[list[int], list[int]], lis
     for node in range(len(parents) - 1, 0, -1):
         children[parents[node]].append(node)
         sizes[parents[node]] += sizes[node]
-    new, order, stack = {-1: -1}, [], [0]
+    new, stack = {-1: -1}, [0]
+    order: list[int] = []
     while stack:
         node = stack.pop()
         new[node] = len(order)

@@ -19,6 +19,8 @@ from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 256
 MAX_POOL = 4096  # nodes that a tree which grows is chosen from
+# Of what `TokenTree.load` takes
+FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,7 @@ class TokenTree:
             return cls.paper()
         path = Path(name)
         if not path.is_file():
-            raise NotFound(
-                f"no tree {name!r}: give paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, "
-                "dyspec-W-D-N, or the path of a YAML file"
-            )
+            raise NotFound(f"no tree {name!r}: give {FORMS}")
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -59,8 +59,7 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
         raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
     values = CheckedJson.load(directory / "config.json")
-    checkpoint = _read(values, _layout_of(values))
-    return replace(checkpoint, model=_with_generation_eos(directory, checkpoint.model))
+    return _with_generation_eos(directory, _read(values, _layout_of(values)))
 
 
 def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
@@ -90,6 +89,7 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
     values.refuse_unread(layout.without_effect)
+    _require_reachable(model.eos_token_ids, padded, values.path)
     return CheckpointConfig(layout, model, padded, rename)
 
 
@@ -486,13 +486,27 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _with_generation_eos(directory: Path, model: HybridConfig) -> HybridConfig:
+def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> CheckpointConfig:
     """Llama 3's chat models list their end-of-turn ids in generation_config.json only."""
     path = directory / "generation_config.json"
     if not path.exists():
-        return model
+        return checkpoint
     eos = CheckedJson.load(path).token_ids("eos_token_id")
-    return model.replace(eos_token_ids=eos) if eos else model
+    _require_reachable(eos, checkpoint.padded_vocab_size, path)
+    return (
+        replace(checkpoint, model=checkpoint.model.replace(eos_token_ids=eos))
+        if eos
+        else checkpoint
+    )
+
+
+def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -> None:
+    """No token beyond the logits is ever chosen, so an answer would not end."""
+    if beyond := [index for index in eos if index >= padded_vocab_size]:
+        raise CheckpointRefused(
+            f"{path} has eos_token_id {beyond[0]}, the vocabulary has {padded_vocab_size} tokens: "
+            "correct it to the tokenizer's"
+        )
 
 
 def _number(value: float) -> Any:

@@ -40,6 +40,7 @@ from stree_pipelines import (
 from stree_pipelines.command_line import CommandParser, input_path, suggestion
 from stree_pipelines.data import chat
 from stree_pipelines.evaluation.plan import EvaluationSettings
+from stree_pipelines.gate import gate
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs/distill/quickstart.yaml")
@@ -198,7 +199,26 @@ def test_what_is_missing_is_named(capsys):
     assert "error: 'too' is one argument too many" in line
 
 
+def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):
+    arguments = [each for each in GATE if "fail_below" not in each and "=" not in each]
+    line = told(benchmark_checkpoint.main, arguments, capsys)
+    assert "error: fail_below is missing, as in: benchmark_checkpoint.py " in line
+    example = line.partition("benchmark_checkpoint.py ")[2].partition(";")[0].split()
+    options = benchmark_checkpoint.build_parser().parse_args(example)
+    assert all(map(gate.Threshold.parse, options.fail_below))
+
+
 # Help
+
+
+@pytest.mark.parametrize(
+    "command",
+    [eval_spec, benchmark_checkpoint, bench_queue, generate_data, terminal_chat],
+    ids=label,
+)
+def test_the_help_says_what_trees_there_are(command, capsys, monkeypatch):
+    text = "".join(help_of(command.main, ["--help"], capsys, monkeypatch).split())
+    assert re.search(r"--treeTREE.{0,30}paper,chain-N,png-N-D,beam-W-D-NoraYAMLfile", text)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=label)

@@ -33,7 +33,7 @@ class Growing(TableDrafter):
             logits.append(rows.kept(after))
             count = level.nodes.shape[1]
             self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
-            forest.rate(number, logits[-1], rows, forest.pool)
+            forest.rate(number, logits[-1], rows, forest.pool, None)
             done += count
             for row, nodes in enumerate(level.nodes.tolist()):
                 for node, places in zip(nodes, level.places[row].tolist(), strict=True):

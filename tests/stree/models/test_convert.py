@@ -200,6 +200,11 @@ def test_generation_config_names_more_ends(tmp_path):
     mamba_in_llama(tmp_path)
     write_json(tmp_path / "generation_config.json", eos_token_id=[7, 8, 9])
     assert load_config(tmp_path).eos_token_ids == (7, 8, 9)
+    write_json(tmp_path / "generation_config.json", eos_token_id=[7, VOCAB + 1])
+    with pytest.raises(
+        CheckpointRefused, match=rf"generation_config\.json has .* {VOCAB + 1}, the"
+    ):
+        load_config(tmp_path)
 
 
 def test_ssm_parameters_stay_in_fp32(tmp_path):
@@ -542,6 +547,10 @@ CONFIG_DAMAGES = {
     "text": ({"hidden_size": "32"}, "hidden_size = '32', wanted a whole number"),
     "absent": ({"num_attention_heads": None}, "num_attention_heads = None, wanted"),
     "eos": ({"eos_token_id": ["</s>"]}, "eos_token_id = .*, wanted token ids"),
+    "eos-beyond": (
+        {"eos_token_id": [7, VOCAB]},
+        rf"config\.json has eos_token_id {VOCAB}, the vocabulary has {VOCAB} tokens",
+    ),
     "heads": ({"num_key_value_heads": 3}, "num_heads = 4 is no multiple of num_kv_heads = 3"),
 }
 
