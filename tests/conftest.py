@@ -15,6 +15,9 @@ from captures import Event, Replayed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreted
+
+    interpreted.replace_the_language_once_a_launch()
 
 from stree.executors import Graphs
 
