@@ -24,12 +24,11 @@ from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, require_writable
 from stree_pipelines.estimates import forward_memory, size
-from stree_pipelines.evaluation.context import Workers, pick_device
+from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
 from stree_pipelines.training.distillation import Distillation, require_whole_head
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
-from stree_pipelines.training.run_folder import describe_code
 from stree_pipelines.training.teacher_cache import CacheSpec
 from stree_pipelines.training.teacher_cache_writer import CacheWriter
 

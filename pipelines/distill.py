@@ -20,7 +20,6 @@ from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint, require_same_tokenizer
-from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.training.cli import TrainingCLI, say
 from stree_pipelines.training.distillation import (
     Distillation,
@@ -36,6 +35,7 @@ from stree_pipelines.training.drafter_head import (
     most_frequent,
 )
 from stree_pipelines.training.features import require_trainable
+from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
 

@@ -30,9 +30,8 @@ from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, re
 from stree_pipelines.data.generated import GenerationSpec
 from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, require_writable
 from stree_pipelines.estimates import cache_bytes, num_parameters
-from stree_pipelines.evaluation.context import Workers, pick_device, pick_dtype
+from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.progress import EvaluationProgress
-from stree_pipelines.training.run_folder import describe_code
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 

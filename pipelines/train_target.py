@@ -20,10 +20,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stree.errors import UsageError, exit_with_reason
 from stree.tokenizer import load_tokenizer
-from stree_pipelines.dry_run import ModelPlan
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.training.cli import TrainingCLI, say
 from stree_pipelines.training.module import TargetTraining
+from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 
 TOKENIZER_DEADLINE_S = 1800.0

@@ -3,6 +3,7 @@
 Triton reads the variable when it is first imported, which any library may do: so it is set here.
 """
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ from stree.executors import Graphs
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """The longest first, so that no worker waits at the end for another that is at it."""
     items.sort(key=lambda item: item.path.name not in ("test_slurm.py", "test_compile.py"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection need look through it once more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count at the end what is left
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

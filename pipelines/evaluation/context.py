@@ -158,6 +158,13 @@ def describe_environment(
     )
 
 
+def describe_code() -> dict[str, Any]:
+    """Commit and versions of what runs: {"git_sha", "versions"}."""
+    environment = describe_environment(torch.device("cpu"), {}, 1)
+    versions = {**environment.versions, "lightning": metadata.version("lightning")}
+    return {"git_sha": environment.git_sha, "versions": versions}
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -33,13 +33,8 @@ from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_left
 from stree.tokenizer import fingerprint
 from stree_pipelines.command_line import SUBCOMMAND, input_path, program_name
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
-from stree_pipelines.dry_run import (
-    SMALLER_TRAINING,
-    ModelPlan,
-    config_lines,
-    describe_training,
-    require_writable,
-)
+from stree_pipelines.dry_run import config_lines, require_writable
+from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.training.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.checkpointing import (
     SafeCheckpointIO,
@@ -49,6 +44,7 @@ from stree_pipelines.training.checkpointing import (
 )
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
+from stree_pipelines.training.needs import SMALLER_TRAINING, ModelPlan, describe_training
 from stree_pipelines.training.own_text import WatchOwnText
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
@@ -63,7 +59,6 @@ from stree_pipelines.training.restarts import (
 from stree_pipelines.training.run_folder import (
     Curves,
     MetricsFile,
-    describe_code,
     hash_of_config,
     prepare_run_folder,
     removing_what_was_refused,

@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import yaml
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -28,7 +26,7 @@ from stree.errors import BadData, CannotWrite, CheckpointRefused, UsageError
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.plain_data import parse_yaml, read_text
 from stree_pipelines.command_line import typed_command
-from stree_pipelines.evaluation.context import describe_environment
+from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
 
 # What a resumed run may not change: the curve would be of two different runs.
@@ -54,13 +52,6 @@ COLUMNS = (
     "step", "loss", "simulated_acceptance", "val_loss", "val_simulated_acceptance",
     "tokens_per_second", "lr", "grad_norm", "divergence", "cross_entropy", "tokens_seen",
 )  # fmt: skip
-
-
-def describe_code() -> dict[str, Any]:
-    """Commit and versions of what runs: {"git_sha", "versions"}."""
-    environment = describe_environment(torch.device("cpu"), {}, 1)
-    versions = {**environment.versions, "lightning": metadata.version("lightning")}
-    return {"git_sha": environment.git_sha, "versions": versions}
 
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:

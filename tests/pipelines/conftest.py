@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -11,6 +13,17 @@ def default_torch_switches():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_own_text():
+    """What a training ends with would take half the time of a tiny one; test_own_text.py has all
+    of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if own_text := sys.modules.get("stree_pipelines.training.own_text"):
+            patch.setattr(own_text, "NUM_ROWS", 2)
+            patch.setattr(own_text, "NEW_TOKENS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,10 @@ options, one code for what is not there, and configs that work from any folder."
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -105,6 +108,39 @@ def test_every_command_is_here():
     with_parsers = (path for path in (REPOSITORY / "pipelines").rglob("*.py")
                     if re.search(r"^def main\(", path.read_text(), re.M))  # fmt: skip
     assert {path.stem for path in with_parsers} == set(NAMES.values())
+
+
+def test_only_what_trains_waits_for_the_trainer():
+    """Lightning takes longer to import than all the rest."""
+    waits = {name for name, module in imported_by_command() if module.startswith("lightning")}
+    assert waits == {"distill", "train_target", "cache_teacher", "bench_training"}
+
+
+def imported_by_command() -> Iterator[tuple[str, str]]:
+    """(command, module) for each module that is imported when a command starts."""
+    folders = {"stree": "stree", "stree_kernels": "kernels", "stree_pipelines": "pipelines"}
+
+    @cache
+    def imports(path: Path) -> set[str]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)}
+        for each in tree.body:
+            if isinstance(each, ast.Import):
+                found |= {alias.name for alias in each.names}
+            if isinstance(each, ast.ImportFrom):  # each name may be a module
+                found |= {f"{each.module}.{alias.name}" for alias in each.names}
+        return found
+
+    for command in NAMES.values():
+        seen, todo = set(), [f"stree_pipelines.{command}"]
+        while todo:
+            module = todo.pop()
+            package, _, rest = module.partition(".")
+            path = REPOSITORY / folders.get(package, package) / f"{rest.replace('.', '/')}.py"
+            if module not in seen and path.is_file():
+                todo += imports(path)
+            seen.add(module)
+        yield from ((command, module) for module in seen)
 
 
 # Options

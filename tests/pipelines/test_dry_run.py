@@ -37,7 +37,7 @@ from stree_pipelines import (
     eval_spec,
     train_target,
 )
-from stree_pipelines.training import distillation
+from stree_pipelines.training import distillation, needs
 
 CONFIG = HybridConfig(**ARCHITECTURE)
 MAMBA_KEYS = (
@@ -116,7 +116,7 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
 
 
 def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dry_run, "CUDAAccelerator", CPUAccelerator)  # as if this were a GPU
+    monkeypatch.setattr(needs, "CUDAAccelerator", CPUAccelerator)  # as if this were a GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     more = ("--model.target_placement", "beside", "--dry_run")
     distill.main(options_of(workspace, tmp_path / "run", *more))

@@ -17,6 +17,14 @@ from stree_pipelines.training import own_text
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.own_text import OwnText, first_answers, measure
 
+NUM_ROWS, NEW_TOKENS = own_text.NUM_ROWS, own_text.NEW_TOKENS
+
+
+@pytest.fixture(autouse=True)
+def all_own_text(monkeypatch):
+    monkeypatch.setattr(own_text, "NUM_ROWS", NUM_ROWS)
+    monkeypatch.setattr(own_text, "NEW_TOKENS", NEW_TOKENS)
+
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):

@@ -153,6 +153,9 @@ def _serve() -> None:
 
     for name in ("distill", "train_target", "eval_spec"):
         importlib.import_module(f"stree_pipelines.{name}")
+    from stree_pipelines.training import own_text
+
+    own_text.NUM_ROWS, own_text.NEW_TOKENS = 2, 4  # or half of a tiny training is its end
     gc.collect()
     gc.freeze()  # or each command would collect all of it once more at its end
     _answer({"threads": _threads()})

@@ -1,0 +1,108 @@
+"""--dry_run of a training: its steps, and what they take.
+
+The model is not made: `ModelPlan` stands where LightningCLI would instantiate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from stree.models.config import HybridConfig
+from stree_pipelines.data.datamodule import ConversationDataModule
+from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk
+from stree_pipelines.estimates import training_disk, training_memory
+from stree_pipelines.training.checkpointing import TrainingCheckpoints
+from stree_pipelines.training.export import Exports
+from stree_pipelines.training.frozen_target import device_beside
+
+SMALLER_TRAINING = (
+    "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
+    "the run has a checkpoint to go on from) or data.sequence_length"
+)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The architectures of a training. `target` runs with what is trained; `cached` says that
+    its outputs come from a cache instead, `beside` that it has a GPU of its own. `reference` is the
+    drafter that tokens are chosen by."""
+
+    trained: HybridConfig
+    target: HybridConfig | None = None
+    target_dtype: torch.dtype = torch.float32
+    cached: bool = False
+    beside: bool = False
+    activation_checkpointing: bool = False
+    reference: HybridConfig | None = None
+
+
+def describe_training(
+    plan: ModelPlan,
+    data: ConversationDataModule,
+    trainer: pl.Trainer,
+    callbacks: tuple[Exports, TrainingCheckpoints],
+    run_dir: Path,
+    resume_step: int,
+    name: str,
+) -> Iterator[str]:
+    """Everything of a training that is known before its first step, line by line; `data` is set up.
+
+    Raises CannotWrite when the disk is too small and, when all is said, OutOfMemory when the memory
+    is.
+    """
+    exports, checkpoints = callbacks
+    on_cuda = isinstance(trainer.accelerator, CUDAAccelerator)
+    max_steps, length = trainer.max_steps, data.sequence_length
+    left = max_steps - resume_step
+    rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    num_rows = len(data.micro_batches().packing)
+    steps = exports.export_steps(max_steps)
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    memory = training_memory(
+        plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
+        None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
+        plan.reference,
+    )  # fmt: skip
+    own_gpu = {}
+    if plan.beside and plan.target is not None and on_cuda:
+        device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
+        own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
+        memory["target's head"] = (
+            plan.target_dtype.itemsize * plan.target.vocab_size * plan.target.d_model
+        )
+    disk = training_disk(
+        plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
+        sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
+        left // interval + 1,
+    )  # fmt: skip
+    yield model_line(name, plan.trained)
+    if plan.target is not None:
+        cached = ", its outputs come from the cache" if plan.cached else ""
+        yield model_line("target", plan.target) + cached
+    if plan.reference is not None:
+        yield model_line("reference", plan.reference)
+    yield (
+        f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
+        + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "
+        f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
+        f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
+        f"{left * rows * length:,} tokens"
+    )  # fmt: skip
+    yield (
+        f"exports at steps {', '.join(map(str, steps))}; a checkpoint every "
+        f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay"
+    )
+    needs = [MemoryNeeds(memory, on_cuda)]
+    yield f"each process, unsharded, {needs[0]}"
+    if own_gpu:
+        needs.append(MemoryNeeds(own_gpu, on_cuda))
+        yield f"beside each, on a GPU of its own, {needs[1]}"
+    yield require_disk(run_dir, disk)
+    for each in needs:
+        each.require(SMALLER_TRAINING)
