@@ -20,6 +20,7 @@ from stree.files import write_atomically
 from stree_pipelines.evaluation.context import describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+NUM_WORKERS = 4  # that run the tests
 
 
 def side_by_side(
@@ -73,7 +74,7 @@ def require_green(tests: list[str]) -> None:
     """Run test files of tests/; raises `InvariantBroken` when one is red: no number then."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
     if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "4"]
+        command += ["-n", str(NUM_WORKERS)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         last = answer.stdout.strip().splitlines()[-3:]

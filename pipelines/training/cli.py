@@ -78,7 +78,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "enable_checkpointing": False,
     "enable_model_summary": False,
-    "enable_progress_bar": sys.stderr.isatty() and os.environ.get("TERM") != "dumb",
     "devices": 1,
     # Or a resumed run on a GPU would not be the same run; costs a few percent.
     "deterministic": True,
@@ -107,6 +106,11 @@ INPUTS = (
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
 
 
+def _has_cursor() -> bool:
+    """Whether what is said goes to a terminal that a bar can be drawn anew on."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class TrainingCLI(LightningCLI):
     """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
 
@@ -129,7 +133,7 @@ class TrainingCLI(LightningCLI):
         super().__init__(
             model_class,
             ConversationDataModule,
-            trainer_defaults=TRAINER_DEFAULTS,
+            trainer_defaults={**TRAINER_DEFAULTS, "enable_progress_bar": _has_cursor()},
             seed_everything_default=0,
             save_config_callback=None,
             auto_configure_optimizers=False,

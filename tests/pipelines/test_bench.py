@@ -476,6 +476,7 @@ def test_no_number_when_red(tmp_path, monkeypatch):
     (tmp_path / "tests" / "test_red.py").write_text("def test_red():\n    assert 1 == 2\n")
     (tmp_path / "tests" / "test_green.py").write_text("def test_green(): ...\n")
     monkeypatch.setattr(timing, "ROOT", tmp_path)
+    monkeypatch.setattr(timing, "NUM_WORKERS", 1)
     timing.require_green(["test_green.py"])
     with pytest.raises(InvariantBroken, match="red"):
         timing.require_green(["test_green.py", "test_red.py"])

@@ -10,6 +10,7 @@ As a script this file is the helper: it reads one JSON request a line, and answe
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -18,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,12 +59,16 @@ class Command:
             os.kill(self.pid, number)
 
     def text(self) -> str:
-        """What it said, without what a library says at the end about objects that were frozen."""
-        said = self.output.read_text(encoding="utf-8", errors="replace")
-        return said.partition("nanobind: leaked")[0]
+        """What it said."""
+        return without_leaks(self.output.read_text(encoding="utf-8", errors="replace"))
 
     def __repr__(self) -> str:
         return f"process {self.pid}, whose output is\n{self.text()}"
+
+
+def without_leaks(said: str) -> str:
+    """Without what a library says at a command's end about objects that were frozen."""
+    return said.partition("nanobind: leaked")[0]
 
 
 class Forks:
@@ -83,21 +89,23 @@ class Forks:
         arguments: list[str],
         output: Path,
         before: tuple[str, Mapping[str, Any]] | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         limit_file_bytes: int | None = None,
+        terminal: str | None = None,
     ) -> Command:
         """Run `python script arguments`.
 
         Args:
             before: ("module:function", keyword arguments), called in the new process first: a test
                 puts its fault there.
-            environment: variables beside the test's own.
+            environment: variables beside the test's own; None takes one away.
             limit_file_bytes: what `ulimit -f` would set.
+            terminal: that it is started on, in a session of its own; `output` gets nothing then.
         """
         request = {
             "script": str(script), "arguments": arguments, "output": str(output),
             "before": before, "environment": dict(environment or {}),
-            "limit_file_bytes": limit_file_bytes,
+            "limit_file_bytes": limit_file_bytes, "terminal": terminal,
         }  # fmt: skip
         output.touch()
         return Command(self, self._ask(request)["pid"], output)
@@ -166,11 +174,16 @@ def _serve() -> None:
             _answer({"code": os.waitstatus_to_exitcode(status) if pid else None})
             continue
         assert len(_threads()) == 1
+        name = request["terminal"]
+        # Before the answer: the test lets go of the terminal then, and somebody has to have it.
+        terminal = None if name is None else os.open(name, os.O_RDWR | os.O_NOCTTY)
         pid = os.fork()
         if pid:
+            if terminal is not None:
+                os.close(terminal)
             _answer({"pid": pid})
             continue
-        _become(request, resource)
+        _become(request, resource, terminal)
         return
 
 
@@ -181,18 +194,21 @@ def _threads() -> list[str]:
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 
-def _become(request: Mapping[str, Any], resource: Any) -> None:
+def _become(request: Mapping[str, Any], resource: Any, terminal: int | None) -> None:
     """Be the command; ends as a script does, with the interpreter's own shutdown."""
-    for number, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        opened = os.open(path, flags, 0o644)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.dup2(1, 2)
+    if terminal is None:
+        _use_files(request["output"])
+    else:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # or keys would be no signals
+        for number in range(3):
+            os.dup2(terminal, number)
+        os.close(terminal)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
-    os.environ.update(request["environment"])
+    for name, value in request["environment"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     if request["limit_file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit_file_bytes"],) * 2)
     script = request["script"]
@@ -208,6 +224,18 @@ def _become(request: Mapping[str, Any], resource: Any) -> None:
         sys.path.append(str(Path(__file__).parent))
         getattr(importlib.import_module(module), function)(**options)
     runpy.run_path(script, run_name="__main__")
+
+
+def _use_files(output: str) -> None:
+    """Nothing comes in, and all goes to `output`."""
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
 
 
 def _answer(content: Mapping[str, Any]) -> None:
