@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("draft", "verify", "accept", "commit", "host")
+PHASES = ("draft", "verify", "accept", "host")
 PAUSED = "paused"  # the caller has the block: its time (a streamer's, say) is not decoding
 
 

@@ -22,7 +22,7 @@ from stree.errors import InvariantBroken
 
 Interval = tuple[float, float]
 
-STEP_PARTS = ("draft", "verify", "accept", "commit", "host")
+STEP_PARTS = ("draft", "verify", "accept", "host")  # older records have a "commit", always 0
 NUM_RESAMPLES = 2000
 QUANTILES = (2.5, 97.5)  # percent: the ends of a 95 % interval
 # Clocks of the parts and of the whole loop are read apart: parts may exceed the whole by this much.

@@ -23,7 +23,7 @@ PLAIN_COLOUR = "#8b949e"
 COLOURS = {AUTOREGRESSIVE: PLAIN_COLOUR, CHAIN: "#2f81d6", TREE: "#e0702b"}
 MORE_COLOURS = ("#8250df", "#2da44e", "#bf3989")
 PART_COLOURS = dict(
-    zip(metrics.STEP_PARTS, ("#159a9c", "#c09a2b", "#e58fb0", "#7a9e3f", "#b9c0c8"), strict=True)
+    zip(metrics.STEP_PARTS, ("#159a9c", "#c09a2b", "#e58fb0", "#b9c0c8"), strict=True)
 )  # no method's
 MAX_TICKS = 8
 # Of one temperature each, told apart without colour: lines and markers, filled or hollow.
@@ -140,7 +140,7 @@ def step_times(data: RunData, temperature: float) -> Figure | None:
     axes.set_xlabel("ms per call")
     if not bars:
         return None
-    add_legend(figure, axes, ncols=5, handlelength=1.0)
+    add_legend(figure, axes, ncols=len(metrics.STEP_PARTS), handlelength=1.0)
     return figure
 
 

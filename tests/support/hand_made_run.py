@@ -55,7 +55,7 @@ def make_sample(method, step, benchmark, index, temperature, num_calls, divergen
         num_calls=num_calls, num_nodes=num_calls, accepted_per_call=tuple(accepted),
         end_node_per_call=tuple(first_choices(TREES.get(method))[each] for each in accepted),
         tree_max_depth=4 if method in TREES else 0, prefill_s=0.01, decode_s=num_calls * call_s,
-        time_ms=dict.fromkeys(("draft", "verify", "accept", "commit"), 225.0 * num_calls * call_s),
+        time_ms=dict.fromkeys(("draft", "verify", "accept"), 300.0 * num_calls * call_s),
         baseline=baseline, divergence=divergence,
         lossless=None if temperature or baseline is None else divergence is None,
     )  # fmt: skip
