@@ -26,7 +26,7 @@ from run_checks import (
 )
 from tiny_run import distill_arguments
 
-STEPS, SIGNALS = 20, 5
+STEPS, SIGNALS = 20, 3
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 pytestmark = pytest.mark.timeout(1200)
@@ -83,7 +83,7 @@ def wait_for(ranks: list, holds: Callable[[], bool]) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", lanes(quick=1, long=12))
+@pytest.mark.parametrize("seed", lanes(quick=1, long=20))
 def test_signals_at_any_moment_to_one_or_all_save_one_step(pair, tmp_path, seed, figures):
     moments = random.Random(2000 + seed)
     num_folders, num_signals = 1, 0

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.tokenizer import encodes_in_linear_time
-from stree_pipelines.data import encoding
+from stree_pipelines.data import chat, encoding
 from stree_pipelines.data.chat import (
     CHATML,
     STREE_CHAT,
@@ -29,6 +29,7 @@ from stree_pipelines.data.chat import (
     show_mask,
 )
 from stree_pipelines.data.encoding import ChildEncoder, Encoder
+from stree_pipelines.data.template_rendering import ChildRenderer
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the dog.", "What is 12 plus 30? It is 42.\n\nGood."] * 4
@@ -57,6 +58,15 @@ FORGETFUL = (  # as templates that drop earlier turns' thoughts
     "{{- '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_child():
+    """Renders all templates that did not come with the package: each imports transformers."""
+    renderer = ChildRenderer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "ChildRenderer", lambda: renderer)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from lanes import quick_first
 from torch import nn
 
 from stree.models.config import HybridConfig
@@ -146,7 +147,9 @@ TREES = [TokenTree.paper(), TokenTree.chain(4), TokenTree((-1, 0, 0, 1, 2, 2, 0,
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("prompt", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize(
+    "prompt", quick_first([(1,), (3,), (CHUNK,)], [(2,), (CHUNK - 1,), (CHUNK + 1,)])
+)
 def test_trees_one_after_another(reference, precision, prompt):
     """Each tree sees exactly what earlier trees' accepted paths committed."""
     dtype, tolerance = PRECISIONS[precision]
