@@ -69,12 +69,18 @@ def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
     )
 
 
+def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:
+    if torch.empty(0).is_meta:  # PyTorch would import 900 modules to draw numbers that are nowhere
+        return nn.Embedding(vocab_size, d_model, _weight=torch.empty(vocab_size, d_model))
+    return nn.Embedding(vocab_size, d_model)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm (the `model.` of the parameter names)."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.embed_tokens = _embedding(config.vocab_size, config.d_model)
         slots = [0]
         for layer in range(config.num_layers):
             slots.append(slots[-1] + len(config.mixers(layer)))

@@ -10,6 +10,7 @@ import torch
 from damage import flip_last_byte
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from stree.errors import CannotWrite, CheckpointRefused, NotFound, UsageError
@@ -205,6 +206,17 @@ def test_generation_config_names_more_ends(tmp_path):
         CheckpointRefused, match=rf"generation_config\.json has .* {VOCAB + 1}, the"
     ):
         load_config(tmp_path)
+
+
+def test_nothing_is_drawn_for_weights_that_are_read(tmp_path, monkeypatch):
+    """A first draw without a device takes a second, in which PyTorch imports what it needs."""
+    mamba_in_llama(tmp_path)
+
+    def refuse(*_, **__):
+        raise AssertionError("normal_ was called")
+
+    monkeypatch.setattr(nn.init, "normal_", refuse)
+    load_model(tmp_path)
 
 
 def test_ssm_parameters_stay_in_fp32(tmp_path):
