@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -12,7 +13,11 @@ from stree_pipelines.reports.paper_numbers import Cells
 from stree_pipelines.reports.paper_tables import OURS, Made, made
 
 NUM_TREES, BLOCK = 10, 32
-ORDERS = {"as grown": tuple, "depth first": depth_first, "heavy path": heavy_path}
+ORDERS: dict[str, Callable[[Parents], Parents]] = {
+    "as grown": tuple,
+    "depth first": depth_first,
+    "heavy path": heavy_path,
+}
 
 
 def random_tree(num_nodes: int, seed: int) -> Parents:
