@@ -191,6 +191,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return _module("products", x).linear(x, weight)
 
 
+def laid(weight: Tensor) -> Tensor:
+    """See `naive.laid`."""
+    return _module("products", weight).laid(weight)
+
+
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_parts`."""
     return _module("products", x).linear_parts(x, weight)

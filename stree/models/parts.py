@@ -201,17 +201,10 @@ def lay_channels_together(conv: nn.Conv1d) -> None:
 
 
 def lay_for_products(weight: Tensor) -> None:
-    """Store a projection's weight (E, D) as products of a few rows read it fastest: input by input
-    on a CPU, output by output elsewhere."""
-    by_inputs = weight.device.type == "cpu"
-    if not (weight.t() if by_inputs else weight).is_contiguous():
-        weight.data = _laid(weight.data)
-
-
-def _laid(weight: Tensor) -> Tensor:
-    if weight.ndim == 2 and weight.device.type == "cpu":
-        return weight.t().contiguous().t()
-    return weight.contiguous()
+    """Store a projection's weight (E, D) as products of a few rows read it."""
+    laid = ops.laid(weight.data)
+    if laid.data_ptr() != weight.data_ptr():
+        weight.data = laid
 
 
 @dataclass(frozen=True)
@@ -263,7 +256,8 @@ def _one_above_the_other(tensors: list[Tensor]) -> Tensor:
     first, sizes = tensors[0], [tensor.shape[0] for tensor in tensors]
     if _lie_one_above_the_other(tensors):  # halves of a projection that is stored fused
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
-    joined = _laid(torch.cat([tensor.detach() for tensor in tensors]))
+    joined = torch.cat([tensor.detach() for tensor in tensors])
+    joined = ops.laid(joined) if joined.ndim == 2 else joined
     for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
         tensor.data = piece
     return joined
