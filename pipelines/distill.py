@@ -82,6 +82,7 @@ class DistillCLI(TrainingCLI):
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,
             activation_checkpointing=options["activation_checkpointing"], reference=reference,
+            averaged=options["ema"] is not None,
         )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:

@@ -27,6 +27,7 @@ from stree_pipelines.training.precision import AUTOCAST
 
 # fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
 TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12
+AVERAGE_BYTES = 4  # a weight, in memory and in a checkpoint
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 
@@ -72,18 +73,22 @@ def training_memory(
     target_dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
     reference: HybridConfig | None = None,
+    averaged: bool = False,
 ) -> dict[str, int]:
     """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
 
     target: the frozen target that runs beside; None when there is none (or it is cached).
     checkpointing: activations are computed again in the backward pass.
     reference: a drafter in fp32 that tokens are chosen by.
+    averaged: an average of the weights is kept beside them.
     """
     parts = {
         "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
         "activations": _trained_activations(trained, shape, precision, checkpointing),
         "the head's gradient": 4 * trained.head_size * (trained.head_rank or trained.d_model),
     }
+    if averaged:
+        parts["average of weights"] = AVERAGE_BYTES * num_parameters(trained)
     if reference is not None:
         parts["reference"] = 4 * num_parameters(reference)
         parts["reference's activations"] = _one_layer_bytes(reference, shape, precision)
@@ -171,13 +176,15 @@ def training_disk(
     export_dtype: torch.dtype,
     tokenizer: str | os.PathLike[str],
     logged_rows: int,
+    averaged: bool = False,
 ) -> dict[str, int]:
     """Bytes by part in the run folder at its fullest: one checkpoint more than are kept stands
     there while the oldest goes."""
     parameters = num_parameters(trained)
+    checkpoint = CHECKPOINT_BYTES + averaged * AVERAGE_BYTES
     export = export_dtype.itemsize * parameters + files_beside_weights_bytes(tokenizer)
     return {
-        "checkpoints": min(saves, keep_last + 1) * CHECKPOINT_BYTES * parameters,
+        "checkpoints": min(saves, keep_last + 1) * checkpoint * parameters,
         "exports": exports * export,
         "logs": logged_rows * LOGGED_ROW_BYTES,
     }

@@ -22,7 +22,7 @@ from stree.errors import UsageError, exit_with_reason
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
 from stree_pipelines.training.cli import TrainingCLI, say
-from stree_pipelines.training.module import TargetTraining
+from stree_pipelines.training.module import TargetTraining, require_whole_vocabulary
 from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 
@@ -72,8 +72,12 @@ class TargetCLI(TrainingCLI):
             architecture["pad_token_id"] = loaded.pad_token_id
 
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
-        checkpointing = options["activation_checkpointing"]
-        return ModelPlan(options["architecture"], activation_checkpointing=checkpointing)
+        require_whole_vocabulary(options["architecture"])
+        return ModelPlan(
+            options["architecture"],
+            activation_checkpointing=options["activation_checkpointing"],
+            averaged=options["ema"] is not None,
+        )
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

@@ -45,6 +45,7 @@ from stree_pipelines.training.checkpointing import (
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.needs import SMALLER_TRAINING, ModelPlan, describe_training
+from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.own_text import WatchOwnText
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
@@ -65,7 +66,7 @@ from stree_pipelines.training.run_folder import (
     require_same_run,
     take_run_folder,
 )
-from stree_pipelines.training.sharding import require_supported
+from stree_pipelines.training.sharding import SHARDED, require_supported
 from stree_pipelines.training.trackers import make_tracker, start_tracker
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -244,6 +245,7 @@ class TrainingCLI(LightningCLI):
                 raise UsageError(f"trainer.{name} is {value}, wanted more than 0")
         require_supported(self.options["trainer"]["strategy"])
         supported_precision(self.options["trainer"]["precision"])
+        self._require_one_whole_model()
         if self.options["show_mask"]:
             return
         if self.options["run_dir"] is None:
@@ -258,6 +260,20 @@ class TrainingCLI(LightningCLI):
             self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
         elif not self.is_finished:
             self._prepare_run()
+
+    def _require_one_whole_model(self) -> None:
+        """Averages and decay phases copy the weights as each process has them."""
+        strategy, model = self.options["trainer"]["strategy"], self.options["model"]
+        asked = {
+            "model.ema": model["ema"] is not None,
+            "model.optimizer.schedule wsd": model["optimizer"]["schedule"] == "wsd",
+        }
+        for name, is_asked in asked.items():
+            if is_asked and strategy in SHARDED:
+                raise UsageError(
+                    f"{name} needs the whole weights in each process, trainer.strategy {strategy} "
+                    "shares them: use ddp, or leave one of them out"
+                )
 
     def _make_trackers(self) -> None:
         """The loggers of trainer.logger, which come beside our own: before a folder is made and a
@@ -332,6 +348,7 @@ class TrainingCLI(LightningCLI):
     def _dry_run(self) -> None:
         say(config_lines(self.config_dump))
         plan: Any = self.model
+        self._let_exports_decay()
         self._prepare_data(plan.trained.vocab_size)
         if self.evaluates:
             self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
@@ -393,6 +410,7 @@ class TrainingCLI(LightningCLI):
             "global_batch_size": self._rows_a_step,
         }
         exports = self._callback(Exports)
+        self._let_exports_decay()
         exports.directory = self.run_dir / self.export_folder
         exports.tokenizer = tokenizer
         exports.provenance = {**identity, **self.origin(), **describe_code()}
@@ -409,6 +427,11 @@ class TrainingCLI(LightningCLI):
             evaluation.exports = exports
             evaluation.target = self.target_path or ""
             evaluation.out = self.run_dir / "eval"
+
+    def _let_exports_decay(self) -> None:
+        optimizer = OptimizerConfig(**self.options["model"]["optimizer"])
+        if optimizer.branches:
+            self._callback(Exports).decays = optimizer
 
     def _prepare_data(self, vocab_size: int) -> None:
         """Read the data, and refuse what does not fit together."""

@@ -55,6 +55,7 @@ class Distillation(Training):
         compile_layers: bool = False,
         teacher_cache: str | None = None,
         activation_checkpointing: bool = False,
+        ema: float | None = None,
     ) -> None:
         """
         Args:
@@ -69,7 +70,7 @@ class Distillation(Training):
             loss: the divergence from the target, and which tokens count (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data beside the divergence.
             temperature: of both softmaxes in the divergence.
-            optimizer: AdamW, with a learning rate that warms up and falls along a cosine.
+            optimizer: AdamW, with a learning rate that is a function of the step.
             target_dtype: in which the frozen target's weights are held.
             target_placement: the whole frozen target on each device; its weights shared among the
                 devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
@@ -80,8 +81,10 @@ class Distillation(Training):
                 there, and it need not run. The divergence is then that of top k and tail.
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
+            ema: decay of an exponential average of the weights, such as 0.999, which is validated
+                and exported in their place; null for none.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing, ema)
         self.target_path = target
         self.teacher_cache = teacher_cache
         self.ce_weight = ce_weight

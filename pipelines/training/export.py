@@ -13,8 +13,11 @@ import torch
 from stree.errors import CheckpointRefused, UsageError
 from stree.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree.models.convert import save_model
+from stree.models.hybrid import HybridModel
 from stree_pipelines.training.checkpointing import step_directory
+from stree_pipelines.training.decay_phase import as_it_was, run_decay
 from stree_pipelines.training.module import Training
+from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.sharding import whole_model
 
 
@@ -33,7 +36,8 @@ class Exports(pl.Callback):
     """Writes RUN/<folder>/step-%08d/ and moves RUN/<folder>/latest to it, both atomically.
 
     Each is the MambaInLlama layout with tokenizer, provenance.json and MANIFEST.json. The last
-    step is always exported.
+    step is always exported. With a learning rate that decays for each export (`decays`), all but
+    the last are made before their step, at the end of a branch (decay_phase.py).
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Exports(pl.Callback):
         self.directory: Path | None = None
         self.tokenizer: Any = None
         self.provenance: dict[str, Any] = {}
+        self.decays: OptimizerConfig | None = None
         self._done_step = -1
 
     def export_steps(self, max_steps: int) -> list[int]:
@@ -78,6 +83,13 @@ class Exports(pl.Callback):
         if self.every_n_steps is not None:
             return sorted({*range(self.every_n_steps, max_steps, self.every_n_steps), max_steps})
         return sorted({step for step in self.steps or [] if step < max_steps} | {max_steps})
+
+    def branches(self, max_steps: int) -> list[tuple[int, int]]:
+        """Where the decay of each export but the last begins and ends, in optimiser steps."""
+        if self.decays is None:
+            return []
+        early = self.export_steps(max_steps)[:-1]
+        return [(self.decays.decay_begin(step), step) for step in early]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.directory is None:
@@ -92,22 +104,46 @@ class Exports(pl.Callback):
         step = trainer.global_step
         if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._done_step:
             return
-        if step in self.export_steps(trainer.max_steps):
+        early = {last for _, last in self.branches(trainer.max_steps)}
+        if step in self.export_steps(trainer.max_steps) and step not in early:
             self._done_step = step
             with pl_module.untimed():
                 self._export(trainer, pl_module, step)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Training, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        for first, last in self.branches(trainer.max_steps):
+            if first == trainer.global_step and not self._exists_everywhere(trainer, last):
+                with pl_module.untimed(), as_it_was(trainer, pl_module):
+                    run_decay(trainer, pl_module, first, last)
+                    self._export(trainer, pl_module, last, {"decayed_from_step": first})
+
+    def _exists_everywhere(self, trainer: pl.Trainer, step: int) -> bool:
+        here = not trainer.is_global_zero or self._exists(self.path_of(step))
+        return trainer.strategy.reduce_boolean_decision(here)
 
     def path_of(self, step: int) -> Path:
         assert self.directory is not None
         return step_directory(self.directory, step)
 
-    def _export(self, trainer: pl.Trainer, pl_module: Training, step: int) -> None:
+    def _export(
+        self, trainer: pl.Trainer, pl_module: Training, step: int, more: Mapping[str, Any] = {}
+    ) -> None:
         pl_module.require_finite_weights()
         path = self.path_of(step)
-        metrics, model = (
-            pl_module.global_step_metrics(),
-            whole_model(pl_module.exported, trainer.strategy),
-        )
+        metrics = pl_module.global_step_metrics()
+        with pl_module.as_exported():
+            model = whole_model(pl_module.exported, trainer.strategy)
+            self._write(trainer, pl_module, model, path, metrics, step, more)
+        trainer.strategy.barrier("export")
+
+    def _write(
+        self, trainer: pl.Trainer, pl_module: Training, model: HybridModel, path: Path,
+        metrics: Mapping[str, float], step: int, more: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         if trainer.is_global_zero:
             if not self._exists(path):
                 provenance = {
@@ -115,6 +151,7 @@ class Exports(pl.Callback):
                     **self.provenance,
                     "tokens_seen": pl_module.tokens_seen,
                     "loss": metrics["loss"],
+                    **more,
                 }
                 if "simulated_acceptance" in metrics:
                     provenance["simulated_acceptance"] = metrics["simulated_acceptance"]
@@ -128,7 +165,6 @@ class Exports(pl.Callback):
                     overwrite=True,
                 )
             point_to(path.parent / "latest", path.name)
-        trainer.strategy.barrier("export")
 
     def _manifest_extra(self, step: int) -> Mapping[str, object]:
         names = ("config_hash", "tokenizer_fingerprint")

@@ -29,6 +29,7 @@ from stree.models.hybrid import HybridModel
 from stree_pipelines.training.losses import LossTerms, chunked_cross_entropy
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
 from stree_pipelines.training.sharding import own_part, shard, whole
+from stree_pipelines.training.weight_average import WeightAverage
 
 Batch = dict[str, Any]
 
@@ -47,8 +48,15 @@ class Training(pl.LightningModule):
         chunk_tokens: int | None,
         compile_layers: bool,
         activation_checkpointing: bool,
+        ema: float | None = None,
     ) -> None:
         super().__init__()
+        if ema is not None and not 0 < ema < 1:
+            raise UsageError(f"model.ema is {ema}, wanted above 0 and below 1, or null")
+        self.ema = ema
+        self.weight_average: WeightAverage | None = None  # from the first step on
+        self._average_state: dict[str, Any] | None = None  # to go on from
+        self.last_step: int | None = None  # at which the learning rate ends; None: the trainer's
         self.compile_layers = compile_layers
         self.activation_checkpointing = activation_checkpointing
         self.optimizer_config = optimizer
@@ -99,7 +107,7 @@ class Training(pl.LightningModule):
 
     @property
     def num_decay_steps(self) -> int:
-        return self.optimizer_config.decay_steps or self.trainer.max_steps
+        return self.last_step or self.optimizer_config.decay_steps or self.trainer.max_steps
 
     @property
     def step_learning_rate(self) -> float:
@@ -112,6 +120,11 @@ class Training(pl.LightningModule):
                 "steps, the learning rate depends on it"
             )
         self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
+        if self.ema is not None:
+            self.weight_average = WeightAverage(self.exported, self.ema)
+            if self._average_state is not None:
+                self.weight_average.load_state_dict(self._average_state)
+                self._average_state = None
         if self.activation_checkpointing:
             for layer in self.exported.model.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -159,6 +172,11 @@ class Training(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             group["lr"] = self.step_learning_rate
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        if self.weight_average is not None:
+            self.weight_average.update()
 
     def configure_gradient_clipping(
         self,
@@ -232,6 +250,8 @@ class Training(pl.LightningModule):
     # Validation: means over all counted tokens of the validation set
 
     def on_validation_epoch_start(self) -> None:
+        if self.weight_average is not None:
+            self.weight_average.swap()  # what would be exported is judged
         self._validation_sums = torch.zeros(3, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -242,6 +262,8 @@ class Training(pl.LightningModule):
         self._validation_sums += row
 
     def on_validation_epoch_end(self) -> None:
+        if self.weight_average is not None:
+            self.weight_average.swap()
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
         loss, acceptance, count = sums.tolist()
         self.validation_metrics = {"val_loss": loss / max(count, 1.0)}
@@ -253,9 +275,24 @@ class Training(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.require_finite_weights()
         checkpoint["tokens_seen"] = self.tokens_seen
+        if self.weight_average is not None:
+            checkpoint["weight_average"] = self.weight_average.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens_seen = checkpoint["tokens_seen"]
+        self._average_state = checkpoint.get("weight_average")
+
+    @contextmanager
+    def as_exported(self) -> Iterator[None]:
+        """`exported` has the weights that are exported."""
+        if self.weight_average is None:
+            yield
+            return
+        self.weight_average.swap()
+        try:
+            yield
+        finally:
+            self.weight_average.swap()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -280,24 +317,23 @@ class TargetTraining(Training):
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
         activation_checkpointing: bool = False,
+        ema: float | None = None,
     ) -> None:
         """
         Args:
             architecture: of the target, random weights.
             loss_on: the assistant's tokens only, or all tokens of a conversation.
-            optimizer: AdamW, with a learning rate that warms up and falls along a cosine.
+            optimizer: AdamW, with a learning rate that is a function of the step.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
+            ema: decay of an exponential average of the weights, such as 0.999, which is validated
+                and exported in their place; null for none.
         """
-        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing)
+        super().__init__(optimizer, chunk_tokens, compile_layers, activation_checkpointing, ema)
         self.loss_on = loss_on
-        if architecture.head_vocab_size:
-            raise UsageError(
-                f"model.architecture.head_vocab_size is {architecture.head_vocab_size}: a target "
-                "needs all of its vocabulary, only drafters do with less; leave it out"
-            )
+        require_whole_vocabulary(architecture)
         self.exported = HybridModel(architecture)
 
     def counted_mask(self, batch: Batch) -> Tensor:
@@ -318,6 +354,14 @@ class TargetTraining(Training):
             shift_left(self.counted_mask(batch)),
             chunk_tokens=self.chunk_tokens,
             normalizer=normalizer,
+        )
+
+
+def require_whole_vocabulary(target: HybridConfig) -> None:
+    if target.head_vocab_size:
+        raise UsageError(
+            f"model.architecture.head_vocab_size is {target.head_vocab_size}: a target needs all "
+            "of its vocabulary, only drafters do with less; leave it out"
         )
 
 

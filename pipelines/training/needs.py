@@ -16,7 +16,13 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from stree.models.config import HybridConfig
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk
-from stree_pipelines.estimates import training_disk, training_memory
+from stree_pipelines.estimates import (
+    AVERAGE_BYTES,
+    CHECKPOINT_BYTES,
+    num_parameters,
+    training_disk,
+    training_memory,
+)
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.frozen_target import device_beside
@@ -40,6 +46,7 @@ class ModelPlan:
     beside: bool = False
     activation_checkpointing: bool = False
     reference: HybridConfig | None = None
+    averaged: bool = False  # an average of the weights is kept beside them
 
 
 def describe_training(
@@ -67,8 +74,11 @@ def describe_training(
     memory = training_memory(
         plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
-        plan.reference,
+        plan.reference, plan.averaged,
     )  # fmt: skip
+    if exports.branches(max_steps) and not on_cuda:
+        copied = CHECKPOINT_BYTES + plan.averaged * AVERAGE_BYTES
+        memory["copy during decays"] = copied * num_parameters(plan.trained)
     own_gpu = {}
     if plan.beside and plan.target is not None and on_cuda:
         device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
@@ -79,7 +89,7 @@ def describe_training(
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
-        left // interval + 1,
+        left // interval + 1, plan.averaged,
     )  # fmt: skip
     yield model_line(name, plan.trained)
     if plan.target is not None:
@@ -94,9 +104,12 @@ def describe_training(
         f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
         f"{left * rows * length:,} tokens"
     )  # fmt: skip
+    further = sum(end - begin for begin, end in exports.branches(max_steps) if begin >= resume_step)
     yield (
-        f"exports at steps {', '.join(map(str, steps))}; a checkpoint every "
-        f"{checkpoints.every_n_steps} steps, the last {checkpoints.keep_last} stay"
+        f"exports at steps {', '.join(map(str, steps))}"
+        + (f", with {further:,} further steps for decays of their own" if further else "")
+        + f"; a checkpoint every {checkpoints.every_n_steps} steps, the last "
+        f"{checkpoints.keep_last} stay"
     )
     needs = [MemoryNeeds(memory, on_cuda)]
     yield f"each process, unsharded, {needs[0]}"

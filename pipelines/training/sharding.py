@@ -23,7 +23,8 @@ from stree.models.hybrid import HybridModel
 from stree_pipelines.training.zero import STAGES, WholeCheckpoints, ZeroStrategy
 
 FSDP2 = "fsdp2"
-STRATEGIES = ("auto", "ddp", FSDP2, *STAGES)
+SHARDED = (FSDP2, *STAGES)
+STRATEGIES = ("auto", "ddp", *SHARDED)
 
 
 def shard(model: HybridModel, mesh: DeviceMesh) -> None:

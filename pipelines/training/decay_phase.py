@@ -1,0 +1,80 @@
+"""A decay phase for each export of a training whose learning rate stays high until its end.
+
+An export at step s is then what a training of s steps would have ended with: the steps before its
+decay are shared by all, and the decay of each but the last is run beside the training, which goes
+on from where it was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from stree_pipelines.training.module import Training
+
+
+@contextmanager
+def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
+    """Weights, optimiser, averages and counts are the same behind it, bit for bit; a copy of them
+    is in the host's memory meanwhile."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.automatic_optimization.optim_progress
+    optimizer = trainer.optimizers[0]
+    average = module.weight_average
+    weights = [_copy(each) for each in module.parameters()]
+    moments = {
+        parameter: {name: _copy(each) for name, each in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+    averages = None if average is None else _on_host(average.state_dict())
+    counts, ready = deepcopy(progress.state_dict()), loop.batch_progress.current.ready
+    kept = module.tokens_seen, module.step_metrics
+    yield
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+        for parameter in list(optimizer.state):
+            if parameter not in moments:  # before the first step there are none
+                del optimizer.state[parameter]
+        for parameter, state in moments.items():
+            for name, value in state.items():
+                optimizer.state[parameter][name].copy_(value)
+    if average is not None and averages is not None:
+        average.load_state_dict(averages)
+    progress.load_state_dict(counts)
+    loop.batch_progress.current.ready = ready
+    module.tokens_seen, module.step_metrics = kept
+
+
+def run_decay(trainer: pl.Trainer, module: Training, first: int, last: int) -> None:
+    """Steps first + 1 … last of a training that ends with step `last`, on the batches that these
+    steps have, by Lightning's own loop."""
+    loop, optimizer = trainer.fit_loop.epoch_loop, trainer.optimizers[0]
+    accumulate, data = trainer.accumulate_grad_batches, trainer.datamodule  # type: ignore[attr-defined]
+    batches = data.micro_batches(trainer.global_rank, trainer.world_size, accumulate)
+    end, module.last_step = module.last_step, last
+    try:
+        for number in range(first * accumulate, last * accumulate):
+            loop.batch_progress.current.ready = number + 1
+            batch = module._on_before_batch_transfer(batches[number], dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            inputs = OrderedDict(batch=batch, batch_idx=number)
+            loop.automatic_optimization.run(optimizer, number, inputs)
+    finally:
+        module.last_step = end
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    weights = {name: _copy(each) for name, each in state["weights"].items()}
+    return {**state, "weights": weights}

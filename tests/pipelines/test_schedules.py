@@ -1,0 +1,182 @@
+"""Learning rates that decay for each export, and averages of weights: their maths, and runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import quick_first
+from run_checks import assert_same_run, steps_in
+from tiny_run import distill_arguments, make_workspace, metric_rows
+
+from stree.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.convert import load_model
+from stree.models.hybrid import HybridModel
+from stree_pipelines import distill
+from stree_pipelines.training.checkpointing import SafeCheckpointIO
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
+from stree_pipelines.training.weight_average import WeightAverage
+
+WSD = (
+    "--model.optimizer.schedule", "wsd", "--model.optimizer.decay_share", "0.4",
+    "--model.optimizer.lr", "0.01", "--trainer.limit_val_batches", "0",
+)  # fmt: skip
+EMA = ("--model.ema", "0.8")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.fixture(scope="module")
+def branching(workspace, tmp_path_factory) -> Path:
+    """Eight steps with exports at 1, 5 and 8, averaged, two micro-batches a step."""
+    run_dir = tmp_path_factory.mktemp("branching") / "run"
+    distill.main(branching_arguments(workspace, run_dir))
+    return run_dir
+
+
+def branching_arguments(workspace: Path, run_dir: Path, *more: str) -> list[str]:
+    options = (*WSD, *EMA, "--trainer.accumulate_grad_batches", "2", "--export.steps", "[1,5]")
+    return distill_arguments(workspace, run_dir, *options, *more, steps=8)
+
+
+# Learning rates
+
+
+def test_wsd_warms_up_stays_and_falls_with_the_root_of_its_progress():
+    config = OptimizerConfig(
+        lr=2.0, schedule="wsd", min_lr_ratio=0.1, warmup_steps=4, decay_share=0.25
+    )
+    rates = [learning_rate(step, 20, config) for step in (0, 3, 4, 14, 15, 16, 19, 20, 99)]
+    falling = [2 * (0.1 + 0.9 * (1 - math.sqrt(done / 5))) for done in (0, 1, 4, 5)]
+    assert rates == pytest.approx([0.5, 2, 2, 2, *falling, 0.2])
+
+
+def test_a_schedule_s_stable_phase_is_the_same_however_long_it_is():
+    config = OptimizerConfig(schedule="wsd", warmup_steps=3)
+    for end in (1, 2, 10, 55):
+        begin = config.decay_begin(end)
+        assert 0 <= begin < end
+        for step in range(begin):
+            assert learning_rate(step, end, config) == learning_rate(step, 1000, config)
+    assert (config.decay_begin(1), config.decay_begin(1600)) == (0, 1280)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(decay_share=0.1), "decay_share is an option of wsd"),
+        (dict(schedule="wsd", decay_steps=9), "decay_steps is an option of cosine"),
+        (dict(schedule="wsd", decay_share=0.0), "decay_share is 0.0, wanted above 0"),
+    ],
+)
+def test_options_of_the_other_schedule_are_refused(options, said):
+    with pytest.raises(UsageError, match=said):
+        OptimizerConfig(**options)
+
+
+# Averages
+
+
+def test_an_average_is_the_normalised_sum_of_the_weights_after_each_step():
+    config = HybridConfig(
+        vocab_size=8, d_model=4, num_layers=1, attn_layers=(0,), num_heads=1, num_kv_heads=1,
+        head_dim=4,
+    )  # fmt: skip
+    model, decay = HybridModel(config).double(), 0.9
+    average, seen = WeightAverage(model, decay), []
+    for step in range(7):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(step))
+        average.update()
+        seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        shares = [decay ** (step - index) for index in range(step + 1)]
+        average.swap()
+        for name, weight in model.named_parameters():
+            wanted = sum(s * each[name] for s, each in zip(shares, seen, strict=True)) / sum(shares)
+            torch.testing.assert_close(weight.detach(), wanted)
+        average.swap()
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight, seen[-1][name])
+
+
+# Runs
+
+
+def assert_equal_weights(folder: Path, other: Path) -> None:
+    mine, theirs = load_model(folder).state_dict(), load_model(other).state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_an_early_export_is_what_a_shorter_training_ends_with(workspace, branching, tmp_path):
+    """Bit for bit, its average included; and the training goes on as without it."""
+    shorter = (*WSD, *EMA, "--trainer.accumulate_grad_batches", "2")
+    distill.main(distill_arguments(workspace, tmp_path / "short", *shorter, steps=5))
+    early = branching / "drafter/step-00000005"
+    assert_equal_weights(early, tmp_path / "short/drafter/latest")
+    origin = json.loads((early / "provenance.json").read_text())
+    last = json.loads((tmp_path / "short/drafter/latest/provenance.json").read_text())
+    assert (origin["step"], origin["decayed_from_step"]) == (5, 3)
+    assert all(origin[name] == last[name] for name in ("tokens_seen", "loss"))
+    distill.main(distill_arguments(workspace, tmp_path / "alone", *shorter, steps=8))
+    assert_equal_weights(branching / "drafter/latest", tmp_path / "alone/drafter/latest")
+    assert metric_rows(branching) == metric_rows(tmp_path / "alone")
+    assert steps_in(branching / "drafter") == [1, 5, 8]
+
+
+@pytest.mark.parametrize("stopped", quick_first([(3,)], [(2,), (3,), (4,)]))
+def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching, tmp_path, stopped):
+    run_dir = Path(shutil.copytree(branching, tmp_path / "run", symlinks=True))
+    for folder in ("checkpoints", "drafter"):
+        for step in steps_in(run_dir / folder):
+            # The export at 5 branches off at 3, before the step that follows
+            if step > (stopped if folder == "checkpoints" or stopped <= 3 else 5):
+                shutil.rmtree(run_dir / folder / f"step-{step:08d}")
+    distill.main(branching_arguments(workspace, run_dir))
+    assert_same_run(run_dir, branching)
+
+
+def test_what_is_exported_is_the_average_that_the_training_state_has(branching):
+    state = SafeCheckpointIO().load_checkpoint(branching / "checkpoints/step-00000008")
+    exported = load_model(branching / "drafter/latest").state_dict()
+    assert state["weight_average"]["num_steps"] == 8
+    for name, average in state["weight_average"]["weights"].items():
+        assert torch.equal(exported[name], average)
+        assert not torch.equal(average, state["state_dict"][f"exported.{name}"])
+
+
+def test_a_validation_is_of_the_average(workspace):
+    """And leaves the weights as they were."""
+    module = Distillation(str(workspace / "target"), ema=0.5)
+    module.weight_average = WeightAverage(module.exported, 0.5)
+    norm = module.exported.model.norm.weight
+    for value in (1.0, 4.0):
+        torch.nn.init.constant_(norm, value)
+        module.weight_average.update()
+    with module.as_exported():
+        assert norm.eq(3.0).all()  # (0.5 · 1 + 4) / 1.5
+    module.on_validation_epoch_start()
+    assert norm.eq(3.0).all()
+    module.weight_average.swap()
+    assert norm.eq(4.0).all()
+
+
+def test_a_dry_run_counts_the_steps_of_decays(workspace, tmp_path, capsys):
+    distill.main(branching_arguments(workspace, tmp_path / "run", "--dry_run"))
+    assert "exports at steps 1, 5, 8, with 3 further steps for decays" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [WSD[:2], EMA])
+def test_weights_that_are_shared_among_processes_are_refused(workspace, tmp_path, options):
+    more = (*options, "--trainer.strategy", "fsdp2")
+    with pytest.raises(UsageError, match=r"needs the whole weights in each process"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
