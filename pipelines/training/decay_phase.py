@@ -40,12 +40,12 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
     with torch.no_grad():
         for parameter, weight in zip(module.parameters(), weights, strict=True):
             parameter.copy_(weight)
-        for parameter in list(optimizer.state):
-            if parameter not in moments:  # before the first step there are none
-                del optimizer.state[parameter]
-        for parameter, state in moments.items():
+        for owner in list(optimizer.state):
+            if owner not in moments:  # before the first step there are none
+                del optimizer.state[owner]
+        for owner, state in moments.items():
             for name, value in state.items():
-                optimizer.state[parameter][name].copy_(value)
+                optimizer.state[owner][name].copy_(value)
     if average is not None and averages is not None:
         average.load_state_dict(averages)
     progress.load_state_dict(counts)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lanes import quick_first
+from process_group import run_together
 from run_checks import assert_same_run, steps_in
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
@@ -168,6 +169,21 @@ def test_a_validation_is_of_the_average(workspace):
     assert norm.eq(3.0).all()
     module.weight_average.swap()
     assert norm.eq(4.0).all()
+
+
+@pytest.mark.long
+def test_two_processes_give_the_same_exports(workspace, branching, tmp_path):
+    """Up to the order of sums; both micro-batches of a step at once."""
+    more = (*WSD, *EMA, "--export.steps", "[1,5]", "--data.batch_size", "2")
+    ddp = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    log = tmp_path / "log"
+    arguments = distill_arguments(workspace, tmp_path / "run", *more, *ddp, steps=8)
+    assert run_together(2, distill.main, arguments, log) == [0, 0], Path(f"{log}.0").read_text()
+    for step in (1, 5, 8):
+        folder = f"drafter/step-{step:08d}"
+        mine, theirs = (load_model(run / folder) for run in (tmp_path / "run", branching))
+        for weight, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
 
 
 def test_a_dry_run_counts_the_steps_of_decays(workspace, tmp_path, capsys):

@@ -9,6 +9,7 @@ from toys import right_now_and_then, tiny_model
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import MAX_KEPT, Eager, Graphs
 from stree.models.joint import BACKTRACKING
+from stree.models.slicing import with_head
 from stree.tree import balanced
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -64,6 +65,31 @@ def test_graphs_are_lossless(models, temperature, dtype):
         for tree, backtracking in itertools.product((*TREES[1:], grown), BACKTRACKING):
             decoder = Decoder(target, drafter, tree, max_length=700, backtracking=backtracking)
             assert decoder.generate(prompt, generation).tokens == wanted, (tree, backtracking)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+def test_graphs_of_a_small_head_give_what_eager_steps_give(
+    models, verifier, temperature, monkeypatch
+):
+    target, whole = models
+    drafter = with_head(whole, ids=torch.arange(1, 61, 3, device="cuda"), rank=24)
+    trees = (
+        [TokenTree.paper()] if verifier != "coupled" else [TREES[2], TokenTree.load("beam-3-4-13")]
+    )
+    for tree in trees:
+
+        def make(tree=tree):
+            return Decoder(target, drafter, tree, max_length=700, verifier=verifier)
+
+        decoder, plain = make(), eager(monkeypatch, make)
+        generation = GenerationConfig(60, temperature=temperature, seed=3)
+        got, wanted = (each.generate([4, 5, 6], generation) for each in (decoder, plain))
+        assert got.tokens == wanted.tokens
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+        if verifier == "coupled":
+            alone = Decoder(target, max_length=700).generate([4, 5, 6], generation)
+            assert got.tokens == alone.tokens
 
 
 def test_rows_get_what_they_get_alone(models):

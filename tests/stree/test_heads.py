@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import NothingWaits
 from enumerated import SETTINGS, block_distribution, distance, length_of
 from safetensors.torch import load_file, save_file
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_config, tiny_model
@@ -18,10 +19,12 @@ from stree import BatchDecoder, Decoder, GenerationConfig, TokenTree
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import CheckpointRefused, UsageError
+from stree.forest import Forest
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model, save_model
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import with_head
+from stree.rows import Rows
 from stree.tree import BeamTree
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
@@ -160,6 +163,26 @@ def test_more_siblings_than_tokens_of_the_head_are_refused():
     with pytest.raises(UsageError, match="3 siblings for 2 tokens"):
         decoder = Decoder(target, drafter, TokenTree((-1, 0, 0, 0)), max_length=32)
         decoder.generate([1, 2], GenerationConfig(4))
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_a_draft_waits_for_nothing(keep_logits):
+    """So that it can be a graph."""
+    _, own, _ = drafters()
+    tree = TokenTree.paper()
+    drafter = ModelDrafter(own, 1, 32, tree.num_nodes)
+    drafter.read(0, torch.tensor([1, 2, 3]))
+    everyone, forest = Rows.new(1, 8), Forest.of([tree], own.device)
+    setting = GenerationConfig(temperature=0.9, top_k=5)
+    everyone.set(0, setting)
+    everyone.begin(0, 3, 4)
+    rows = everyone.narrow(0, 1, [setting])
+    with torch.no_grad(), NothingWaits():
+        proposal = drafter.draft(rows, forest, 1, 32, keep_logits)
+    assert set(proposal.tokens[0, 1:].tolist()) <= set(IDS)
+    assert (proposal.logits is not None) == keep_logits
+    if keep_logits:
+        assert proposal.logits.shape[-1] == 61 and proposal.logits.isfinite().sum(-1).max() == 5
 
 
 # Checkpoints
