@@ -1,7 +1,8 @@
 """Rows picked by indices that only the device knows, each op in one launch (Triton).
 
-The embeddings of trees' nodes with their first norm, and the roots that drafts grow from. The naive
-twins are `naive.embed_norm` and `naive.take_roots`.
+The embeddings of trees' nodes with their first norm, what drafters read of accepted nodes with its
+norm, and the roots that drafts grow from. The naive twins are `naive.embed_norm`, `naive.norm_at`
+and `naive.take_roots`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ def embed_norm(
     return x, out
 
 
+def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
+    """`naive.norm_at` in one launch; last strides are 1."""
+    assert x.stride(2) == nodes.stride(1) == 1
+    (batch, num_nodes, channels), count = x.shape, nodes.shape[1]
+    out, width = x.new_empty(batch, count, channels), channels // groups
+    rows_at_kernel[(groups, count, batch)](
+        x, x.stride(0), x.stride(1), num_nodes, nodes, nodes.stride(0), scale, out, width, eps,
+        BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(x),
+    )  # fmt: skip
+    return out
+
+
 def take_roots(
     hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
 ) -> Tensor:
@@ -85,6 +98,24 @@ def embed_kernel(
     line = (row * tl.num_programs(0) + place) * width
     store_kept(x + line + at, value, mask)
     y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
+    tl.store(out + line + at[None, :], y, mask=mask[None, :])
+
+
+@triton.jit
+def rows_at_kernel(
+    x, batch_stride, stride, num_nodes, nodes, node_stride, scale, out, width, eps,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    group, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    factor = load_kept(scale + group * width + at, mask)
+    follow(OVERLAPS)
+    node = tl.minimum(tl.load(nodes + row * node_stride + place), num_nodes - 1)
+    source = x + row * batch_stride + node * stride + group * width
+    value = tl.load(source + at, mask=mask, other=0.0)
+    y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
+    line = ((row * tl.num_programs(1) + place) * tl.num_programs(0) + group) * width
     tl.store(out + line + at[None, :], y, mask=mask[None, :])
 
 

@@ -649,6 +649,13 @@ def embed_norm(
     return add_rms_norm(x, None, scale, eps)
 
 
+def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
+    """Rows of x (B, N, C) at nodes (B, M), each normed over groups of channels: (B, M, C). A node
+    that there is none of stands for the last."""
+    nodes = nodes.clamp(max=x.shape[1] - 1)[..., None]
+    return rms_norm(x.gather(1, nodes.expand(-1, -1, x.shape[2])), scale, eps, groups)
+
+
 def take_roots(
     hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
 ) -> Tensor:

@@ -287,6 +287,11 @@ def embed_norm(
     return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps, written, added)
 
 
+def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
+    """See `naive.norm_at`."""
+    return _module("gather", x).norm_at(x, nodes, scale, eps, groups)
+
+
 def take_roots(
     hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
 ) -> Tensor:

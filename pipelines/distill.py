@@ -77,12 +77,13 @@ class DistillCLI(TrainingCLI):
         reference = None if loss.reference is None else load_config(loss.reference)
         if reference is not None:
             require_reference_of(target, loss.reference, reference)
-        cached = options["teacher_cache"] is not None
+        cached, features = options["teacher_cache"] is not None, options["features"]
         return ModelPlan(
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,
             activation_checkpointing=options["activation_checkpointing"], reference=reference,
             averaged=options["ema"] is not None,
+            passes=1 if features is None else 1 + features.ahead,
         )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:

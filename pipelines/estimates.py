@@ -74,6 +74,7 @@ def training_memory(
     checkpointing: bool = False,
     reference: HybridConfig | None = None,
     averaged: bool = False,
+    passes: int = 1,
 ) -> dict[str, int]:
     """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
 
@@ -81,10 +82,11 @@ def training_memory(
     checkpointing: activations are computed again in the backward pass.
     reference: a drafter in fp32 that tokens are chosen by.
     averaged: an average of the weights is kept beside them.
+    passes: of what is trained over each micro-batch, whose activations all stay.
     """
     parts = {
         "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
-        "activations": _trained_activations(trained, shape, precision, checkpointing),
+        "activations": passes * _trained_activations(trained, shape, precision, checkpointing),
         "the head's gradient": 4 * trained.head_size * (trained.head_rank or trained.d_model),
     }
     if averaged:

@@ -89,7 +89,8 @@ class FeatureConfig:
         if drafter.own_features != self.own:
             raise UsageError(
                 f"model.features.own is {self.own}, the drafter of model.start_from "
-                f"{'reads' if drafter.own_features else 'does not read'} its own hidden states"
+                f"{'reads' if drafter.own_features else 'does not read'} its own hidden states: "
+                "train it as it was (model.features.own and model.features.ahead)"
             )
 
     def known(self, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -37,7 +37,7 @@ SMALLER_TRAINING = (
 class ModelPlan:
     """The architectures of a training. `target` runs with what is trained; `cached` says that
     its outputs come from a cache instead, `beside` that it has a GPU of its own. `reference` is the
-    drafter that tokens are chosen by."""
+    drafter that tokens are chosen by; `passes`, how often what is trained reads each token."""
 
     trained: HybridConfig
     target: HybridConfig | None = None
@@ -47,6 +47,7 @@ class ModelPlan:
     activation_checkpointing: bool = False
     reference: HybridConfig | None = None
     averaged: bool = False  # an average of the weights is kept beside them
+    passes: int = 1
 
 
 def describe_training(
@@ -74,7 +75,7 @@ def describe_training(
     memory = training_memory(
         plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
         None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
-        plan.reference, plan.averaged,
+        plan.reference, plan.averaged, plan.passes,
     )  # fmt: skip
     if exports.branches(max_steps) and not on_cuda:
         copied = CHECKPOINT_BYTES + plan.averaged * AVERAGE_BYTES
@@ -95,6 +96,8 @@ def describe_training(
     if plan.target is not None:
         cached = ", its outputs come from the cache" if plan.cached else ""
         yield model_line("target", plan.target) + cached
+    if layers := plan.trained.feature_layers:
+        yield f"features of the target: layers {', '.join(map(str, layers))}; {plan.passes} passes"
     if plan.reference is not None:
         yield model_line("reference", plan.reference)
     yield (

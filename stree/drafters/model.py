@@ -46,7 +46,7 @@ class ModelDrafter:
     def clear(self, row: int) -> None:
         self.cache.narrow(row, 1).reset()
         if self.inputs is not None:
-            self.inputs[row] = self._reader.unknown
+            self.inputs[row] = self._reader.unknown.detach()
 
     @torch.no_grad()
     def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
@@ -76,22 +76,18 @@ class ModelDrafter:
         after one of the accepted nodes, path (B, M); features (B, N, F) of all nodes."""
         assert self.inputs is not None
         batch, count = path.shape
-        path = path.clamp(max=features.shape[1] - 1)  # beyond its length any nodes of other trees
-        accepted = features.gather(1, path[..., None].expand(-1, -1, features.shape[2]))
-        inputs = self.inputs[:batch, :count]
-        active = rows.active[:, None, None]
-        inputs.copy_(torch.where(active, self._reader.of_nodes(accepted), inputs))
+        inputs, active = self.inputs[:batch, :count], rows.active[:, None, None]
+        # Beyond its length a path has nodes of other trees, and nobody reads what comes of them
+        torch.where(active, self._reader.of_nodes(features, path), inputs, out=inputs)
 
     def _inputs_of_drafts(self, hidden: Tensor, forest: Forest, number: int) -> Tensor:
         """What is added to the nodes of a level, (B, n, D), given hidden (B, m, D) of the level
         above."""
-        count = forest.levels[number].nodes.shape[1]
-        if hidden.shape[1] == 1 or self._reader.own is None:
-            parents = hidden[:, :1].expand(-1, count, -1)
-        else:
-            above = forest.above(number)[..., None]
-            parents = hidden.gather(1, above.expand(-1, -1, hidden.shape[2]))
-        return self._reader.of_drafts(parents)
+        shape = *forest.levels[number].nodes.shape, hidden.shape[2]
+        after = self._reader.of_drafts(hidden)
+        if hidden.shape[1] == 1 or not self._reader.reads_own:
+            return after[:, :1].expand(shape)
+        return after.gather(1, forest.above(number)[..., None].expand(shape))
 
     @property
     def _reader(self) -> FeatureInput:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.errors import UsageError
@@ -42,35 +41,55 @@ class Features:
         return torch.cat([torch.cat(each, 1) if each[1:] else each[0] for each in streams], -1)
 
 
+GAIN = 0.02  # of what is added to embeddings, to begin with: as large as those are drawn
+
+
 class FeatureInput(nn.Module):
     """What a drafter adds to a token's embedding: the feature of the token before it, each layer's
-    normed, and all projected; for a token whose feature is not known a learnt vector, to which a
-    drafted one adds a projection of the drafter's own hidden state, if it has one."""
+    normed, all projected, and normed again, or their size would drown the embedding as soon as the
+    projection learns. For a token whose feature is not known it is a learnt vector; for a drafted
+    one the same of the drafter's own hidden state, if it reads that."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
-        width, count = config.feature_width, len(config.feature_layers)
-        self.norm = RMSNorm(width, config.rms_norm_eps, count)
+        width, eps = config.feature_width, config.rms_norm_eps
+        self.norm = RMSNorm(width, eps, len(config.feature_layers))
         self.proj = nn.Linear(width, config.d_model, bias=False)
+        self.gain = RMSNorm(config.d_model, eps)
         self.unknown = nn.Parameter(torch.zeros(config.d_model))
-        self.own = (
-            nn.Linear(config.d_model, config.d_model, bias=False) if config.own_features else None
-        )
+        self.reads_own = config.own_features
+        if self.reads_own:
+            self.own = nn.Linear(config.d_model, config.d_model, bias=False)
+            self.own_gain = RMSNorm(config.d_model, eps)
+        self.begin(GAIN)
+
+    def begin(self, gain: float) -> None:
+        """Set how much is added to embeddings to begin with."""
+        for norm in (self.gain, self.own_gain) if self.reads_own else (self.gain,):
+            nn.init.constant_(norm.weight, gain)
 
     def of_tokens(self, features: Tensor) -> Tensor:
         """(…, D) of features (…, F), for the tokens after them."""
-        return self.proj(self.norm(features.to(self.unknown.dtype)))
+        return self.gain(self.proj(self.norm(features.to(self.unknown.dtype))))
 
-    def of_nodes(self, features: Tensor) -> Tensor:
-        """The same of few rows, in a step of decoding."""
-        return ops.linear(self.norm(features.to(self.unknown.dtype)), self.proj.weight)
+    def of_nodes(self, features: Tensor, nodes: Tensor) -> Tensor:
+        """The same (B, M, D) of some nodes (B, M) of trees, given features (B, N, F) of all, in a
+        step of decoding; a node that there is none of stands for the last."""
+        norm, features = self.norm, features.to(self.unknown.dtype)
+        normed = ops.norm_at(features, nodes, norm.weight, norm.eps, norm.groups)
+        return self._gained(ops.linear(normed, self.proj.weight), self.gain)
 
     def of_drafts(self, hidden: Tensor) -> Tensor:
-        """What is added to drafted tokens, (…, D), given the drafter's own last hidden state after
-        the token before each, (…, D)."""
-        if self.own is None:
+        """What is added to the drafted tokens after others, given the drafter's own last hidden
+        states after these: (…, D) each."""
+        if not self.reads_own:
             return self.unknown.expand(hidden.shape)
-        return F.linear(hidden, self.own.weight, self.unknown)
+        if torch.is_grad_enabled():  # ops have no gradient
+            return self.own_gain(self.own(hidden))
+        return self._gained(ops.linear(hidden, self.own.weight), self.own_gain)
+
+    def _gained(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return ops.add_rms_norm(x, None, norm.weight, norm.eps)[1]
 
     def forward(
         self, features: Tensor, segment_ids: Tensor | None = None, known: Tensor | None = None

@@ -132,10 +132,7 @@ class HybridModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 closes_block = name.endswith(("o_proj", "out_proj", "down_proj", "shared_use.out"))
-                std = into_residual if closes_block else 0.02
-                if name.startswith("model.features."):  # as large as the embedding beside it
-                    std = 0.02 / math.sqrt(module.weight.shape[-1])
-                nn.init.normal_(module.weight, std=std)
+                nn.init.normal_(module.weight, std=into_residual if closes_block else 0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
             elif isinstance(module, Experts):

@@ -84,10 +84,10 @@ def slice_drafter(
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     with torch.no_grad():
         for name, weight in drafter.state_dict().items():
-            if name in ("model.features.proj.weight", "model.features.own.weight"):
-                weight.zero_()
-            elif not name.startswith("model.features."):
+            if not name.startswith("model.features."):
                 weight.copy_(source[_target_name(name, places)])
+    if feature_layers:
+        drafter.model.features.begin(0.0)
     return drafter
 
 

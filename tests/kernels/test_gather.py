@@ -55,6 +55,24 @@ def test_embed_norm_with_something_added(same, width, dtype):
         assert relative_error(normed, elsewhere.double()) < TOLERANCE[dtype]
 
 
+@each_dtype
+@each_width
+@pytest.mark.parametrize("groups", [1, 3])
+def test_norm_at(groups, width, dtype):
+    """Nodes beyond the last are those of other trees."""
+    channels = groups * width
+    x = torch.full((2, 6, channels + 3), torch.nan, device=DEVICE, dtype=dtype)[:, :5, :channels]
+    x.copy_(normal(2, 5, channels, dtype=dtype))
+    scale = normal(channels, seed=1, dtype=dtype)
+    nodes = torch.tensor([[0, 3, 3, 9, -7], [4, 0, 77, 1, -7]], device=DEVICE)[:, :4]
+    got = gather.norm_at(x, nodes, scale, 1e-5, groups)
+    picked = torch.stack([x[0, [0, 3, 3, 4]], x[1, [4, 0, 4, 1]]])
+    wanted = naive.rms_norm(picked.double(), scale.double(), 1e-5, groups)
+    assert got.is_contiguous() and relative_error(got, wanted) < 2 * TOLERANCE[dtype]
+    twin = naive.norm_at(x, nodes, scale, 1e-5, groups)
+    assert relative_error(twin, wanted) < 2 * TOLERANCE[dtype]
+
+
 def test_a_node_that_is_none_stands_for_the_first():
     weight, scale = normal(11, 16), normal(16, seed=1)
     tokens = torch.tensor([[4, 5, 6]], device=DEVICE)

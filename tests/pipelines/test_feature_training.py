@@ -89,11 +89,16 @@ def test_a_sliced_drafter_begins_as_one_without_features(workspace):
     )  # fmt: skip
 
 
-def test_features_are_about_as_large_as_embeddings_to_begin_with():
+def test_features_are_as_large_as_embeddings_whatever_their_projection():
     torch.manual_seed(0)
-    model = HybridModel(FeatureConfig().added_to(DRAFTER, TARGET))
-    size = model.model.features.of_tokens(10 * torch.randn(50, model.config.feature_width)).std()
-    assert 0.015 < size < 0.025
+    model = HybridModel(FeatureConfig(own=True, ahead=1).added_to(DRAFTER, TARGET))
+    reader, features = model.model.features, 10 * torch.randn(50, model.config.feature_width)
+    for factor in (1, 100):
+        reader.proj.weight.data.mul_(factor)
+        reader.own.weight.data.mul_(factor)
+        for added in (reader.of_tokens(features), reader.of_drafts(torch.randn(50, 32))):
+            size = added.pow(2).mean().sqrt() / model.model.embed_tokens.weight.std()
+            assert 0.9 < size < 1.1
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.5, 5), (0.2, 1), (0.8, 3)])

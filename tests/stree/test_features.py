@@ -18,6 +18,7 @@ from stree.models.features import Features
 from stree.models.parts import Sequences
 from stree.modes import Costs, Modes
 from stree.tree import as_tree, balanced
+from stree_kernels import ops
 
 LAYERS = (0, 2)
 TREES = [TokenTree.chain(1), TokenTree.chain(4), TokenTree.paper(), balanced([3, 2])]
@@ -34,10 +35,8 @@ def reading(target: HybridModel, drafter: HybridModel | None = None) -> HybridMo
     model.load_state_dict(drafter.state_dict(), strict=False)
     size = drafter.model.embed_tokens.weight.std()
     with torch.no_grad():
-        for parameter in (model.model.features.proj.weight, model.model.features.unknown):
-            parameter.copy_(torch.randn_like(parameter))
-            parameter.mul_(0.3 * size / parameter.shape[-1] ** 0.5)
-        model.model.features.unknown.mul_(model.config.d_model**0.5)
+        model.model.features.begin(0.3 * size)
+        model.model.features.unknown.normal_(std=0.3 * size)
     return model
 
 
@@ -303,9 +302,8 @@ def recurrent(own=True, **changes):
     drafter = reading(target)
     model = HybridModel(drafter.config.replace(own_features=own)).to(drafter.dtype).eval()
     model.load_state_dict(drafter.state_dict(), strict=False)
-    with torch.no_grad():
-        if own:
-            model.model.features.own.weight.normal_(std=0.1)
+    if own:
+        model.model.features.own_gain.weight.data.copy_(drafter.model.features.gain.weight)
     return target, model
 
 
@@ -392,3 +390,26 @@ def test_own_features_change_nothing_of_what_comes_out(captured_on_cpu):
     for each, out in zip(served, decoder.generate(served), strict=True):
         plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
         assert out.tokens == plain.tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("own", [True, False])
+def test_fused_kernels_draft_the_same_from_features(own, monkeypatch, captured_on_cpu):
+    """Two rows of their own trees, the whole step in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/stree/test_graphs.py compares them on the GPU itself")
+    target, drafter = recurrent(own, num_layers=3)
+    target, drafter = target.float(), drafter.float()
+    served = [
+        Request([5, 6, 7], GenerationConfig(6), TREES[3]),
+        Request([9] * 4, GenerationConfig(5, temperature=1.0, seed=4), TREES[1]),
+    ]
+
+    def serve():
+        decoder = BatchDecoder(target, drafter, num_rows=2, max_length=32, max_nodes=10)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    assert len({each for _, accepted in wanted for each in accepted}) > 1
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted

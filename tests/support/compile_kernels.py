@@ -90,6 +90,7 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
         ops.embed_norm(
             model.head_weight, forest.pool, level.nodes, scale, 1e-5, written=True, added=added
         )
+    ops.norm_at(torch.zeros(1, 9, 3 * len(scale), dtype=model.dtype), level.nodes, scale, 1e-5, 3)
     logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
     for by in (None, sampling):
         ops.choose_children(
