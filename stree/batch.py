@@ -21,6 +21,7 @@ from stree.description import counted, described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
+from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.executors import executor_of
 from stree.forest import Forest
@@ -71,7 +72,7 @@ class BatchDecoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | NGram | Drafter | None = None,
+        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | Modes | str | None = None,
         *,
         num_rows: int = 8,
@@ -122,7 +123,7 @@ class BatchDecoder:
                 read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
                 most = max([self.max_nodes, *read])
                 drafter = ModelDrafter(drafter, num_rows, max_length, most)
-            elif isinstance(drafter, NGram):
+            elif isinstance(drafter, NGram | Retokenised):
                 drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
             self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))

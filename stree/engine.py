@@ -16,6 +16,7 @@ from stree.clock import PAUSED, PhaseClock
 from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.drafters.ngram import NGram
+from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.models.hybrid import HybridModel
@@ -46,7 +47,7 @@ class Decoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | NGram | Drafter | None = None,
+        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | Modes | str | None = None,
         *,
         max_length: int = 2048,
@@ -217,7 +218,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | NGram | Drafter | None = None,
+    drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

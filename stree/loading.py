@@ -18,7 +18,7 @@ from stree.generation import GenerationConfig, require_whole
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
 from stree.speculation_profile import load_profile
-from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer, require_same_tokenizer
+from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree, as_tree
 from stree.verifiers import Verifier, named
 
@@ -42,7 +42,8 @@ def load(
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
     Args: drafter, also n-grams, alone or with a checkpoint: ngram, ngram:CONTEXT,
-    ngram:CONTEXT,FILE, FOLDER+ngram (`stree.drafters.ngram`). tree, a tree or its name; None takes
+    ngram:CONTEXT,FILE, FOLDER+ngram (`stree.drafters.ngram`), or text:FOLDER, one with another
+    tokenizer (`stree.drafters.retokenised`). tree, a tree or its name; None takes
     the one that the drafter's measured profile recommends for this kind of device and temperature
     (no drafter at all where plain decoding was fastest), and the paper's where nothing fitting was
     measured, or with other files than these two checkpoints; a warning says which of the two; and
@@ -69,7 +70,7 @@ def load(
     if drafter is not None:
         name = DrafterName.parse(drafter) if isinstance(drafter, str) else DrafterName(drafter)
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
-        if drafter_folder is not None:
+        if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
@@ -81,7 +82,7 @@ def load(
             tree = as_tree(tree)
         if tree.num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
-            drafting = name.make(own, lambda text: encode_text(tokenizer, text))
+            drafting = name.make(own, tokenizer)
     elif tree is not None:
         tree = as_tree(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):

@@ -21,6 +21,7 @@ from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.drafters.naming import DrafterName
 from stree.drafters.ngram import NGram
+from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.loading import checkpoint_folder
@@ -64,22 +65,17 @@ def from_transformers(
     return TransformersDecoder(model, target, _drafter(drafter, target), tree, verifier)
 
 
-def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Drafter | None:
+def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Retokenised | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
         own = None
         if name.folder is not None:
             own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
-        return name.make(own, _no_tokens)
-    if given is None or isinstance(given, HybridModel | NGram) or hasattr(given, "draft"):
+        return name.make(own, None)
+    made = HybridModel | NGram | Retokenised
+    if given is None or isinstance(given, made) or hasattr(given, "draft"):
         return given
     return shared_model(given)
-
-
-def _no_tokens(text: str) -> list[int]:
-    if text:
-        raise UsageError("n-grams of a file need a tokenizer: give stree.drafters.ngram.NGram ids")
-    return []
 
 
 class TransformersDecoder:
@@ -92,7 +88,7 @@ class TransformersDecoder:
         self,
         model: Any,
         target: HybridModel,
-        drafter: HybridModel | NGram | Drafter | None = None,
+        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | None = None,
         verifier: str | Verifier = "coupled",
     ) -> None:

@@ -20,7 +20,7 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.requests import Request
 from stree.rows import Rows
-from stree.tokenizer import encode_text, eos_token_ids, load_tokenizer
+from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree.tree import MAX_NODES
 from stree_kernels import naive
 from stree_pipelines.data.chat import encode_prompt
@@ -381,9 +381,7 @@ class Answerer:
         if drafter not in self._drafters:
             folder = drafter.name.folder
             model = None if folder is None else load_model(folder, self.device, self.dtype).eval()
-            self._drafters[drafter] = drafter.name.make(
-                model, lambda text: encode_text(self.tokenizer, text)
-            )
+            self._drafters[drafter] = drafter.name.make(model, self.tokenizer)
         return self._drafters[drafter]
 
     def warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:

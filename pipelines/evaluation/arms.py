@@ -86,7 +86,7 @@ class Arm:
         if grown and not DrafterName.parse(self.drafter).is_folder:
             raise UsageError(
                 f"arm {self.name} grows {tree} with {self.drafter}: n-grams fill trees of one "
-                "shape, take paper, chain-N or png-N-D"
+                "shape, and drafters of another tokenizer do, take paper, chain-N or png-N-D"
             )
         return settings
 
@@ -238,7 +238,7 @@ class Comparison(Evaluation):
         """By name. Looked up once: chains are tuned with the drafter that is then compared."""
         drafters = {arm.drafter: Drafter.at(arm.drafter) for arm in self.arms}
         for drafter in drafters.values():
-            if drafter.name.folder is not None:
+            if drafter.name.folder is not None and not drafter.name.retokenised:
                 require_same_tokenizer(self.settings.target, drafter.name.folder)
         return drafters
 

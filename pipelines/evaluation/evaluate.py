@@ -127,7 +127,7 @@ class Evaluation:
         drafter = None
         if checkpoint is not None:
             drafter = Drafter.at(checkpoint)
-            if drafter.name.folder is not None:
+            if drafter.name.folder is not None and not drafter.name.retokenised:
                 require_same_tokenizer(self.settings.target, drafter.name.folder)
         return [
             self._job(method, drafter, benchmark, temperature)

@@ -145,6 +145,7 @@ class Drafter:
             parts = {
                 "model": model and model.sha256, "context": name.context,
                 "corpus": hashlib.sha256(name.corpus_text().encode()).hexdigest(),
+                **({"retokenised": True} if name.retokenised else {}),
             }  # fmt: skip
             return cls(str(path), config_hash(parts), model.step if model else None)
         path = Path(path)

@@ -14,10 +14,8 @@ from stree_pipelines.reports.paper_tables import OURS, Made, made
 
 NUM_TREES, BLOCK = 10, 32
 ORDERS: dict[str, Callable[[Parents], Parents]] = {
-    "as grown": tuple,
-    "depth first": depth_first,
-    "heavy path": heavy_path,
-}
+    "as grown": tuple, "depth first": depth_first, "heavy path": heavy_path
+}  # fmt: skip
 
 
 def random_tree(num_nodes: int, seed: int) -> Parents:

@@ -39,7 +39,8 @@ class Entry:
     Attributes:
         what: its subject. hardware: the paper's.
         note: what differs in ours; without a `build`, why there is none.
-        commands: write the rows of ours. rows: the folder where they are looked for.
+        commands: write the rows of ours. rows: the folder where they are looked for; "" where it
+            needs none.
     """
 
     name: str
@@ -142,7 +143,9 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("drafters-table-3", "LongBench from 1k to 8k tokens", "H100",
               "it needs LongBench, and a target and drafters that were trained at such lengths"),
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
-              "drafters must have the target's tokenizer here"),
+              "the chat pair's drafters have the target's tokenizer. `text:FOLDER` drafts with "
+              "another one; the arm 'chain as text' of configs/compare/chat-75m.yaml shows what "
+              "handing drafts over as text costs by itself"),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
               CHAT_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),
@@ -179,7 +182,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "the counts of blocks alone (`stree.node_order`). Our tree attention computes all "
               "blocks up to a node, and trees that decode have at most 256 nodes: there are no "
               "times. The paper does not say how its trees are random; ours hang each node below "
-              "any before it", ("python pipelines/paper_tables.py dyspec-table-5",), "docs/results",
+              "any before it", ("python pipelines/paper_tables.py dyspec-table-5",), "",
               node_orders.dyspec_5),
     ),
 }  # fmt: skip

@@ -1,35 +1,43 @@
-"""Drafters by name: a checkpoint's folder, n-grams, or both."""
+"""Drafters by name: a checkpoint's folder, of any tokenizer, n-grams, or both."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stree.drafters.ngram import NGram
+from stree.drafters.retokenised import Retokenised
 from stree.errors import NotFound, UsageError
 from stree.models.hybrid import HybridModel
 from stree.plain_data import read_text
+from stree.tokenizer import encode_text, load_tokenizer
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
+_TEXT = "text:"
 
 
 @dataclass(frozen=True)
 class DrafterName:
-    """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both."""
+    """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both;
+    retokenised, a folder whose drafts are handed over as text."""
 
     folder: str | os.PathLike[str] | None
     context: int = 0
     corpus: str | None = None
+    retokenised: bool = False
 
     @classmethod
     def parse(cls, name: str) -> DrafterName:
-        """FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…]; a folder of such a name is one.
+        """FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…]; a folder of such a name
+        is one.
 
         Raises `UsageError` for a context that is no whole number of at least 1.
         """
+        if name.startswith(_TEXT) and not Path(name).is_dir():
+            return cls(name.removeprefix(_TEXT), retokenised=True)
         found = None if Path(name).is_dir() else _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
@@ -43,7 +51,8 @@ class DrafterName:
 
     @property
     def is_folder(self) -> bool:
-        return not self.context
+        """Of the target's tokenizer, and nothing beside."""
+        return not self.context and not self.retokenised
 
     def corpus_text(self) -> str:
         """Raises `NotFound` without such a file."""
@@ -56,11 +65,19 @@ class DrafterName:
         except (OSError, ValueError) as error:
             raise UsageError(f"the corpus {self.corpus} cannot be read: {error}") from error
 
-    def make(
-        self, model: HybridModel | None, encode: Callable[[str], Sequence[int]]
-    ) -> HybridModel | NGram:
-        """For a decoder; model, of the folder, and encode, the target's tokenizer."""
+    def make(self, model: HybridModel | None, tokenizer: Any) -> HybridModel | NGram | Retokenised:
+        """For a decoder; model, of the folder, and tokenizer, the target's, or None. Raises
+        `UsageError` where it is needed and not there."""
         if self.is_folder:
             assert model is not None
             return model
-        return NGram(self.context, tuple(encode(self.corpus_text())), model)
+        text = self.corpus_text()
+        if tokenizer is None and (text or self.retokenised):
+            raise UsageError(
+                "n-grams of a file need a tokenizer, and so do drafters of another one: make "
+                "stree.drafters.ngram.NGram or stree.drafters.retokenised.Retokenised yourself"
+            )
+        if self.retokenised:
+            assert model is not None and self.folder is not None
+            return Retokenised(model, load_tokenizer(self.folder), tokenizer)
+        return NGram(self.context, tuple(encode_text(tokenizer, text) if text else ()), model)
