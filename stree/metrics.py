@@ -220,29 +220,13 @@ def acceptance_gain_interval(
     prompts: Sequence[Timing], other: Sequence[Timing], seed: int = 0
 ) -> Interval | None:
     """Interval of τ(prompts) − τ(other), paired: element q of both is the same prompt."""
-    return _acceptance_interval(np.subtract, prompts, other, seed)
-
-
-def acceptance_ratio_interval(
-    prompts: Sequence[Timing], other: Sequence[Timing], seed: int = 0
-) -> Interval | None:
-    """Interval of τ(prompts) ÷ τ(other), paired likewise."""
-    return _acceptance_interval(np.divide, prompts, other, seed)
-
-
-def _acceptance_interval(
-    compare: Callable[..., NDArray[np.float64]],
-    prompts: Sequence[Timing],
-    other: Sequence[Timing],
-    seed: int,
-) -> Interval | None:
     _require_pairs(prompts, other)
     tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
     others_Q, their_calls_Q = _column(other, "num_new_tokens"), _column(other, "num_calls")
     return bootstrap_interval(
-        lambda i_RQ: compare(
-            tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1),
-            others_Q[i_RQ].sum(1) / their_calls_Q[i_RQ].sum(1),
+        lambda i_RQ: (
+            tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1)
+            - others_Q[i_RQ].sum(1) / their_calls_Q[i_RQ].sum(1)
         ),
         len(prompts),
         seed,

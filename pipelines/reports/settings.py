@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stree.errors import UsageError
 from stree.verifiers import NAMES as VERIFIERS
@@ -101,16 +101,45 @@ def require_one(rows: Sequence[ResultRow], where: object) -> None:
             f"{where} holds rows of several decoding settings, which no table can join: {found}. "
             f"Say which to take, such as --show {shlex.join(_largest(rows))}"
         )
-    hashes: dict[tuple[object, ...], set[str]] = {}
+    for method, temperature in _hashed_apart(rows):
+        raise UsageError(
+            f"{where} holds rows of {method} at T = {temperature:g} that were decoded "
+            "differently in what older rows do not say, such as the chat template: move its "
+            "results.jsonl away and evaluate again"
+        )
+
+
+def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
+    """Raise UsageError, naming what differs and where, when runs are of several settings. Each is
+    of one by itself."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for run, rows in runs.items():
+        for name, value in common_setting(rows).items():
+            found.setdefault(name, {}).setdefault(value, []).append(run)
+    mixed = {name: values for name, values in found.items() if len(values) > 1}
+    if mixed:
+        told = "; ".join(
+            f"{name} is " + ", ".join(f"{value} in {' and '.join(of)}" for value, of in each.items())
+            for name, each in mixed.items()
+        )
+        raise UsageError(
+            f"these runs were decoded with different settings, which no table can join: {told}. "
+            "Evaluate them alike, or take rows that they share with --show NAME=VALUE"
+        )
+    for method, temperature in _hashed_apart([row for rows in runs.values() for row in rows]):
+        raise UsageError(
+            f"these runs' rows of {method} at T = {temperature:g} were decoded differently in what "
+            "older rows do not say, such as the chat template: evaluate the older run again"
+        )
+
+
+def _hashed_apart(rows: Sequence[ResultRow]) -> Iterator[tuple[str, float]]:
+    """(method, temperature) of rows that should have one decoding and have several."""
+    hashes: dict[tuple[object, ...], str] = {}
     for row in rows:
-        hashes.setdefault((row.method, row.tree, row.temperature), set()).add(row.decoding_hash)
-    for (method, _, temperature), several in hashes.items():
-        if len(several) > 1:
-            raise UsageError(
-                f"{where} holds rows of {method} at T = {temperature:g} that were decoded "
-                "differently in what older rows do not say, such as the chat template: move its "
-                "results.jsonl away and evaluate again"
-            )
+        place = row.method, row.tree, row.benchmark, row.temperature
+        if hashes.setdefault(place, row.decoding_hash) != row.decoding_hash:
+            yield row.method, row.temperature
 
 
 def remarks(rows: Sequence[ResultRow]) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from stree import metrics
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
-from stree_pipelines.reports.tables import Table, bracket, figure
+from stree_pipelines.reports import seeds
+from stree_pipelines.reports.seeds import Answers
+from stree_pipelines.reports.tables import Gain, Table, bracket, figure
 from stree_pipelines.studies.plan import Study, StudyArm
 
 HEADS = (
@@ -18,45 +19,11 @@ HEADS = (
 )  # fmt: skip
 INTRO = (
     "τ: new tokens a target call, over all prompts and seeds of an arm; then the lowest and the "
-    "highest of its seeds. Speed counts drafting. Brackets: 95 % bootstrap intervals over prompts, "
-    "paired, seeds of an arm taken together."
+    "highest of its seeds. Speed counts drafting. Over the first arm's: the same prompts, one by "
+    f"one. Brackets: {seeds.HOW}"
 )
 
-
-@dataclass
-class Pooled:
-    """One prompt, decoded with the drafters of all seeds of an arm: a `metrics.Timing`, and plain
-    decoding of the same, as often."""
-
-    num_new_tokens: int = 0
-    num_calls: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    time_ms: dict[str, float] = field(default_factory=dict)
-    baseline: Pooled | None = None
-
-    def add(self, sample: Any) -> None:
-        for name in ("num_new_tokens", "num_calls", "prefill_s", "decode_s"):
-            setattr(self, name, getattr(self, name) + getattr(sample, name))
-        if getattr(sample, "baseline", None) is not None:
-            self.baseline = self.baseline or Pooled()
-            self.baseline.add(sample.baseline)
-
-
-Prompts = dict[tuple[str, str], Pooled]  # by benchmark and id
-
-
-@dataclass
-class Arm:
-    """Prompts by seed, and of all seeds together."""
-
-    seeds: dict[int, Prompts] = field(default_factory=lambda: defaultdict(dict))
-    prompts: Prompts = field(default_factory=dict)
-
-    def add(self, seed: int, sample: SampleRow) -> None:
-        for prompts in (self.seeds[seed], self.prompts):
-            key = sample.benchmark, sample.prompt_id
-            prompts.setdefault(key, Pooled()).add(sample)
+Seeds = dict[int, list[SampleRow]]  # an arm's answers
 
 
 def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[Table]:
@@ -70,12 +37,13 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
     for tree in study.trees:
         for temperature in temperatures:
             for others in (False, True):
-                arms: dict[str, Arm] = {}
+                arms: dict[str, Seeds] = {}
                 for run in study.runs:
                     for sample in samples.get(f"{run.name}, {tree}", ()):
                         is_other = sample.benchmark == held_back
                         if sample.temperature == temperature and is_other is others:
-                            arms.setdefault(run.arm.name, Arm()).add(run.seed, sample)
+                            arm = arms.setdefault(run.arm.name, {})
+                            arm.setdefault(run.seed, []).append(sample)
                 if arms:
                     where = "on what was held back" if others else "on the benchmarks"
                     title = f"{tree}, T = {temperature:g}, {where}"
@@ -83,51 +51,33 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
     return made
 
 
-def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Arm]) -> Table:
+def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds]) -> Table:
     lines: list[tuple[str, ...]] = [HEADS]
     named = [each.name for each in order if each.name in arms]
-    first = arms[named[0]]
+    answers = {name: Answers.of(list(arms[name].values())) for name in named}
+    first = answers[named[0]]
     for name in named:
-        arm = arms[name]
-        own = [tau(prompts.values()) for prompts in arm.seeds.values()]
-        mine, theirs = _paired(arm.prompts, first.prompts)
-        gain = speed = metrics_pair = None
-        if arm is not first and mine:
-            metrics_pair = mine, theirs
-            gain = figure(
-                100 * (tau(mine) / tau(theirs) - 1),
-                _percent(metrics.acceptance_ratio_interval(mine, theirs)), "+.1f", " %",
-            )  # fmt: skip
-        plain = [each.baseline for each in mine if each.baseline]
-        their_plain = [each.baseline for each in theirs if each.baseline]
-        timed = len(plain) == len(their_plain) == len(mine)
-        speedup = metrics.speedup(mine, plain) if timed and mine else None
-        if metrics_pair and timed:
-            ratio = metrics.speedup(mine, plain), metrics.speedup(theirs, their_plain)
-            if ratio[0] and ratio[1]:
-                interval = metrics.speedup_ratio_interval(mine, plain, theirs, their_plain)
-                speed = figure(ratio[0] / ratio[1], interval, unit="×")
+        mine, own = answers[name], [metrics.acceptance_length(each) for each in arms[name].values()]
+        known = [each for each in own if each is not None]
+        gain = speed = ""
+        if mine is not first:
+            ratio = mine.over(first, seeds.acceptance_length, np.divide)
+            gain = figure(*_percent(ratio), "+.1f", " %")
+            speed = figure(*mine.over(first, seeds.speedup, np.divide), unit="×")
         lines.append((
-            name, str(len(arm.seeds)), figure(tau(arm.prompts.values())),
-            bracket((min(own), max(own))).strip() if len(own) > 1 else "",
-            gain or "", figure(speedup, unit="×"), speed or "",
+            name, str(len(arms[name])), figure(mine.figure(seeds.acceptance_length).value),
+            bracket((min(known), max(known))).strip() if len(known) > 1 else "",
+            gain, figure(mine.figure(seeds.speedup).value, unit="×"), speed,
         ))  # fmt: skip
     return Table(title, tuple(lines))
 
 
-def tau(prompts: Iterable[Pooled]) -> float:
-    """Acceptance length over all of them."""
-    prompts = list(prompts)
-    return sum(each.num_new_tokens for each in prompts) / sum(each.num_calls for each in prompts)
-
-
-def _paired(mine: Prompts, theirs: Prompts) -> tuple[list[Pooled], list[Pooled]]:
-    shared = [key for key in mine if key in theirs]
-    return [mine[key] for key in shared], [theirs[key] for key in shared]
-
-
-def _percent(interval: metrics.Interval | None) -> metrics.Interval | None:
-    return None if interval is None else (100 * (interval[0] - 1), 100 * (interval[1] - 1))
+def _percent(ratio: Gain) -> Gain:
+    low, high = ratio.interval or (1.0, 1.0)
+    return Gain(
+        None if ratio.value is None else 100 * (ratio.value - 1),
+        None if ratio.interval is None else (100 * (low - 1), 100 * (high - 1)),
+    )
 
 
 def markdown(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> str:

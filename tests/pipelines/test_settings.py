@@ -284,3 +284,15 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     assert set(ResultRow.model_fields) == (
         said | of_the_table | follows | measured | set(metrics.summarise([]))
     )
+
+
+def test_benchmarks_of_several_turns_and_of_one_stand_in_one_table(tmp_path):
+    """Their hashes differ: in those of several turns stands that earlier turns are kept."""
+    make_run(tmp_path, temperatures=(0.0,))
+    store = ResultStore(tmp_path / "eval")
+    rows = [
+        row.model_copy(update={"decoding_hash": f"{row.benchmark} {row.decoding_hash}"})
+        for row in store.results()
+    ]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    assert load_run(tmp_path).benchmarks == ["mt_bench", "gsm8k"]

@@ -11,10 +11,10 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree.errors import CannotWrite, UsageError
+from stree.metrics import acceptance_length
 from stree_pipelines import distill, study
 from stree_pipelines.evaluation.arms import read_comparison
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.reports.study import tau
 from stree_pipelines.studies.plan import read_study
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/study").glob("*.yaml"))
@@ -168,7 +168,7 @@ def test_a_studys_tables_are_those_of_its_samples(compared):
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     today = [row for row in store.results() if row.method.startswith("today")]
     samples = [sample for row in today for sample in store.samples(row)]
-    gain = 100 * (taus["lk loss, seed 5, chain-2"] / tau(samples) - 1)
+    gain = 100 * (taus["lk loss, seed 5, chain-2"] / acceptance_length(samples) - 1)
     assert cells[1] == "1" and cells[2] == f"{taus['lk loss, seed 5, chain-2']:.2f}"
     assert cells[4].startswith(f"{gain:+.1f}".replace("-", "−")) and cells[5].endswith("×")
     (first,) = (each for each in text.splitlines() if each.startswith("| today"))
