@@ -1,12 +1,18 @@
-"""Write a run's report (table6.md and .json, lossless.md, tau_vs_step.svg, report.html); print it.
+"""Write a run's report, or that of several runs beside each other; print its tables.
 
 python pipelines/report.py runs/quickstart
 python pipelines/report.py runs/quickstart --records --out docs/results/cpu-quickstart
+python pipelines/report.py runs/kl-s0 runs/kl-s1 runs/lk-s0 --names KL LK --out runs/losses
+
+Writes report.html, table6 (.md, .tex, .csv, .json), tau_vs_step (.svg, .pdf) and lossless.md; of
+several runs no lossless.md, but speed_vs_step (.svg, .pdf). Runs whose configs differ by the seed
+only share a column; the others are compared with the first one's, prompt by prompt. Runs that were
+decoded with different settings are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,9 @@ from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.records import RESULTS_NAME, write_rows
-from stree_pipelines.reports import plots
+from stree_pipelines.reports import plots, runs_plots, runs_tables
 from stree_pipelines.reports.lossless import lossless_markdown
-from stree_pipelines.reports.page import page_context
+from stree_pipelines.reports.page import page_context, runs_context
 from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.reports.run_data import (
     COMMAND_NAME,
@@ -30,10 +36,11 @@ from stree_pipelines.reports.run_data import (
     load_run,
     open_results,
 )
+from stree_pipelines.reports.runs import Runs, load_runs
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.table_rows import table6_json
-from stree_pipelines.reports.tables import advise, table6, table6_markdown
+from stree_pipelines.reports.table_rows import as_csv, table6_json, table_rows
+from stree_pipelines.reports.tables import advise, all_tables, table6, table6_markdown, to_latex
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
@@ -41,16 +48,49 @@ def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
 
     Raises CannotWrite when the folder refuses.
     """
-    folder = Path(out) if out is not None else data.folder
-    files = {"table6.md": table6_markdown(data), "table6.json": table6_json(data)}
+    tables = all_tables(data)
+    files: dict[str, str | bytes] = {
+        "table6.md": table6_markdown(data), "table6.json": table6_json(data),
+        "table6.tex": to_latex(tables), "table6.csv": as_csv(table_rows(data)),
+    }  # fmt: skip
     lossless = lossless_markdown(data.folder)
     if lossless:
         files["lossless.md"] = lossless
-    figure = plots.tau_vs_step(data)
-    if figure is not None:
-        files["tau_vs_step.svg"] = plots.to_svg(figure, "τ against distillation step")
+    files |= _drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step")
     page = {**page_context(data), "figures": _figures(data)}
     files["report.html"] = render_page("report.html.j2", page)
+    return _write(files, Path(out) if out is not None else data.folder)
+
+
+def write_runs_report(runs: Runs, out: str | Path) -> list[Path]:
+    """As `write_report`, of several runs beside each other."""
+    files: dict[str, str | bytes] = {
+        "table6.md": runs_tables.markdown(runs), "table6.json": runs_tables.rows_json(runs),
+        "table6.tex": to_latex(runs_tables.tables(runs)),
+        "table6.csv": as_csv(runs_tables.table_rows(runs)),
+    }  # fmt: skip
+    for name, of, title in (
+        ("tau_vs_step", runs_plots.acceptance_length, "τ against distillation step"),
+        ("speed_vs_step", runs_plots.speedup, "Speed-up against distillation step"),
+    ):
+        files |= _drawn(name, runs_plots.grid(runs, of), title)
+    figures = [
+        {"title": title, "remark": remark, "svg": plots.to_svg(figure, title, inline=True)}
+        for title, remark, figure in runs_plots.page_figures(runs)
+    ]
+    page = {**runs_context(runs), "figures": figures}
+    files["report.html"] = render_page("runs.html.j2", page)
+    return _write(files, Path(out))
+
+
+def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
+    """A figure's files; none without it."""
+    if figure is None:
+        return {}
+    return {f"{name}.svg": plots.to_svg(figure, title), f"{name}.pdf": plots.to_pdf(figure)}
+
+
+def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
     for name, content in files.items():
         write_atomically(folder / name, content)
     return [folder / name for name in files]
@@ -122,22 +162,47 @@ def summary(data: RunData) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandParser("report.py", description=__doc__)
     add = parser.add_argument
-    add("run", type=str, help="run folder, or an evaluation's folder")
-    add("--out", type=str | None, help="where to write (default: the run folder)")
+    add("runs", type=str, nargs="+", metavar="run", help="run folders, or evaluations' folders")
+    add(
+        "--out",
+        type=str | None,
+        help="where to write (default: the run folder; of several, `compared` beside the first)",
+    )
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
+    add(
+        "--names",
+        type=str,
+        nargs="+",
+        default=[],
+        help="what the columns of several runs are called (default: as their folders)",
+    )
     add("--records", action="store_true",
         help="into --out also the rows shown, their samples and the run's settings: all that it "
-        "takes to compute every figure again")  # fmt: skip
+        "takes to compute every figure again; of several runs, in a folder each")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.records and options.out is None:
         raise UsageError("--records writes into another folder than the run's: give --out")
-    data = load_run(options.run, options.show)
-    records = write_records(data, options.out) if options.records else []
-    paths = write_report(data, options.out)
-    print(summary(data))
+    out, records = options.out, []
+    if len(options.runs) == 1:
+        if options.names:
+            raise UsageError("--names are of several runs: one was given")
+        data = load_run(options.runs[0], options.show)
+        records = write_records(data, out) if options.records else []
+        paths, told = write_report(data, out), summary(data)
+    else:
+        runs = load_runs(options.runs, options.show, options.names)
+        every = [run for column in runs.columns for run in column.runs]
+        out = Path(options.runs[0]).resolve().parent / "compared" if out is None else Path(out)
+        if out.resolve() in {run.folder.resolve() for run in every}:
+            raise UsageError(f"{out} is one of the runs: give another --out")
+        if options.records:
+            for number, run in enumerate(every, start=1):
+                records += write_records(run, out / f"run-{number}")
+        paths, told = write_runs_report(runs, out), runs_tables.summary(runs)
+    print(told)
     print("\n".join(map(str, paths)))
     if records:
-        print(f"and {len(records)} files of records in {options.out}")
+        print(f"and {len(records)} files of records in {out}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.reports import runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables import advise, table6
+from stree_pipelines.reports.tables import advise, all_tables
 
 MAX_SAMPLES_PER_BENCHMARK = 3
 MAX_DIVERGENCES_SHOWN = 50
@@ -16,9 +20,8 @@ MAX_DIVERGENCES_SHOWN = 50
 def page_context(data: RunData) -> dict[str, Any]:
     """Values of the template but for the figures."""
     tables = [
-        {"table": table6(data, scope, temperature), "main": scope == data.scopes[0]}
-        for scope in data.scopes
-        for temperature in data.temperatures
+        {"table": table, "main": number < len(data.temperatures)}
+        for number, table in enumerate(all_tables(data))
     ]
     return {
         "name": data.folder.resolve().name,
@@ -29,7 +32,7 @@ def page_context(data: RunData) -> dict[str, Any]:
         "tables": tables,
         "lossless": _lossless(data),
         "samples": _samples(data),
-        "environment": _environment(data),
+        "environment": environment(data.rows, [data.command]),
         "parting": parting_sentence(data),
         "notes": data.notes,
     }
@@ -77,9 +80,34 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
     return shown
 
 
-def _environment(data: RunData) -> list[tuple[str, str]]:
+def runs_context(runs: Runs) -> dict[str, Any]:
+    """Values of the template of several runs but for the figures."""
+    count = len(runs.temperatures)
+    every = [(column, run) for column in runs.columns for run in column.runs]
+    return {
+        "name": " · ".join(column.title for column in runs.columns),
+        "verdicts": runs_tables.verdicts(runs),
+        "intro": runs_tables.intro(runs),
+        "tables": [
+            {"table": table, "main": number < count}
+            for number, table in enumerate(runs_tables.tables(runs))
+        ],
+        "runs": [
+            {
+                "name": column.name, "folder": run.folder, "seed": run.command.get("seed", ""),
+                "commit": str(run.command.get("git_sha") or "")[:12],
+            }
+            for column, run in every
+        ],
+        "environment": environment(runs.rows, [run.command for _, run in every]),
+        "notes": runs.notes,
+    }  # fmt: skip
+
+
+def environment(
+    rows: Sequence[ResultRow], trainings: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
     """What made the rows, one line a fact; several values where rows differ."""
-    rows = data.rows
     facts: dict[str, list[str]] = {
         "Target": [row.target for row in rows],
         "Device": [f"{r.environment.num_processes} × {r.environment.device}" for r in rows],
@@ -98,6 +126,7 @@ def _environment(data: RunData) -> list[tuple[str, str]]:
         ],
         "Evaluated by": [row.environment.command_line for row in rows],
     }
-    if "command_line" in data.command:
-        facts["Trained by"] = [str(data.command["command_line"])]
+    commands = [str(each["command_line"]) for each in trainings if "command_line" in each]
+    if commands:
+        facts["Trained by"] = commands
     return [(name, "\n".join(dict.fromkeys(values))) for name, values in facts.items()]

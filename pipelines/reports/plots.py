@@ -162,6 +162,14 @@ def to_svg(figure: Figure, title: str, inline: bool = False) -> str:
     return svg.replace(INK, "currentColor")
 
 
+def to_pdf(figure: Figure) -> bytes:
+    """The same bytes for the same figure; fonts as publishers want them."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({**STYLE, "pdf.fonttype": 42}):
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
+    return buffer.getvalue()
+
+
 def new_figure() -> tuple[Figure, Axes]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES)
@@ -174,16 +182,20 @@ def _finish(figure: Figure, axes: Axes, label: str, data: RunData | None) -> Fig
         return None
     axes.set_ylabel(label)
     if data is not None:
-        axes.set_xlabel("distillation step")
-        steps = sorted(step for step in data.steps.values() if step)
-        if steps and steps[-1] >= 30 * steps[0]:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
-            axes.minorticks_off()
-            if len(steps) <= MAX_TICKS:
-                axes.set_xticks(steps)
+        over_steps(axes, sorted(step for step in data.steps.values() if step))
     add_legend(figure, axes, ncols=2, handlelength=3.2)
     return figure
+
+
+def over_steps(axes: Axes, steps: Sequence[int]) -> None:
+    """Distillation steps on the x axis, in order; a logarithmic one where they spread far."""
+    axes.set_xlabel("distillation step")
+    if steps and steps[-1] >= 30 * steps[0]:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:g}"))
+        axes.minorticks_off()
+        if len(steps) <= MAX_TICKS:
+            axes.set_xticks(steps)
 
 
 def add_legend(figure: Figure, axes: Axes, ncols: int, handlelength: float) -> None:

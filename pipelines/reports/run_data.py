@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class RunData:
 
     def tree(self, method: str) -> Tree | None:
         """The tree behind a method's name here."""
-        names = _method_names(self.rows)
+        names = method_names(self.rows)
         return next((tree for (_, tree), name in names.items() if name == method), None)
 
     @property
@@ -112,17 +112,22 @@ class RunData:
         return [POOLED, *self.benchmarks] if len(self.benchmarks) > 1 else list(self.benchmarks)
 
 
-def load_run(folder: str | Path, shown: Sequence[str] = ()) -> RunData:
+def load_run(
+    folder: str | Path,
+    shown: Sequence[str] = (),
+    wanted: Callable[[ResultRow], bool] = lambda row: True,
+) -> RunData:
     """Read RUN/eval (or RUN, when it holds results.jsonl itself), metrics.csv and command.json.
 
-    Args: shown, NAME=VALUE of the decoding setting to take where several were measured.
+    Args: shown, NAME=VALUE of the decoding setting to take where several were measured; wanted,
+    which rows to take of them.
     Raises UsageError when there are no results, and when they are of several settings still.
     """
     folder = Path(folder)
     store = open_results(folder)
     rows = store.results()
     kept = settings.chosen(rows, shown, store.directory)
-    data = read_training(folder, kept)
+    data = read_training(folder, [row for row in kept if wanted(row)])
     if len(kept) < len(rows):
         left = ", ".join(shown)
         data.notes.append(f"Shown are rows with {left}; {len(rows) - len(kept)} others are not.")
@@ -160,21 +165,13 @@ def arrange(data: RunData, store: ResultStore) -> None:
         )
     data.rows = kept
     data.notes += settings.remarks(kept)
-    labels, methods = _labels(kept), _method_names(kept)
+    labels, methods = _labels(kept), method_names(kept)
     data.steps = {labels[_drafter(row)]: row.step for row in kept}
     data.checkpoints = sorted(
         {label for label in labels.values() if label},
         key=lambda label: (data.steps[label] is None, data.steps[label] or 0, label),
     )
-    order = list(METHOD_LABELS)
-    data.methods = [
-        name
-        for (method, _), name in sorted(
-            methods.items(),
-            key=lambda item: (order.index(item[0][0]) if item[0][0] in order else 99, item[1]),
-        )
-        if method != AUTOREGRESSIVE
-    ]
+    data.methods = speculative_methods(kept)
     data.benchmarks = list(dict.fromkeys(row.benchmark for row in kept))
     data.temperatures = sorted({row.temperature for row in kept})
     num_without = 0
@@ -285,7 +282,20 @@ def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
     return labels
 
 
-def _method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str]:
+def speculative_methods(rows: Sequence[ResultRow]) -> list[str]:
+    """Their names, chains before trees."""
+    order = list(METHOD_LABELS)
+    return [
+        name
+        for (method, _), name in sorted(
+            method_names(rows).items(),
+            key=lambda item: (order.index(item[0][0]) if item[0][0] in order else 99, item[1]),
+        )
+        if method != AUTOREGRESSIVE
+    ]
+
+
+def method_names(rows: Sequence[ResultRow]) -> dict[tuple[str, Tree | None], str]:
     """{(method, tree): name}: the tree's is appended where the method has several, and its number
     among them where several have one name."""
     found = dict.fromkeys((row.method, row.tree) for row in rows)

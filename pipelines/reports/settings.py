@@ -119,8 +119,9 @@ def require_same(runs: Mapping[str, Sequence[ResultRow]]) -> None:
     mixed = {name: values for name, values in found.items() if len(values) > 1}
     if mixed:
         told = "; ".join(
-            f"{name} is " + ", ".join(f"{value} in {' and '.join(of)}" for value, of in each.items())
-            for name, each in mixed.items()
+            f"{name} is "
+            + " but ".join(f"{value} in {' and '.join(of)}" for value, of in values.items())
+            for name, values in mixed.items()
         )
         raise UsageError(
             f"these runs were decoded with different settings, which no table can join: {told}. "

@@ -1,16 +1,19 @@
-"""Table 6 as data: every figure and interval that it prints, and what they were computed from."""
+"""Table 6 as data: every figure and interval that it prints, and what they were computed from; as
+JSON with all that is known, and as CSV with a column a figure."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import common_setting
-from stree_pipelines.reports.tables import acceptance_gain, chain_beside, speed_ratio
+from stree_pipelines.reports.tables import Gain, acceptance_gain, chain_beside, speed_ratio
 
 INTERVALS = {
     "quantiles": [quantile / 100 for quantile in metrics.QUANTILES],
@@ -25,15 +28,42 @@ INTERVALS = {
 
 def table6_json(data: RunData) -> str:
     """{setting, intervals, rows}: a row a method, checkpoint, temperature and benchmark, the pool
-    of all benchmarks included, under the names of `stree.metrics`; a line each."""
-    head = json.dumps(
-        {"setting": common_setting(data.rows), "intervals": INTERVALS}, indent=1, ensure_ascii=False
-    )
-    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in _rows(data))
-    return head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+    of all benchmarks included, under the names of `stree.metrics`."""
+    head = {"setting": common_setting(data.rows), "intervals": INTERVALS}
+    return as_json(head, table_rows(data))
 
 
-def _rows(data: RunData) -> Iterator[dict[str, Any]]:
+def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
+    """{**head, rows}, a row a line."""
+    text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    return f'{text},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line a row and a column a figure: NAME, NAME_low and NAME_high of what has an interval,
+    OVER_NAME of what is over something. Lists (files, folders) are left out."""
+    flat = [dict(_flat(row)) for row in rows]
+    text = io.StringIO()
+    names = dict.fromkeys(name for row in flat for name in row)
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "interval" in value:
+            low, high = value["interval"] or (None, None)
+            yield from ((name, value["value"]), (f"{name}_low", low), (f"{name}_high", high))
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}_{inner}", each) for inner, each in _flat(value))
+        elif not isinstance(value, (list, tuple)):
+            yield name, value
+
+
+def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
     for benchmark in data.scopes:
         for temperature in data.temperatures:
             for checkpoint in ("", *data.checkpoints):
@@ -64,12 +94,16 @@ def _row(
     other = chain and data.cell(checkpoint, chain, benchmark, temperature)
     if other:
         row["over_chain"] = {
-            "acceptance_length_gain": _of(*acceptance_gain(cell, other)),
-            "speed_ratio": _of(*speed_ratio(cell, other)),
+            "acceptance_length_gain": of_gain(acceptance_gain(cell, other)),
+            "speed_ratio": of_gain(speed_ratio(cell, other)),
             "samples": other.files,
         }
     yield row
 
 
+def of_gain(gain: Gain) -> dict[str, Any]:
+    return gain._asdict()
+
+
 def _of(value: float | None, interval: metrics.Interval | None) -> dict[str, Any]:
-    return {"value": value, "interval": interval}
+    return of_gain(Gain(value, interval))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +45,28 @@ class Table:
         ]
         lines.insert(1, "|" + "|".join(rules) + "|")
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
+
+    def to_latex(self) -> str:
+        """A table of LaTeX with rules of booktabs, in ASCII but for names; intervals are small."""
+        columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
+        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
+        return "\n".join((
+            r"\begin{table}", r"\centering", rf"\caption{{{_latex(self.title)}}}",
+            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
+            r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+        ))  # fmt: skip
+
+
+_LATEX = str.maketrans({
+    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
+    "τ": r"$\tau$", "×": r"$\times$", MINUS: "$-$", MISSING: "--",
+})  # fmt: skip
+
+
+def _latex(text: str) -> str:
+    """A cell; in braces what is in brackets, which behind a line's end would be its argument."""
+    return re.sub(r"\[[^\]]*\]", r"{\\scriptsize \g<0>}", text.translate(_LATEX))
 
 
 def figure(
@@ -90,8 +114,18 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     return Table(title, tuple(rows))
 
 
+def all_tables(data: RunData) -> list[Table]:
+    """The pooled ones first."""
+    return [table6(data, scope, t) for scope in data.scopes for t in data.temperatures]
+
+
+def to_latex(tables: Iterable[Table]) -> str:
+    """What needs no more than the package booktabs."""
+    return "\n".join(["% \\usepackage{booktabs}\n", *(table.to_latex() for table in tables)])
+
+
 def table6_markdown(data: RunData) -> str:
-    """All tables, the pooled ones first, with what the numbers mean."""
+    """All tables, with what the numbers mean."""
     intro = (
         "# Speed and acceptance length against distillation steps\n\n"
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
@@ -100,11 +134,7 @@ def table6_markdown(data: RunData) -> str:
         "ratio, paired, behind a speed; of τ behind a τ; of the difference, paired, behind a "
         "gain).\n"
     )
-    tables = [
-        table6(data, benchmark, temperature).to_markdown()
-        for benchmark in data.scopes
-        for temperature in data.temperatures
-    ]
+    tables = [table.to_markdown() for table in all_tables(data)]
     notes = [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
     return "\n".join([intro, *notes, *tables])
 

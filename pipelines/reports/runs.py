@@ -1,0 +1,249 @@
+"""Several runs beside each other: columns, each a run, or runs that differ by their seed only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from stree.errors import BadData, UsageError
+from stree.plain_data import parse_yaml, read_text
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.reports import settings
+from stree_pipelines.reports.run_data import (
+    CONFIG_NAME,
+    POOLED,
+    Cell,
+    RunData,
+    load_run,
+    method_names,
+    open_results,
+    speculative_methods,
+)
+from stree_pipelines.reports.seeds import Answers
+
+# What the names of runs of one recipe may end in: kl/seed-0, kl-s1, kl2
+_SEED_IN_NAME = re.compile(r"(?:[\W_]+s|[\W_]*seed)?[\W_]*\d*$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a drafter's weights but for the seed, as text; and the seed."""
+
+    content: str
+    seed: str
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A run, or runs of one recipe with a seed each."""
+
+    name: str
+    runs: tuple[RunData, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Labels of those that all its runs have, in order of distillation."""
+        first, *others = (run.checkpoints for run in self.runs)
+        return [label for label in first if all(label in each for each in others)]
+
+    @property
+    def last(self) -> str:
+        return self.checkpoints[-1] if self.checkpoints else ""
+
+    def step(self, checkpoint: str) -> int | None:
+        return self.runs[0].steps.get(checkpoint)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Columns, with the first of which the others are compared, over the benchmarks and
+    temperatures that all of them have. `notes` are for the reader."""
+
+    columns: tuple[Column, ...]
+    benchmarks: list[str]
+    temperatures: list[float]
+    notes: list[str]
+
+    @property
+    def rows(self) -> list[ResultRow]:
+        return [row for column in self.columns for run in column.runs for row in run.rows]
+
+    @property
+    def scopes(self) -> list[str]:
+        """Benchmarks to show, the pool of several first."""
+        return [POOLED, *self.benchmarks] if len(self.benchmarks) > 1 else self.benchmarks
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Speculative methods; a tree's name is appended when there are several among all runs."""
+        return speculative_methods(self.rows)
+
+    @cached_property
+    def _names(self) -> dict[tuple[Path, str], str]:
+        """What a run by itself calls a method of `methods`."""
+        names = method_names(self.rows)
+        return {
+            (run.folder, names[key]): own
+            for column in self.columns
+            for run in column.runs
+            for key, own in method_names(run.rows).items()
+        }
+
+    def cells(
+        self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
+    ) -> list[Cell]:
+        """Of all runs of the column; none when one is missing."""
+        found = [
+            run.cell(checkpoint, self._names.get((run.folder, method), ""), benchmark, temperature)
+            for run in column.runs
+        ]
+        cells = [cell for cell in found if cell is not None]
+        return cells if len(cells) == len(found) else []
+
+    def answers(
+        self, column: Column, checkpoint: str, method: str, benchmark: str, temperature: float
+    ) -> Answers | None:
+        """None where a run has no such row, or its samples are missing."""
+        cells = self.cells(column, checkpoint, method, benchmark, temperature)
+        samples = [cell.samples for cell in cells if cell.samples]
+        return Answers.of(samples) if samples and len(samples) == len(cells) else None
+
+
+def load_runs(
+    folders: Sequence[str | Path], shown: Sequence[str] = (), names: Sequence[str] = ()
+) -> Runs:
+    """Read runs as `load_run` does.
+
+    Args: shown, NAME=VALUE of the decoding setting to take where several were measured; names, what
+    columns are called, in their order.
+    Raises UsageError when a run is given twice, has no results, or was decoded with other settings
+    than the others, and when they have no benchmark or temperature in common.
+    """
+    paths = [Path(folder) for folder in folders]
+    labels = dict(zip(paths, _labels(paths), strict=True))
+    rows = {}
+    for path, label in labels.items():
+        store = open_results(path)
+        rows[label] = settings.chosen(store.results(), shown, store.directory)
+        settings.require_one(rows[label], store.directory)
+    settings.require_same(rows)
+    notes: list[str] = []
+    benchmarks = _shared("benchmark", rows, notes)
+    temperatures = _shared("temperature", rows, notes)
+    runs = {
+        label: load_run(path, shown, lambda row: row.benchmark in benchmarks
+                        and row.temperature in temperatures)
+        for path, label in labels.items()
+    }  # fmt: skip
+    every_row = [row for run in runs.values() for row in run.rows]
+    notes += settings.remarks(every_row)
+    notes += [f"{label}: {note}" for label, run in runs.items() for note in run.notes
+              if note not in settings.remarks(run.rows)]  # fmt: skip
+    columns = _columns(runs, notes)
+    if names and len(names) != len(columns):
+        there = ", ".join(column.title for column in columns)
+        raise UsageError(f"--names are {len(names)}, wanted one for each of {there}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--names {' '.join(names)}: two columns would have one name")
+    named = [Column(name, column.runs) for name, column in zip(names, columns, strict=False)]
+    return Runs(tuple(named or columns), benchmarks, sorted(temperatures), notes)
+
+
+def _shared(what: str, rows: dict[str, list[ResultRow]], notes: list[str]) -> list:
+    """Benchmarks or temperatures that all runs have; what is left out is noted."""
+    found = [dict.fromkeys(getattr(row, what) for row in of_run) for of_run in rows.values()]
+    kept = [value for value in found[0] if all(value in each for each in found)]
+    if not kept:
+        told = "; ".join(
+            f"{run} has {', '.join(map(str, values))}"
+            for run, values in zip(rows, found, strict=True)
+        )
+        raise UsageError(f"these runs share no {what}: {told}. Evaluate them on the same")
+    left = [str(value) for each in found for value in each if value not in kept]
+    if left:
+        notes.append(f"Not every run has {what} {', '.join(dict.fromkeys(left))}: left out.")
+    return kept
+
+
+def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
+    """Runs in their order, those of one recipe together."""
+    recipes = {label: recipe_of(run.folder) for label, run in runs.items()}
+    groups: dict[str, list[str]] = {}
+    for label, recipe in recipes.items():
+        groups.setdefault(label if recipe is None else recipe.content, []).append(label)
+    columns: list[Column] = []
+    for members in groups.values():
+        seeds = {recipe.seed for label in members if (recipe := recipes[label])}
+        if len(members) > 1 and len(seeds) < len(members):
+            notes.append(
+                f"{', '.join(members)} are of one recipe, and several of one seed: not taken "
+                "together."
+            )
+            columns += [Column(label, (runs[label],)) for label in members]
+            continue
+        commits = [str(runs[label].command.get("git_sha"))[:12] for label in members]
+        if len(set(commits)) > 1:
+            told = ", ".join(dict.fromkeys(commits))
+            notes.append(f"{', '.join(members)} are taken together, trained by commits {told}.")
+        columns.append(Column(_name(members, groups), tuple(runs[label] for label in members)))
+    order = list(runs.values())
+    return sorted(columns, key=lambda column: order.index(column.runs[0]))
+
+
+def recipe_of(folder: Path) -> Recipe | None:
+    """Of the training that made the run; None where the folder has no config of one."""
+    from stree_pipelines.training.run_folder import fixed_config  # Lightning: not for one run
+
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return None
+    try:
+        config = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read as YAML: {error}; restore it") from error
+    try:
+        fixed = fixed_config(config)
+        data, trainer = config["data"], config["trainer"]
+        shares = [data["batch_size"], trainer["devices"], trainer["num_nodes"]]
+        seeds = fixed.pop("seed_everything"), fixed["data"].pop("seed", None)
+        content = {**fixed, "rows a step": data["global_batch_size"] or shares}
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return Recipe(json.dumps(content, sort_keys=True), str(seeds))
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """As much of each path's end as tells them apart and is no seed alone. Raises UsageError for a
+    run given twice."""
+    whole = [path.resolve().parts for path in paths]
+    for path, parts in zip(paths, whole, strict=True):
+        if whole.count(parts) > 1:
+            raise UsageError(f"{path} is given twice")
+    return [_label(parts, [other for other in whole if other is not parts]) for parts in whole]
+
+
+def _label(parts: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
+    for length in range(1, len(parts)):
+        tail = parts[-length:]
+        label = "/".join(tail)
+        if _SEED_IN_NAME.sub("", label) and tail not in (each[-length:] for each in others):
+            return label
+    return "/".join(parts)
+
+
+def _name(members: Sequence[str], groups: dict[str, list[str]]) -> str:
+    """The label of runs of one recipe without its seed, or the first one's."""
+    common = {_SEED_IN_NAME.sub("", label) for label in members}
+    others = {_SEED_IN_NAME.sub("", label) for of in groups.values() if of is not members
+              for label in of}  # fmt: skip
+    if len(members) == 1 or len(common) > 1 or "" in common or common & others:
+        return members[0]
+    return common.pop()
