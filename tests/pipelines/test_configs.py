@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stree.models.ahead import require_ahead
 from stree.models.checkpoint_configs import config_files
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -16,6 +17,7 @@ from stree_pipelines.studies.plan import read_study
 from stree_pipelines.train_target import TargetCLI
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.export import Exports
+from stree_pipelines.training.features import FeatureConfig, default_layers
 from stree_pipelines.training.module import TargetTraining
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.sharding import STRATEGIES
@@ -77,6 +79,21 @@ def test_there_is_something_to_test():
     assert {path.stem for path in DISTILL} >= {"quickstart", "chat-75m", "llama3.1-8b"}
     assert {path.stem for path in TARGET} >= {"python-docs", "chat-75m"}
     assert {path.stem for path in STRATEGY_FILES} == {"fsdp2", "zero-2", "zero-3"}
+
+
+def test_the_drafter_that_reads_features_is_that_of_the_study_otherwise():
+    plain, reading = (
+        parse(CONFIGS / f"distill/{name}.yaml") for name in ("chat-75m", "chat-75m-features")
+    )
+    features = reading["model"].pop("features")
+    assert plain["model"].pop("features") is None
+    drafter = HybridConfig.from_dict(dict(reading["model"]["drafter"]))
+    target = architecture("target/chat-75m.yaml")
+    added = FeatureConfig(**features).added_to(drafter, target)
+    assert added.feature_layers == default_layers(target.num_layers)
+    require_ahead(added)
+    for part in ("model", "data", "trainer", "checkpoint", "export"):
+        assert reading[part] == plain[part]
 
 
 @pytest.mark.parametrize("path", TARGET, ids=lambda path: path.stem)

@@ -4,8 +4,11 @@ token has the same features as in training, whatever was accepted and however pr
 Everything is fp64: what is computed in another order differs by rounding alone.
 """
 
+import itertools
+
 import pytest
 import torch
+from lanes import quick_first
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, HybridModel, Request, TokenTree
@@ -134,12 +137,17 @@ def test_rows_of_a_batch_have_their_own_features(target, drafter, monkeypatch):
     assert len(texts) == 7
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("verifier", ["coupled", "multi_step"])
+@pytest.mark.parametrize(
+    ("verifier", "graphs"),
+    quick_first(
+        [("coupled", True), ("multi_step", False)],
+        list(itertools.product(("coupled", "naive", "multi_step", "traversal"), (False, True))),
+    ),
+)
 def test_nothing_of_what_comes_out_changes(verifier, graphs, target, drafter, request):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
-    served = mixed_requests(8, TREES, seed=1)
+    served = mixed_requests(5, TREES, seed=1)
     decoder = BatchDecoder(
         target, drafter, num_rows=3, max_length=64, max_nodes=13, verifier=verifier
     )
@@ -149,10 +157,16 @@ def test_nothing_of_what_comes_out_changes(verifier, graphs, target, drafter, re
             assert out.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("tree", ["paper", "beam-3-3-8"])
-@pytest.mark.parametrize("backtracking", ["replay", "joint"])
+@pytest.mark.parametrize(
+    ("tree", "backtracking"),
+    quick_first(
+        [("paper", "joint"), ("beam-3-3-8", "replay")],
+        [("paper", "replay"), ("paper", "joint"), ("beam-3-3-8", "replay"),
+         ("beam-3-3-8", "joint")],
+    ),
+)  # fmt: skip
 def test_graphs_draft_as_eager_steps_do(tree, backtracking, target, drafter, request, monkeypatch):
-    served = mixed_requests(6, [as_tree(tree)], seed=2)
+    served = mixed_requests(4, [as_tree(tree)], seed=2)
 
     def serve():
         return BatchDecoder(
@@ -385,7 +399,7 @@ def test_own_features_are_those_of_the_parent_as_in_training(tree):
 
 def test_own_features_change_nothing_of_what_comes_out(captured_on_cpu):
     target, drafter = recurrent()
-    served = mixed_requests(6, TREES, seed=1)
+    served = mixed_requests(3, TREES, seed=1)
     decoder = BatchDecoder(target, drafter, num_rows=3, max_length=64, max_nodes=13)
     for each, out in zip(served, decoder.generate(served), strict=True):
         plain = Decoder(target, max_length=64).generate(each.prompt_ids, each.generation)
@@ -393,16 +407,14 @@ def test_own_features_change_nothing_of_what_comes_out(captured_on_cpu):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("own", [True, False])
-def test_fused_kernels_draft_the_same_from_features(own, monkeypatch, captured_on_cpu):
+def test_fused_kernels_draft_the_same_from_features(monkeypatch, captured_on_cpu):
     """Two rows of their own trees, the whole step in Triton's interpreter."""
     if torch.cuda.is_available():
         pytest.skip("tests/stree/test_graphs.py compares them on the GPU itself")
-    target, drafter = recurrent(own, num_layers=3)
-    target, drafter = target.float(), drafter.float()
+    target, drafter = (model.float() for model in recurrent())
     served = [
-        Request([5, 6, 7], GenerationConfig(6), TREES[3]),
-        Request([9] * 4, GenerationConfig(5, temperature=1.0, seed=4), TREES[1]),
+        Request([5, 6, 7], GenerationConfig(5), TREES[3]),
+        Request([9] * 4, GenerationConfig(4, temperature=1.0, seed=4), TREES[1]),
     ]
 
     def serve():
