@@ -18,15 +18,14 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters.ngram import NGram
 from stree.forest import Forest
 from stree.rows import Rows
-from stree.tree import balanced
 from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
 
 TREES = [
-    TokenTree.chain(3), TokenTree((-1, 0, 0, 2)), TokenTree.paper(), balanced([2, 2]),
-    TokenTree.load("beam-3-3-9"),
+    TokenTree.chain(3), TokenTree.paper(), TokenTree.load("beam-3-3-9"),
+    TokenTree.load("dyspec-3-3-9"),
 ]  # fmt: skip
 SETTINGS = [
     GenerationConfig(temperature=1.0, repetition_penalty=1.8),
@@ -63,7 +62,7 @@ def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
         drafter = NGram(2, (), drafter)
     served = [
         Request([rng.randrange(61) for _ in range(rng.randint(1, 9))], setting_of(rng))
-        for _ in range(8)
+        for _ in range(5)
     ]
     served.append(Request([5, 6], GenerationConfig(16, repetition_penalty=1.4)))
     plain = BatchDecoder(target, num_rows=2, max_length=64)
@@ -72,22 +71,27 @@ def test_answers_are_plain_decodings(kind, monkeypatch, captured_on_cpu):
         if each.generation.temperature == 0:
             assert tokens == by_hand(target, list(each.prompt_ids), each.generation)
     accepted = 0
-    for tree in TREES if kind == "model" else TREES[1:3]:
+    for tree in TREES[1:] if kind == "model" else TREES[1:2]:
         decoder = BatchDecoder(target, drafter, tree, num_rows=4, max_length=64)
         outputs = decoder.generate(served)
         assert [each.tokens for each in outputs] == wanted
         accepted += sum(sum(each.stats.accepted_per_call) for each in outputs)
-    assert accepted > 80
+    assert accepted > 40
     unpenalised = [Request(each.prompt_ids, GenerationConfig(16)) for each in served]
     changed = [out.tokens for out in plain.generate(unpenalised)]
-    assert sum(a != b for a, b in zip(changed, wanted, strict=True)) >= 4
+    assert sum(a != b for a, b in zip(changed, wanted, strict=True)) >= 3
 
 
 @pytest.mark.parametrize("verifier", [Naive, MultiStep, Traversal, Block])
-def test_output_distribution_is_the_targets(verifier):
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS[::3], pytest.param(SETTINGS[1:3], marks=pytest.mark.long)],
+    ids=["0,3", "1,2"],
+)
+def test_output_distribution_is_the_targets(verifier, settings):
     trees = [TokenTree.chain(2), TokenTree((-1, 0, 0))]
     trees = {Block: trees[:1], Naive: [TokenTree.chain(1)]}.get(verifier, trees)
-    for seed, setting in enumerate(SETTINGS):
+    for seed, setting in enumerate(settings):
         target, drafter, tree, _ = random_case(seed, trees)
         tables = TableTarget(target), TableDrafter(drafter)
         blocks = block_distribution(*tables, tree, setting, verifier)
