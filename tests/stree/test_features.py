@@ -9,9 +9,9 @@ import itertools
 import pytest
 import torch
 from lanes import quick_first
-from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model
+from toys import FEATURE_LAYERS, TableTarget, mixed_requests, reading, recurrent, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, HybridModel, Request, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
@@ -23,24 +23,8 @@ from stree.modes import Costs, Modes
 from stree.tree import as_tree, balanced
 from stree_kernels import ops
 
-LAYERS = (0, 2)
 TREES = [TokenTree.chain(1), TokenTree.chain(4), TokenTree.paper(), balanced([3, 2])]
 PROMPT = [7, 3, 9, 1, 5, 5, 2]
-
-
-def reading(target: HybridModel, drafter: HybridModel | None = None) -> HybridModel:
-    """A drafter that reads features: the target's weights with noise, or a model as it is, and a
-    reader whose features change the drafts."""
-    drafter = drafter or right_now_and_then(target)
-    config = drafter.config.reading(LAYERS, target.config)
-    torch.manual_seed(5)
-    model = HybridModel(config).to(drafter.dtype).eval()
-    model.load_state_dict(drafter.state_dict(), strict=False)
-    size = drafter.model.embed_tokens.weight.std()
-    with torch.no_grad():
-        model.model.features.begin(0.3 * size)
-        model.model.features.unknown.normal_(std=0.3 * size)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +38,7 @@ def drafter(target):
 
 
 def features_of(target, tokens):
-    features = Features(LAYERS)
+    features = Features(FEATURE_LAYERS)
     target.hidden_states(torch.tensor([tokens]), features=features)
     return features.values
 
@@ -277,7 +261,7 @@ def test_packed_sequences_see_no_features_of_each_other(target, drafter):
     first, second = [3, 1, 4, 1, 5], [9, 2, 6]
     packed = torch.tensor([first + second])
     segments = torch.tensor([[0] * 5 + [1] * 3])
-    features = Features(LAYERS)
+    features = Features(FEATURE_LAYERS)
     target.hidden_states(packed, segments, features=features)
     with torch.no_grad():
         hidden = drafter.hidden_states(packed, segments, read=features.values)
@@ -310,17 +294,6 @@ def test_other_targets_are_refused(drafter):
         drafter.config.replace(target_width=0)
 
 
-def recurrent(own=True, **changes):
-    """A target without attention, and a drafter that reads its features, and its own."""
-    target = tiny_model(1, attn_layers=(), **changes)
-    drafter = reading(target)
-    model = HybridModel(drafter.config.replace(own_features=own)).to(drafter.dtype).eval()
-    model.load_state_dict(drafter.state_dict(), strict=False)
-    if own:
-        model.model.features.own_gain.weight.data.copy_(drafter.model.features.gain.weight)
-    return target, model
-
-
 def hidden_one_by_one(drafter, tokens, read, ahead):
     """Of each token as the last of drafts of 0 … `ahead` tokens, each draft by itself."""
     reader = drafter.model.features
@@ -344,7 +317,7 @@ def test_passes_ahead_are_drafts_from_every_token(changes, own):
     target, drafter = recurrent(own, **changes)
     torch.manual_seed(6)
     ahead, first, second = 5, torch.randint(61, (13,)).tolist(), torch.randint(61, (9,)).tolist()
-    features = Features(LAYERS)
+    features = Features(FEATURE_LAYERS)
     packed, segments = torch.tensor([first + second]), torch.tensor([[0] * 13 + [1] * 9])
     target.hidden_states(packed, segments, features=features)
     with torch.no_grad():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from toys import right_now_and_then, tiny_model
+from toys import recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import MAX_KEPT, Eager, Graphs
@@ -51,6 +51,26 @@ def test_graphs_give_what_eager_steps_give(
         wanted = plain.generate(prompt, generation)
         assert got.tokens == wanted.tokens
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+
+
+@pytest.mark.parametrize("backtracking", BACKTRACKING)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("tree", [TREES[2], "beam-3-4-9"], ids=str)
+def test_graphs_hand_features_over_as_eager_steps_do(tree, own, backtracking, monkeypatch):
+    target, drafter = (model.float().cuda() for model in recurrent(own))
+
+    def make():
+        return Decoder(target, drafter, tree, max_length=400, backtracking=backtracking)
+
+    decoder, plain = make(), eager(monkeypatch, make)
+    assert isinstance(decoder.batch.executor, Graphs)
+    for seed, length in ((1, 5), (2, 250)):
+        prompt = [(7 * i + seed) % 61 for i in range(length)]
+        generation = GenerationConfig(60, temperature=float(seed - 1), seed=seed)
+        got, wanted = decoder.generate(prompt, generation), plain.generate(prompt, generation)
+        assert got.tokens == wanted.tokens
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+        assert got.stats.acceptance_length > 1.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

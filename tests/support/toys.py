@@ -23,6 +23,8 @@ from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
 
+FEATURE_LAYERS = (0, 2)  # that drafters here read of a target
+
 
 def tiny_config(**changes: object) -> HybridConfig:
     """A hybrid that exercises every kind of grouping; a few thousand parameters."""
@@ -56,6 +58,32 @@ def right_now_and_then(target: HybridModel) -> HybridModel:
             if parameter.numel() > 1:
                 parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
     return drafter
+
+
+def reading(target: HybridModel) -> HybridModel:
+    """A drafter that reads features: the target's weights with noise, and a reader whose features
+    change the drafts."""
+    drafter = right_now_and_then(target)
+    config = drafter.config.reading(FEATURE_LAYERS, target.config)
+    torch.manual_seed(5)
+    model = HybridModel(config).to(drafter.dtype).eval()
+    model.load_state_dict(drafter.state_dict(), strict=False)
+    size = drafter.model.embed_tokens.weight.std()
+    with torch.no_grad():
+        model.model.features.begin(0.3 * size)
+        model.model.features.unknown.normal_(std=0.3 * size)
+    return model
+
+
+def recurrent(own: bool = True, **changes: object) -> tuple[HybridModel, HybridModel]:
+    """A target without attention, and a drafter that reads its features, and its own."""
+    target = tiny_model(1, attn_layers=(), **changes)
+    drafter = reading(target)
+    model = HybridModel(drafter.config.replace(own_features=own)).to(drafter.dtype).eval()
+    model.load_state_dict(drafter.state_dict(), strict=False)
+    if own:
+        model.model.features.own_gain.weight.data.copy_(drafter.model.features.gain.weight)
+    return target, model
 
 
 def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Request]:
