@@ -46,6 +46,8 @@ class Table:
         lines.insert(1, "|" + "|".join(rules) + "|")
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
 
+    _repr_markdown_ = to_markdown  # in a notebook
+
     def to_latex(self) -> str:
         """A table of LaTeX with rules of booktabs, in ASCII but for names; intervals are small."""
         columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
