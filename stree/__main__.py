@@ -35,7 +35,7 @@ COMMANDS = {
     "eval": Entry("eval_spec", "measure τ, speed and losslessness of drafter checkpoints"),
     "profile": Entry("profile_drafter", "write a drafter's measured profile and model card"),
     "tree": Entry("suggest_tree", "suggest a tree from what a run measured"),
-    "report": Entry("report", "write a run's tables, figures and page"),
+    "report": Entry("report", "write the tables, figures and page of a run, or of several"),
     "compare": Entry("compare", "compare drafters, trees and verifiers on one target"),
     "study": Entry("study", "train drafters that differ in one thing each, and compare them"),
     "papers": Entry("paper_tables", "print the papers' tables with our numbers beside theirs"),
