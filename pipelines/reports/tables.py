@@ -52,8 +52,10 @@ class Table:
         """A table of LaTeX with rules of booktabs, in ASCII but for names; intervals are small."""
         columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
         head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
+        body = [line for row in body for line in (row, r"\addlinespace[2pt]")]
         return "\n".join((
-            r"\begin{table}", r"\centering", rf"\caption{{{_latex(self.title)}}}",
+            r"\begin{table}", r"\centering\footnotesize", r"\setlength{\tabcolsep}{4pt}",
+            rf"\caption{{{_latex(self.title)}}}",
             rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
             r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
         ))  # fmt: skip
@@ -67,8 +69,15 @@ _LATEX = str.maketrans({
 
 
 def _latex(text: str) -> str:
-    """A cell; in braces what is in brackets, which behind a line's end would be its argument."""
-    return re.sub(r"\[[^\]]*\]", r"{\\scriptsize \g<0>}", text.translate(_LATEX))
+    """A cell; an interval goes below its figure. In braces it is no argument of a line's end."""
+    text = text.translate(_LATEX)
+    found = re.fullmatch(r"(.*?) ?(\[[^\]]*\])", text)
+    if not found:
+        return text
+    interval = rf"{{\scriptsize {found[2]}}}"
+    if not found[1]:
+        return interval
+    return rf"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{found[1]}\\{interval}\end{{tabular}}"
 
 
 def figure(

@@ -246,7 +246,7 @@ def test_latex_is_what_latex_reads(written):
     text = (written / "table6.tex").read_text(encoding="utf-8")
     assert text.isascii() and r"$\tau$ (STree)" in text and r"{\scriptsize [" in text
     for name in ("table", "tabular"):
-        assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 3
+        assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") >= 3
     table = Table("a_b & 50 %", (("", "x{y}"), ("[1]", r"\^~#$ – −1")))
     body = to_latex([table]).splitlines()
     assert r"\caption{a\_b \& 50 \%}" in body
