@@ -162,7 +162,7 @@ def summary(data: RunData) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandParser("report.py", description=__doc__)
     add = parser.add_argument
-    add("runs", type=str, nargs="+", metavar="run", help="run folders, or evaluations' folders")
+    add("run", type=str, nargs="+", help="run folders, or evaluations' folders")
     add(
         "--out",
         type=str | None,
@@ -183,16 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.records and options.out is None:
         raise UsageError("--records writes into another folder than the run's: give --out")
     out, records = options.out, []
-    if len(options.runs) == 1:
+    if len(options.run) == 1:
         if options.names:
             raise UsageError("--names are of several runs: one was given")
-        data = load_run(options.runs[0], options.show)
+        data = load_run(options.run[0], options.show)
         records = write_records(data, out) if options.records else []
         paths, told = write_report(data, out), summary(data)
     else:
-        runs = load_runs(options.runs, options.show, options.names)
+        runs = load_runs(options.run, options.show, options.names)
         every = [run for column in runs.columns for run in column.runs]
-        out = Path(options.runs[0]).resolve().parent / "compared" if out is None else Path(out)
+        out = Path(options.run[0]).resolve().parent / "compared" if out is None else Path(out)
         if out.resolve() in {run.folder.resolve() for run in every}:
             raise UsageError(f"{out} is one of the runs: give another --out")
         if options.records:

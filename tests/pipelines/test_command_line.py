@@ -35,6 +35,7 @@ from stree_pipelines import (
     paper_tables,
     profile_drafter,
     report,
+    study,
     suggest_tree,
     terminal_chat,
     tokenizer_training,
@@ -58,6 +59,7 @@ COMMANDS = {
     eval_spec: ["--run", "r"],
     benchmark_checkpoint: GATE,
     compare: ["c.yaml"],
+    study: ["train", "s.yaml"],
     profile_drafter: ["r"],
     report: ["r"],
     suggest_tree: ["r"],
@@ -231,7 +233,7 @@ def test_what_is_missing_is_named(capsys):
     assert "error: data.train is missing" in line
     assert "--run_dir is missing" in told(distill.main, ["fit", "--config", QUICKSTART], capsys)
     assert "error: run is missing; see report.py --help" in told(report.main, [], capsys)
-    line = told(report.main, ["r", "too", "many"], capsys)
+    line = told(profile_drafter.main, ["r", "too", "many"], capsys)
     assert "error: 'too' is one argument too many" in line
 
 
