@@ -40,8 +40,8 @@ def workspace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole_run(workspace, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("headed") / "run"
-    more = (*HEAD, "--export.steps", "[3]", "--model.optimizer.lr", "0.01")
-    distill.main(distill_arguments(workspace, run_dir, *more, steps=6))
+    more = (*HEAD, "--export.steps", "[2]", "--model.optimizer.lr", "0.01")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=4))
     return run_dir
 
 
@@ -79,10 +79,10 @@ def test_a_run_says_its_coverage_and_exports_a_drafter_that_decodes_losslessly(
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(workspace, whole_run, tmp_path):
-    more = (*HEAD, "--export.steps", "[3]", "--model.optimizer.lr", "0.01")
-    arguments = distill_arguments(workspace, tmp_path / "run", *more, steps=6)
+    more = (*HEAD, "--export.steps", "[2]", "--model.optimizer.lr", "0.01")
+    arguments = distill_arguments(workspace, tmp_path / "run", *more, steps=4)
     distill.main(arguments)
-    for folder, kept in (("checkpoints", 2), ("drafter", 0)):
+    for folder, kept in (("checkpoints", 1), ("drafter", 0)):
         for path in (tmp_path / "run" / folder).glob("step-*"):
             if int(path.name[5:]) > kept:
                 shutil.rmtree(path)
@@ -136,10 +136,11 @@ def test_a_trained_drafters_head_can_be_cut_and_one_with_a_head_goes_on(
     tokenizer = load_tokenizer(workspace / "target")
     own = Distillation(str(workspace / "target")).exported
     save_model(own, tmp_path / "whole", tokenizer)
-    start = ("--model.start_from", str(tmp_path / "whole"), *HEAD[:2])
+    quick = ("--trainer.limit_val_batches", "0")
+    start = ("--model.start_from", str(tmp_path / "whole"), *HEAD[:2], *quick)
     distill.main(distill_arguments(workspace, tmp_path / "cut", *start, steps=1))
     assert load_config(tmp_path / "cut/drafter/latest").head_vocab_size == SIZE
-    start = ("--model.start_from", str(whole_run / "drafter/latest"))
+    start = ("--model.start_from", str(whole_run / "drafter/latest"), *quick)
     distill.main(distill_arguments(workspace, tmp_path / "on", *start, steps=1))
     assert capsys.readouterr().out.count(f"head is over {SIZE} of {VOCAB_SIZE} tokens") == 2
     before, after = (load_model(each / "drafter/latest") for each in (whole_run, tmp_path / "on"))
