@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import stree.threads  # noqa: F401  (before torch is loaded)
+
 import numpy as np
 import torch
 

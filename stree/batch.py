@@ -364,10 +364,21 @@ class BatchDecoder:
     def prepare(self) -> None:
         """Make ready now what steps of the rows that are taken need (graphs), as the first of them
         would otherwise do."""
-        if self._sequences:
-            with ops.current(self.target.device):
-                trees = {row: each.tree or self.tree for row, each in self._sequences.items()}
-                self.executor.prepare(*self._step_of(self._sequences, trees))
+        if not self._sequences:
+            return
+        with ops.current(self.target.device):
+            for tree in self.modes.trees if self.modes else (self.tree,):
+                trees = {row: each.tree or tree for row, each in self._sequences.items()}
+                rows, forest, longest, position = self._step_of(self._sequences, trees)
+                for most in {longest, self._longest(forest, self.tree.max_depth + 1)}:
+                    self.executor.prepare(rows, forest, most, position)
+
+    def _longest(self, forest: Forest, longest: int) -> int:
+        """The most tokens of any block that a step is launched for, at least `longest`. Where trees
+        are chosen step by step it takes two values a tree, so that few envelopes serve them all."""
+        if self.modes is not None and longest > forest.max_depth + 1:
+            return max(longest, self.modes.deepest.max_depth + 1)
+        return longest
 
     def measure_costs(self, context: int = 32, num_steps: int = 8) -> Costs:
         """Time steps of 1, 2, 4, … rows with each tree that may be chosen, after `context` tokens;
@@ -422,7 +433,7 @@ class BatchDecoder:
         root = TokenTree.chain(0, "root")
         forest = Forest.of([trees.get(row, root) for row in range(batch)], self.target.device)
         rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
-        longest = max(each.longest for each in self._sequences.values())
+        longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
 
         def position(row: int, sequence: Progress) -> int:
             # Steps that are still on their way commit at most a block each; of a row that has

@@ -21,6 +21,7 @@ from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
+from stree.rows import Rows
 from stree.tree import MAX_NODES, BeamTree, TokenTree, as_tree
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
 PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what an observation counts one observation later
+NUM_TIMINGS = 3
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 
@@ -224,7 +226,8 @@ def measure_costs(
 ) -> Costs:
     """Time a decoder's steps, whose rows are all free, of 1, 2, 4, … rows with each tree.
 
-    context, how many tokens come before; num_steps, how many are timed, after two more.
+    context, how many tokens come before; num_steps, how many are timed, after two more. A time is
+    the least of NUM_TIMINGS, since what disturbs one step must not decide about all.
     """
     costs = Costs()
     counts = {decoder.num_rows}
@@ -238,16 +241,29 @@ def measure_costs(
         costs.catch_up = _begin_after(decoder, count, prefix, tokens)
         forest = Forest.of([tree] * count, decoder.target.device)
         rows = decoder.rows.narrow(0, count, [GenerationConfig()])
-        for step in range(num_steps + 2):
-            if step == 2:
-                started = decoder.now()
-            longest = (tree.max_depth + 1) if step else 1
-            position = min(context + step * longest, decoder.max_length)
-            decoder.executor.launch(rows, forest, longest, position, lambda phase: None)
-            decoder.executor.drop()  # the host is ahead, as it is where its reading is hidden
-        costs.seconds[count, tree] = (decoder.now() - started) / num_steps
+        room = (decoder.max_length - context) // (tree.max_depth + 1) - 2
+        timed = max(1, min(num_steps, room // NUM_TIMINGS))
+        _run_steps(decoder, rows, forest, context, range(2))
+        seconds = []
+        for number in range(NUM_TIMINGS):
+            started = decoder.now()
+            first_step = 2 + number * timed
+            _run_steps(decoder, rows, forest, context, range(first_step, first_step + timed))
+            seconds.append((decoder.now() - started) / timed)
+        costs.seconds[count, tree] = min(seconds)
     decoder.rows.active.zero_()
     return costs
+
+
+def _run_steps(
+    decoder: BatchDecoder, rows: Rows, forest: Forest, context: int, steps: range
+) -> None:
+    """The host is ahead of them, as it is where its reading is hidden."""
+    longest = forest.max_depth + 1
+    for step in steps:
+        position = min(context + step * longest, decoder.max_length)
+        decoder.executor.launch(rows, forest, longest if step else 1, position, lambda phase: None)
+        decoder.executor.drop()
 
 
 def _begin_after(decoder: BatchDecoder, count: int, prefix: SavedPrefix, tokens: Tensor) -> float:

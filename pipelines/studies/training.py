@@ -16,10 +16,10 @@ import torch
 
 from stree.description import counted
 from stree.errors import kind_of_code
-from stree_pipelines import distill
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.studies.plan import StudyRun
 
+DISTIL = Path(__file__).resolve().parents[1] / "distill.py"
 LOG = "train.log"  # what distill.py says, in a run's folder
 NUM_REASON_LINES = 3
 
@@ -77,7 +77,7 @@ def _distil(
     if gpu is not None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
-    command = [sys.executable, distill.__file__, *run.arguments(more)]
+    command = [sys.executable, str(DISTIL), *run.arguments(more)]
     with open(run.folder / LOG, "ab") as log:
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         children.add(child)

@@ -86,6 +86,8 @@ def test_whoever_interrupts_is_not_a_chain(where, workspace, tmp_path, monkeypat
     }[where]
     monkeypatch.setattr(*place, interrupt)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # Python's own, which a shell that starts tests in the background takes away
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(Interrupted if where == "fit" else KeyboardInterrupt):
         distill.main(distill_arguments(workspace, tmp_path, steps=3))
     for number, handler in before.items():

@@ -12,9 +12,10 @@ from tiny_evaluation import export, make_world
 
 from stree.errors import CannotWrite, UsageError
 from stree.metrics import acceptance_length
-from stree_pipelines import distill, study
+from stree_pipelines import study
 from stree_pipelines.evaluation.arms import read_comparison
 from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.studies import training
 from stree_pipelines.studies.plan import read_study
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/study").glob("*.yaml"))
@@ -54,7 +55,7 @@ def stub(tmp_path, monkeypatch):
     """In place of distill.py."""
     path = tmp_path / "stub.py"
     path.write_text(STUB)
-    monkeypatch.setattr(distill, "__file__", str(path))
+    monkeypatch.setattr(training, "DISTIL", path)
 
 
 def test_each_run_is_trained_with_its_arms_options_and_its_seed(tmp_path, stub, capsys):

@@ -177,6 +177,42 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, request):
     assert sum(accepted) > 0.5 * len(accepted)  # the drafter follows
 
 
+def test_no_graph_is_captured_while_an_answer_is_timed(captured_on_cpu):
+    """Whatever is chosen after whatever: two envelopes a tree, made before the first step."""
+    target = tiny_model(1)
+    modes = Alternating([CHAIN, WIDE, TokenTree.paper()])
+    decoder = Decoder(target, right_now_and_then(target), modes, max_length=96)
+    envelopes = decoder.batch.executor.envelopes
+    made = []
+    prepare = decoder.batch.prepare
+
+    def prepared():
+        prepare()
+        made.append(set(envelopes))
+
+    decoder.batch.prepare = prepared
+    out = decoder.generate([1, 2, 3], GenerationConfig(60))
+    assert {len(made[0]), len(set(envelopes))} == {2 * len(modes.trees) - 1}
+    assert made == [set(envelopes)] and out.stats.num_calls > 3 * len(modes.trees)
+
+
+def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
+    target = tiny_model(1)
+    modes = Modes([CHAIN, WIDE])
+    decoder = BatchDecoder(target, right_now_and_then(target), modes, max_length=128, num_rows=1)
+    clock = {"now": 0.0, "asked": 0}
+
+    def now():
+        clock["asked"] += 1
+        clock["now"] += 100.0 if clock["asked"] % 6 == 2 else 1.0  # the first timing of each tree
+        return clock["now"]
+
+    monkeypatch.setattr(decoder, "now", now)
+    monkeypatch.setattr("stree.modes._begin_after", lambda *_: 0.0)
+    costs = decoder.measure_costs(num_steps=4)
+    assert set(costs.seconds.values()) == {0.25}
+
+
 def test_the_drafter_reads_each_token_once():
     torch.manual_seed(0)
     target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
