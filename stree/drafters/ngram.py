@@ -71,6 +71,8 @@ class Text:
         self.slots = torch.full(shape, NOTHING, dtype=torch.long, device=device)
         self.slots[:, : len(corpus)] = corpus.to(device)
         self.num_read = [0] * num_rows
+        self._back = torch.arange(context, device=device)
+        self._places = torch.arange(shape[1] - 1, device=device)
 
     def clear(self, row: int) -> None:
         self.slots[row, self.start :] = NOTHING
@@ -94,34 +96,44 @@ class Text:
         return self._at(rows, 0).clamp(min=0)
 
     def matches(self, rows: Rows) -> Tensor:
-        """(B, 1, L) int32: how many tokens up to each slot are those up to the root."""
+        """(B, 1, L) int64: how many tokens up to each slot are those up to the root."""
         slots = self.slots[: len(rows.active), :-1]
+        places = self.start + rows.position[:, None] - self._back
+        last = slots.gather(1, places.clamp(min=self.start - 1))
+        last = last.masked_fill(last < 0, NOTHING - 1)  # what is before a text is like nothing
+        earlier = F.pad(slots, (self.context - 1, 0), value=NOTHING)
         same = torch.ones_like(slots, dtype=torch.bool)
-        length = torch.zeros_like(slots, dtype=torch.int32)
+        length = torch.zeros_like(slots)
         for back in range(self.context):
-            token = self._at(rows, back)
-            shifted = F.pad(slots, (back, 0), value=NOTHING)[:, : slots.shape[1]]
-            same = same & (shifted == token) & (token >= 0)
-            length = length + same
+            shifted = earlier[:, self.context - 1 - back :][:, : slots.shape[1]]
+            same &= shifted == last[:, back : back + 1]
+            length += same
         return length[:, None]
 
     def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
         """The matches (B, n, L) of nodes with tokens (B, n), given those of their parents."""
         slots = self.slots[: len(tokens), None, :-1]
-        return torch.where(slots == tokens[..., None], F.pad(matches, (1, 0))[..., :-1] + 1, 0)
+        longer = F.pad(matches[..., :-1] + 1, (1, 0), value=1)
+        return longer * (slots == tokens[..., None])
 
     def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
         """(B, n, count) different tokens that came next: after the longest match first, of equal
         ones after the latest. barred (B, n, j), tokens that are not wanted, V for none."""
-        batch, nodes, length = matches.shape
-        following = self.slots[:batch, None, 1:].expand(-1, nodes, -1)
-        order = matches.long() * length + torch.arange(length, device=matches.device)
-        order = torch.where(following >= 0, order, -1)
-        scores = torch.full((batch, nodes, self.vocabulary + 1), -1, device=matches.device)
-        scores.scatter_reduce_(2, following.clamp(min=0), order, "amax")
+        following = self.slots[: len(matches), None, 1:].expand_as(matches)
+        order = matches * self._places.numel() + self._places
+        unwanted = following < 0
         if barred is not None:
-            scores.scatter_(2, barred, -2)
-        return scores[..., : self.vocabulary].topk(count, dim=-1).indices
+            unwanted = unwanted | (following[..., None] == barred[:, :, None]).any(-1)
+        found = []
+        for _ in range(count):
+            order = order.masked_fill(unwanted, NOTHING)
+            best, at = order.max(-1, keepdim=True)
+            token = following.gather(2, at)
+            found.append(token.masked_fill(best < 0, NOTHING))
+            unwanted = following == token
+        if count == 1 and barred is None:
+            return found[0].clamp(min=0)
+        return _completed(torch.cat(found, -1), barred)
 
     def fill(
         self, rows: Rows, forest: Forest, tokens: Tensor, places: Tensor | None = None,
@@ -130,25 +142,34 @@ class Text:
         """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
         root's children to write, and barred (B, 1, j), what they must not be; all and anything if
         not given."""
-        size, done, matches = forest.num_nodes, 0, self.matches(rows)
+        size, matches = forest.num_nodes, self.matches(rows)
         slots = F.pad(tokens, (0, 1))  # the last takes what no node does
         for depth, level in enumerate(forest.levels):
             if depth:
                 nodes = level.nodes.clamp(min=0)
-                parents = forest.parents.gather(1, nodes).clamp(min=0)
-                above = (forest.drawn_by.gather(1, parents) - done).clamp(min=0)
-                done += matches.shape[1]
-                matches = matches.gather(1, above[..., None].expand(-1, -1, matches.shape[2]))
+                above = forest.above(depth)[..., None]
+                matches = matches.gather(1, above.expand(-1, -1, matches.shape[2]))
                 matches = self.after(matches, slots.gather(1, nodes))
             here = level.places if depth or places is None else places
             found = self.continuations(matches, here.shape[2], None if depth else barred)
-            slots.scatter_(1, torch.where(here < 0, size, here).flatten(1), found.flatten(1))
+            slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
         tokens.copy_(slots[:, :-1])
 
     def _at(self, rows: Rows, back: int) -> Tensor:
         """(B, 1) tokens so many before the root; none before the text's begin."""
         place = self.start + rows.position[:, None] - back
         return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
+
+
+def _completed(found: Tensor, barred: Tensor | None) -> Tensor:
+    """found (…, k), in place of nothing tokens that neither it nor barred (…, j) has."""
+    taken = found if barred is None else torch.cat([found, barred], -1)
+    tokens = torch.arange(taken.shape[-1], device=found.device)
+    is_taken = (tokens[:, None] == taken[..., None, :]).any(-1)
+    free = is_taken.long().argsort(dim=-1, stable=True)
+    missing = found < 0
+    number = (missing.cumsum(-1) - 1).clamp(min=0)
+    return torch.where(missing, free.gather(-1, number), found)
 
 
 class NGramDrafter:

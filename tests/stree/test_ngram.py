@@ -10,7 +10,7 @@ from captures import NothingWaits
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.drafters.ngram import NGram
+from stree.drafters.ngram import NGram, Text
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.rows import Rows
@@ -49,6 +49,45 @@ def test_continuations_with_one_beginning_share_its_node():
     text = [1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2]
     tree = TokenTree((-1, 0, 0, 1, 1, 2))
     assert drafted(text, tree) == [2, 8, 5, 8, 1, 7]
+
+
+def wanted_continuations(text, corpus, context, count, barred):
+    """By looking at each place of the text, one after the other; None where there are no more."""
+    slots = [*corpus, None, *text]
+    best: dict[int, tuple[int, int]] = {}
+    for place in range(len(slots) - 1):
+        length = 0
+        while length < min(context, place + 1, len(text)) and (
+            slots[place - length] == text[-1 - length]
+        ):
+            length += 1
+        token = slots[place + 1]
+        if token is not None and token not in barred:
+            best[token] = max(best.get(token, (-1, -1)), (length, place))
+    ordered = sorted(best, key=best.__getitem__, reverse=True)
+    return (ordered + [None] * count)[:count]
+
+
+def test_continuations_are_those_of_a_search_place_by_place():
+    rng = random.Random(0)
+    for _ in range(60):
+        vocabulary, context = rng.randint(12, 30), rng.randint(1, 5)
+        count, num_barred = rng.randint(1, 4), rng.randint(0, 2)
+        corpus = [rng.randrange(6) for _ in range(rng.randint(0, 12))]
+        words = [rng.randrange(rng.randint(1, 6)) for _ in range(rng.randint(1, 25))]
+        text = Text(context, torch.tensor(corpus), 1, 40, vocabulary, torch.device("cpu"))
+        text.read(0, torch.tensor(words))
+        rows = Rows.new(1, 4)
+        rows.begin(0, len(words) - 1, words[-1])
+        barred = rng.sample(range(vocabulary + 1), num_barred)
+        given = torch.tensor(barred).view(1, 1, -1) if barred else None
+        found = text.continuations(text.matches(rows), count, given)[0, 0].tolist()
+        wanted = wanted_continuations(words, corpus, context, count, barred)
+        assert [token for token, each in zip(found, wanted, strict=True) if each is not None] == [
+            each for each in wanted if each is not None
+        ]
+        assert len(set(found)) == count and not set(found) & set(barred)
+        assert all(0 <= token < vocabulary for token in found)
 
 
 def test_a_corpus_is_drafted_from_where_the_text_has_nothing_longer():
