@@ -162,12 +162,13 @@ class SlotForest(GrownForest):
         drawn = tokens.gather(1, places.flatten(1)).view_as(places)
         if ids is not None:
             drawn = torch.searchsorted(ids, drawn).clamp(max=len(ids) - 1)
-        shares = (scores.gather(2, drawn) - scores.logsumexp(-1, keepdim=True)).exp()
+        logs = scores.log_softmax(-1).gather(2, drawn)
+        shares = logs.exp()
         left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
         above = self._paths.gather(1, nodes)[..., None]
         slots = above + left.log().to(above.dtype)
         # However it rounds, nothing that a slot holds is better than the slot
-        paths = torch.minimum(above + shares.log().to(above.dtype), slots)
+        paths = torch.minimum(above + logs.to(above.dtype), slots)
         self._slots.scatter_(1, places.flatten(1), slots.flatten(1))
         self._paths.scatter_(1, places.flatten(1), paths.flatten(1))
 
