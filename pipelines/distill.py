@@ -34,7 +34,7 @@ from stree_pipelines.training.drafter_head import (
     coverage_of,
     most_frequent,
 )
-from stree_pipelines.training.features import require_trainable
+from stree_pipelines.training.features import features_of
 from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
@@ -70,14 +70,14 @@ class DistillCLI(TrainingCLI):
         dtype = getattr(torch, options["target_dtype"])
         loss = options["loss"]
         loss.require_fitting(options["teacher_cache"])
-        require_trainable(
-            options["features"], options["teacher_cache"], loss,
+        features = features_of(
+            trained, options["features"], options["teacher_cache"], loss,
             options["activation_checkpointing"],
         )  # fmt: skip
         reference = None if loss.reference is None else load_config(loss.reference)
         if reference is not None:
             require_reference_of(target, loss.reference, reference)
-        cached, features = options["teacher_cache"] is not None, options["features"]
+        cached = options["teacher_cache"] is not None
         return ModelPlan(
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,

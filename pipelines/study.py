@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.at_once < 1:
         raise UsageError(f"--at_once is {options.at_once}, wanted at least 1")
     study = read_study(options.config)
+    names = [arm.name for arm in study.arms]
+    if unknown := [name for name in options.only or () if name not in names]:
+        raise UsageError(f"--only {unknown}: the study has {', '.join(names)}")
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
-    if not runs:
-        raise UsageError(
-            f"--only {options.only}: the study has {', '.join(arm.name for arm in study.arms)}"
-        )
     if options.what == "train":
         more = {} if study.held_back is None else {"data.train": str(study.train_file)}
         if options.dry_run:
@@ -60,10 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress.say(f"{len(runs)} drafters, {options.at_once} at once on a GPU, in {study.out}")
         train(runs, more, options.at_once, progress)
     else:
-        trained = [run for run in runs if run.drafter.exists()]
-        if not trained:
-            raise UsageError(f"no drafter in {study.out}: run study.py train {options.config}")
-        write_atomically(study.comparison_file, yaml.safe_dump(study.comparison(trained)))
+        missing = [run.name for run in runs if not run.is_trained]
+        if missing:
+            raise UsageError(
+                f"{missing[0]} is not trained ({len(missing)} of {len(runs)}): run study.py train "
+                f"{options.config}, or name the arms that are with --only"
+            )
+        write_atomically(study.comparison_file, yaml.safe_dump(study.comparison(runs)))
         compare(study, {} if options.device is None else {"device": options.device})
 
 
@@ -81,8 +84,15 @@ def compare(study: Study, more: dict[str, Any]) -> None:
 
 
 def hold_back(study: Study, source: HeldBack) -> None:
-    """Write the conversations without a source, and prompts of that source."""
+    """Write the conversations without a source, and prompts of that source, once.
+
+    Raises UsageError where others are held back already: drafters may have been trained on these.
+    """
+    made_from = json.dumps(asdict(source), sort_keys=True)
     if study.train_file.exists() and study.prompts_file.exists():
+        found = study.held_back_file.read_text(encoding="utf-8")
+        if found != made_from:
+            raise UsageError(f"{study.out} holds back {found}, now {made_from}: take another `out`")
         return
     study.out.mkdir(parents=True, exist_ok=True)
     kept = [line for line, origin, _ in _rows(source.train) if not origin.startswith(source.source)]
@@ -97,6 +107,7 @@ def hold_back(study: Study, source: HeldBack) -> None:
             f"hold_back: {len(kept)} conversations of {source.train} are not of {source.source!r}, "
             f"{len(prompts)} of {source.prompts} are: wanted some of both"
         )
+    write_atomically(study.held_back_file, made_from)
     write_atomically(study.train_file, gzip.compress("".join(kept).encode(), mtime=0))
     write_atomically(study.prompts_file, "\n".join(prompts) + "\n")
 

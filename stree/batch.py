@@ -189,9 +189,9 @@ class BatchDecoder:
             raise UsageError(f"{deepest} needs a drafter to fill it")
         for each in self.modes.trees if tree is None and self.modes else (deepest,):
             verifiers.require_tree(self.verifier, each)
-        require_room(
-            prompt, generation, deepest, self.target.config, self.max_length, self._num_drafted
-        )
+            if each.widest > (most := self._num_drafted):
+                raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
+        require_room(prompt, generation, deepest, self.target.config, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()

@@ -19,7 +19,7 @@ from stree_kernels.shapes import Topology
 if TYPE_CHECKING:
     from stree.rows import Rows
 
-FAR = 2**20  # positions; above those of any sequence, and nodes times this fit 31 bits
+FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
 
 
 @dataclass(frozen=True)

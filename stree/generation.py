@@ -241,11 +241,9 @@ def require_room(
     tree: TokenTree,
     target: HybridConfig,
     max_length: int,
-    num_drafted: int,
 ) -> None:
     """Raises `UsageError` when a request does not fit a decoder for max_length tokens, goes beyond
-    its target's positions, names tokens that the target does not have, or has more siblings than
-    the num_drafted tokens that can be drafted."""
+    its target's positions, or names tokens that the target does not have."""
     vocabulary, positions = target.vocab_size, target.num_positions
     longest = len(prompt) + generation.max_new_tokens
     needed = longest + tree.max_depth + 1
@@ -268,8 +266,6 @@ def require_room(
     beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
     if beyond:
         raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
-    if tree.widest > num_drafted:
-        raise UsageError(f"{tree} has {tree.widest} siblings for {num_drafted} tokens")
 
 
 def require_target(target: Any) -> None:

@@ -242,7 +242,12 @@ def measure_costs(
         forest = Forest.of([tree] * count, decoder.target.device)
         rows = decoder.rows.narrow(0, count, [GenerationConfig()])
         room = (decoder.max_length - context) // (tree.max_depth + 1) - 2
-        timed = max(1, min(num_steps, room // NUM_TIMINGS))
+        if room < NUM_TIMINGS:
+            raise UsageError(
+                f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "
+                f"{context} tokens: raise it, or lower the context"
+            )
+        timed = min(num_steps, room // NUM_TIMINGS)
         _run_steps(decoder, rows, forest, context, range(2))
         seconds = []
         for number in range(NUM_TIMINGS):

@@ -18,7 +18,6 @@ from stree.errors import NotFound, UsageError
 from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 256
-MAX_POOL = 4096  # nodes that a tree which grows is chosen from
 # Of what `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 
@@ -187,16 +186,17 @@ class BeamTree(TokenTree):
 
     kind: ClassVar[str] = "beam"
     by_slots: ClassVar[bool] = False  # a draft is there or not whatever its own token is
+    most_drawn: ClassVar[int] = 4096  # nodes that are chosen from
 
     @classmethod
     def of(cls, width: int, depth: int, num_nodes: int) -> Self:
         """Raises `UsageError` for numbers that no such tree has."""
         name = f"{cls.kind}-{width}-{depth}-{num_nodes}"
         pool = 1 + width + width * width * (depth - 1)
-        if min(width, depth) < 1 or pool > MAX_POOL:
+        if min(width, depth) < 1 or pool > cls.most_drawn:
             raise UsageError(
                 f"{name} draws {pool} nodes in {depth} levels of width {width}, wanted at least "
-                f"one level and at most {MAX_POOL} nodes"
+                f"one level and at most {cls.most_drawn} nodes"
             )
         most = min(pool, MAX_NODES)
         if not depth < num_nodes <= most:
@@ -260,6 +260,7 @@ class SlotTree(BeamTree):
 
     kind = "dyspec"
     by_slots = True
+    most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
 
 
 def expanded(counts: Sequence[int]) -> TokenTree:

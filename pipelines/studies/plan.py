@@ -12,6 +12,7 @@ from stree.plain_data import parse_yaml, read_text
 from stree_pipelines.command_line import input_path
 
 _KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
+DONE = "trained"  # in a run's folder, when all of its steps are done
 _ARM_KEYS = ("name", "distil", "seeds", "set")
 
 
@@ -56,6 +57,11 @@ class StudyRun:
     def drafter(self) -> Path:
         return self.folder / "drafter" / "latest"
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether all its steps are done."""
+        return (self.folder / DONE).exists()
+
     def arguments(self, more: Mapping[str, Any]) -> list[str]:
         """Of distill.py; `more` goes before the study's own options."""
         given = {**more, **self.arm.options, "seed_everything": self.seed}
@@ -76,7 +82,7 @@ class Study:
 
     def __post_init__(self) -> None:
         runs = (
-            StudyRun(arm, seed, self.out / arm.name.replace(" ", "-") / f"seed-{seed}")
+            StudyRun(arm, seed, self.out / folder_name(arm.name) / f"seed-{seed}")
             for arm in self.arms
             for seed in arm.seeds
         )
@@ -89,6 +95,11 @@ class Study:
     @property
     def prompts_file(self) -> Path:
         return self.out / "held_back.jsonl"
+
+    @property
+    def held_back_file(self) -> Path:
+        """What the two were made from."""
+        return self.out / "held_back.json"
 
     @property
     def comparison_file(self) -> Path:
@@ -106,6 +117,10 @@ class Study:
         ]
         out = str(self.out / "comparison")
         return {**self.compare, "benchmarks": benchmarks, "out": out, "arms": arms}
+
+
+def folder_name(arm: str) -> str:
+    return arm.replace(" ", "-")
 
 
 def read_study(path: str) -> Study:
@@ -135,8 +150,8 @@ def read_study(path: str) -> Study:
         options = {**common, **_mapping(given.get("set", {}), f"{file}: set of {name} is")}
         distil = input_path(given.get("distil", content["distil"]))
         arms.append(StudyArm(name, distil, options, tuple(seeds)))
-    if len({arm.name for arm in arms}) < len(arms):
-        raise UsageError(f"{file} has two arms of one name")
+    if len({folder_name(arm.name) for arm in arms}) < len(arms):
+        raise UsageError(f"{file} has two arms of one name, or whose folders are called alike")
     held_back = None
     if content.get("hold_back"):
         try:

@@ -16,8 +16,9 @@ import torch
 
 from stree.description import counted
 from stree.errors import kind_of_code
+from stree.files import write_atomically
 from stree_pipelines.progress import EvaluationProgress
-from stree_pipelines.studies.plan import StudyRun
+from stree_pipelines.studies.plan import DONE, StudyRun
 
 DISTIL = Path(__file__).resolve().parents[1] / "distill.py"
 LOG = "train.log"  # what distill.py says, in a run's folder
@@ -52,7 +53,9 @@ def train(
             finally:
                 places.put(gpu)
             with told:
-                if code:
+                if not code:
+                    write_atomically(run.folder / DONE, "")
+                else:
                     failures.append((code, f"{run.name}: {_reason(run.folder / LOG)}"))
                 task.advance(f"{run.name} {'failed' if code else 'is trained'}")
 

@@ -266,6 +266,7 @@ class TrainingCLI(LightningCLI):
         strategy, model = self.options["trainer"]["strategy"], self.options["model"]
         asked = {
             "model.ema": model["ema"] is not None,
+            "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
             "model.optimizer.schedule wsd": model["optimizer"]["schedule"] == "wsd",
         }
         for name, is_asked in asked.items():

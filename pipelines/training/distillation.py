@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from stree.models.features import Features, require_features_of
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import beheaded, drafter_config_from, headed, slice_drafter
 from stree_pipelines.training.drafter_head import HeadConfig
-from stree_pipelines.training.features import FeatureConfig, require_trainable
+from stree_pipelines.training.features import FeatureConfig, features_of
 from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
 from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (
@@ -26,10 +27,9 @@ from stree_pipelines.training.losses import (
 )
 from stree_pipelines.training.module import Batch, Training, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig
-from stree_pipelines.training.sharding import ShardedStrategy, own_part
+from stree_pipelines.training.sharding import own_part
 from stree_pipelines.training.teachers import Teacher, TopK
 from stree_pipelines.training.token_weights import token_weights
-from stree_pipelines.training.zero import ZeroStrategy
 
 
 class Distillation(Training):
@@ -96,10 +96,8 @@ class Distillation(Training):
             load_config(target), drafter, drafter_layers, start_from, features, head
         )
         require_no_labels_outside(config, ce_weight)
-        self.features = (features or FeatureConfig()) if config.feature_layers else None
-        if self.features is not None:
-            self.features.require_possible(config)
-        require_trainable(self.features, teacher_cache, loss, activation_checkpointing)
+        self.features = features_of(config, features, teacher_cache, loss, activation_checkpointing)
+        self._micro_batch: tuple[int, ...] = ()  # what is drawn by chance is a function of
         is_sliced = drafter is None and start_from is None
         model = None
         if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
@@ -144,12 +142,6 @@ class Distillation(Training):
         super().on_fit_start()
         if self.frozen is not None:
             self.frozen.place(self.device, self.trainer.device_ids, self.trainer.world_size)
-        is_sharded = isinstance(self.trainer.strategy, ShardedStrategy | ZeroStrategy)
-        if is_sharded and self.features is not None and self.features.ahead:
-            raise UsageError(
-                "model.features.ahead needs whole weights on each device: set trainer.strategy to "
-                "ddp, or model.features.ahead to 0"
-            )
         if self.reference is not None:
             self.reference.place(self.device, self.trainer.device_ids, self.trainer.world_size)
 
@@ -161,7 +153,8 @@ class Distillation(Training):
         return moved if inputs is None else {**moved, "target_inputs": inputs}
 
     def compiled_models(self) -> list[HybridModel]:
-        return [self.exported] if self.target is None else [self.exported, self.target]
+        ahead = self.features is not None and self.features.ahead  # those passes run as they are
+        return ([] if ahead else [self.exported]) + ([] if self.target is None else [self.target])
 
     def first_frozen_weight_not_finite(self) -> str | None:
         weights = self.target.named_parameters() if self.target is not None else ()
@@ -201,6 +194,19 @@ class Distillation(Training):
         num_tokens = mask.sum().clamp(min=1) if normalizer is None else normalizer
         return replace(terms, simulated_acceptance=accepted.sum() / num_tokens)
 
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        trainer: Any = self.trainer
+        number = trainer.global_step, batch_idx % trainer.accumulate_grad_batches
+        self._micro_batch = (trainer.datamodule.seed, *number, self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def _chance(self, use: str) -> torch.Generator:
+        """Random numbers that are a function of the micro-batch alone: whoever goes on from a
+        checkpoint, or ends a decay of its own, has the same."""
+        digest = hashlib.sha256(f"{use} {self._micro_batch}".encode()).digest()
+        generator = torch.Generator(self.exported.device)
+        return generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
     def _target_hidden(self, batch: Batch, features: Features) -> Tensor | None:
         """(B, T, D) of a live target."""
         if self.frozen is None:
@@ -218,7 +224,7 @@ class Distillation(Training):
         if torch.is_grad_enabled():
             ahead = self.features.ahead
             if self.features.share:
-                known = self.features.known(tokens.shape, tokens.device)
+                known = self.features.known(tokens.shape, self._chance("known"))
         if ahead:
             return self.exported.hidden_ahead(tokens, segment_ids, read, known, ahead)
         return [self.exported.hidden_states(tokens, segment_ids, read=read, known=known)]
@@ -229,7 +235,7 @@ class Distillation(Training):
     ) -> LossTerms:  # fmt: skip
         """The loss of the tokens, and of each as one of a draft, of a depth that is drawn anew."""
         assert self.features is not None
-        depths, there = self.features.depths(batch["segment_ids"])
+        depths, there = self.features.depths(batch["segment_ids"], self._chance("depths"))
         mask = shift_left(self.counted_mask(batch)) & there
         index = (depths - 1)[None, ..., None].expand(-1, -1, -1, ahead[0].shape[2])
         hidden = torch.stack(ahead).gather(0, index)[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,10 +94,11 @@ class FeatureConfig:
                 "train it as it was (model.features.own and model.features.ahead)"
             )
 
-    def known(self, shape: Sequence[int], device: torch.device) -> Tensor:
+    def known(self, shape: Sequence[int], chance: torch.Generator) -> Tensor:
         """(B, T) bool, by chance: runs of 1 to `longest_run` tokens are unknown."""
-        begins = torch.rand(*shape, device=device) < self._chance_of_a_run()
-        lengths = torch.randint(1, self.longest_run + 1, tuple(shape), device=device)
+        drawn: dict[str, Any] = dict(device=chance.device, generator=chance)
+        begins = torch.rand(*shape, **drawn) < self._chance_of_a_run()
+        lengths = torch.randint(1, self.longest_run + 1, tuple(shape), **drawn)
         lengths = torch.where(begins, lengths, 0)
         unknown = torch.zeros_like(begins)
         for back in range(self.longest_run):
@@ -114,11 +116,11 @@ class FeatureConfig:
             low, high = (low, chance) if known < 1 - self.share else (chance, high)
         return low
 
-    def depths(self, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def depths(self, segment_ids: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
         """For each token, by chance, a depth from 1 to `ahead` (B, T), as likely as it counts, and
         whether so many tokens of its sequence stand before it (B, T) bool."""
         chances = self.ahead_decay ** torch.arange(self.ahead, device=segment_ids.device).float()
-        drawn = chances.multinomial(segment_ids.numel(), replacement=True)
+        drawn = chances.multinomial(segment_ids.numel(), replacement=True, generator=chance)
         depths = 1 + drawn.view_as(segment_ids)
         begin = torch.arange(segment_ids.shape[1], device=depths.device) - depths
         there = segment_ids.gather(1, begin.clamp(min=0)) == segment_ids
@@ -130,15 +132,19 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({num_layers // 6, num_layers // 2, num_layers - 1}))
 
 
-def require_trainable(
-    features: FeatureConfig | None,
+def features_of(
+    drafter: HybridConfig,
+    asked: FeatureConfig | None,
     teacher_cache: str | None,
     loss: LossConfig,
     activation_checkpointing: bool,
-) -> None:
-    """Raise UsageError for what does not go together with features."""
-    if features is None:
-        return
+) -> FeatureConfig | None:
+    """How a drafter learns its features; None where it reads none. Raises UsageError for what does
+    not go together with them."""
+    if not drafter.feature_layers:
+        return None
+    features = asked or FeatureConfig()
+    features.require_possible(drafter)
     if teacher_cache is not None:
         raise UsageError(
             "model.teacher_cache has the target's law and no features of it: leave it out, or "
@@ -154,3 +160,4 @@ def require_trainable(
             "model.features.ahead keeps what its passes share: leave "
             "model.activation_checkpointing out"
         )
+    return features

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
+from stree.errors import UsageError
 from stree.forest import Forest
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
@@ -37,6 +38,11 @@ class Retokenised:
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> RetokenisingDrafter:
         vocabulary = target.config.vocab_size
+        if isinstance(self.model, HybridModel) and self.model.config.feature_layers:
+            raise UsageError(
+                "a drafter of another tokenizer has tokens of its own, this one reads features of "
+                "its target: take one that reads tokens alone"
+            )
         return RetokenisingDrafter(
             self.model, self.own, self.targets, vocabulary, num_rows, MOST_OWN * max_length
         )
@@ -113,7 +119,8 @@ class RetokenisingDrafter:
             self._logits(row, new)
         state.read, state.num_read = text[:certain], state.num_read + len(new)
         before = self.cache.narrow(row, 1).save()
-        best = self._logits(row, tail).topk(len(tree.children[0])).indices[0].tolist()
+        logits = self._logits(row, tail)
+        best = logits.topk(min(len(tree.children[0]), logits.shape[1])).indices[0].tolist()
         after = self.cache.narrow(row, 1).save()
         drafts = []
         for token in best:

@@ -119,8 +119,11 @@ def with_head(
 def beheaded(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
     """A copy with a random head of that kind. Errors as `headed`."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
-    state = {name: each for name, each in model.state_dict().items() if name != "lm_head.weight"}
-    copy.load_state_dict(state, strict=False)
+    copy.tokenizer_fingerprint = model.tokenizer_fingerprint
+    state = model.state_dict()
+    state.pop("lm_head.weight", None)
+    # Assigned: some are wider than the others
+    copy.load_state_dict({n: each.clone() for n, each in state.items()}, strict=False, assign=True)
     return copy.train(model.training)
 
 

@@ -16,7 +16,7 @@ from stree_pipelines import study
 from stree_pipelines.evaluation.arms import read_comparison
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.studies import training
-from stree_pipelines.studies.plan import read_study
+from stree_pipelines.studies.plan import DONE, read_study
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/study").glob("*.yaml"))
 STUB = """
@@ -83,7 +83,8 @@ def test_what_fails_is_told_after_the_others_have_ended(tmp_path, stub):
     path = written(tmp_path, content(tmp_path / "runs", arms=arms, seeds=[0]))
     with pytest.raises(CannotWrite, match=r"1 drafter failed: bad, seed 0: runs: the disk is full"):
         study.main(["train", path])
-    assert (tmp_path / "runs/good/seed-0/drafter/latest").is_dir()
+    good, bad = read_study(path).runs[::-1]
+    assert good.is_trained and not bad.is_trained
 
 
 def test_a_source_is_held_back_and_asked(tmp_path, stub):
@@ -106,6 +107,9 @@ def test_a_source_is_held_back_and_asked(tmp_path, stub):
     (prompt,) = map(json.loads, (out / "held_back.jsonl").read_text().splitlines())
     assert prompt == {"id": "0", "category": "a/x", "turns": ["ask 0"]}
     assert f"--data.train {out}/train.jsonl.gz" in (out / "today/seed-0/given.txt").read_text()
+    back["source"] = "b"
+    with pytest.raises(UsageError, match=r"holds back .*\"a\".*, now .*\"b\""):
+        study.main(["train", written(tmp_path, content(out, hold_back=back))])
     back["source"] = "z"
     with pytest.raises(UsageError, match=r"4 conversations of .* are not of 'z', 0 of"):
         study.main(["train", written(tmp_path, content(tmp_path / "more", hold_back=back))])
@@ -116,6 +120,7 @@ def test_a_source_is_held_back_and_asked(tmp_path, stub):
     [
         ({"arms": [{"name": "a/b"}]}, "name 'a/b'"),
         ({"arms": [{"name": "a"}, {"name": "a"}]}, "two arms of one name"),
+        ({"arms": [{"name": "a b"}, {"name": "a-b"}]}, "folders are called alike"),
         ({"arms": [{"name": "a", "sets": {}}]}, "'sets'"),
         ({"seeds": ["one"]}, "whole numbers"),
         ({"trees": []}, "does not say trees"),
@@ -131,7 +136,7 @@ def test_what_is_no_study_is_refused(tmp_path, changes, words):
 
 def test_comparing_needs_a_drafter(tmp_path):
     path = written(tmp_path, content(tmp_path / "runs"))
-    with pytest.raises(UsageError, match=r"run study\.py train"):
+    with pytest.raises(UsageError, match=r"today, seed 0 is not trained \(3 of 3\)"):
         study.main(["compare", path])
     with pytest.raises(UsageError, match=r"--only .*: the study has today, lk loss"):
         study.main(["train", path, "--only", "tomorrow"])
@@ -152,6 +157,7 @@ def compared(tmp_path_factory):
     for number, run in enumerate(plan.runs):
         run.drafter.parent.mkdir(parents=True)
         run.drafter.symlink_to(export(world, (10, 1, 100)[number]).resolve())
+        (run.folder / DONE).touch()
     study.main(["compare", path])
     return plan
 

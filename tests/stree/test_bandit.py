@@ -93,3 +93,15 @@ def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
 def test_one_tree_is_nothing_to_choose_among():
     with pytest.raises(UsageError, match="two trees at least"):
         Bandit(["chain-2", PLAIN])
+
+
+def test_trees_that_requests_name_themselves_teach_it_too():
+    target = tiny_model(1)
+    bandit = Bandit([TokenTree.chain(2), TokenTree.chain(3)])
+    decoder = BatchDecoder(target, right_now_and_then(target), bandit, num_rows=1, max_length=64)
+    decoder.measure_costs(num_steps=2)
+    request = Request([1, 2], GenerationConfig(12), TokenTree.chain(2))
+    plain = BatchDecoder(target, num_rows=1, max_length=64).generate(
+        [Request([1, 2], GenerationConfig(12))]
+    )
+    assert decoder.generate([request])[0].tokens == plain[0].tokens

@@ -15,7 +15,7 @@ from enumerated import SETTINGS, block_distribution, distance, length_of
 from safetensors.torch import load_file, save_file
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_config, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import CheckpointRefused, UsageError
@@ -163,6 +163,22 @@ def test_more_siblings_than_tokens_of_the_head_are_refused():
     with pytest.raises(UsageError, match="3 siblings for 2 tokens"):
         decoder = Decoder(target, drafter, TokenTree((-1, 0, 0, 0)), max_length=32)
         decoder.generate([1, 2], GenerationConfig(4))
+    modes = Modes(["chain-3", TokenTree((-1, 0, 0, 0))])  # the deepest is not the widest
+    chosen = BatchDecoder(target, drafter, modes, num_rows=1, max_length=96)
+    with pytest.raises(UsageError, match="3 siblings for 2 tokens"):
+        chosen.admit(Request([1, 2], GenerationConfig(4)))
+
+
+def test_a_copy_with_a_head_keeps_what_is_wider_and_whose_it_is():
+    model = tiny_model(1).to(torch.bfloat16)
+    mixer = model.model.layers[0].mamba
+    mixer.A_log.data = mixer.A_log.data.float()
+    model.tokenizer_fingerprint = "f"
+    copy = with_head(model, ids=torch.tensor(IDS), rank=4)
+    assert copy.model.layers[0].mamba.A_log.dtype == torch.float32
+    assert copy.dtype == torch.bfloat16 and copy.tokenizer_fingerprint == "f"
+    copy.model.norm.weight.data.zero_()
+    assert model.model.norm.weight.any()  # which it does not share
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])

@@ -17,6 +17,7 @@ import stree
 from stree import BatchDecoder, GenerationConfig, Modes, Request, TokenTree
 from stree.drafters.retokenised import Retokenised, _fill, _last_word
 from stree.errors import UsageError
+from stree.models.hybrid import HybridModel
 from stree.tokenizer import load_tokenizer
 from stree.tree import balanced
 
@@ -134,6 +135,14 @@ def test_what_is_sampled_is_plain_decodings(layers, verifier, target):
         outputs = decoder.generate(served)
         exact = 2 if verifier == "coupled" else 1
         assert [e.tokens for e in outputs][:exact] == [e.tokens for e in plain][:exact]
+
+
+def test_a_drafter_that_reads_features_is_refused(target):
+    ours, own = load_tokenizer(SHIPPED), of_characters(PROMPT)
+    model = tiny_model(2, torch.float32, vocab_size=len(own), attn_layers=())
+    config = model.config.reading((0,), target.config, False)
+    with pytest.raises(UsageError, match="reads features of its target"):
+        BatchDecoder(target, Retokenised(HybridModel(config), own, ours), "chain-2", num_rows=1)
 
 
 def test_it_has_a_name(target):

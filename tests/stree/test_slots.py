@@ -254,3 +254,13 @@ def test_a_verifier_that_says_nothing_of_it_refuses_it():
 
     with pytest.raises(UsageError, match="judges trees of one shape, dyspec-2-2-4 grows"):
         Decoder(model, model, TokenTree.load("dyspec-2-2-4"), verifier=Own())
+
+
+def test_noise_of_each_slot_has_a_position_of_its_own():
+    """Which 31 bits hold; trees that draw more are refused."""
+    with pytest.raises(UsageError, match="at most 2047 nodes"):
+        TokenTree.load("dyspec-16-16-64")
+    tree = TokenTree.load("dyspec-16-8-64")
+    forest = SlotForest(tree, 1, torch.device("cpu"))
+    forest.levels[1].nodes.fill_(tree.num_drawn - 1)
+    assert (forest.levels[1].noise_at(True) > 0).all()
