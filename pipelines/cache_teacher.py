@@ -26,7 +26,7 @@ from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, requi
 from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
-from stree_pipelines.training.distillation import Distillation, require_whole_head
+from stree_pipelines.training.distillation import Distillation, require_own_target
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.teacher_cache import CacheSpec
@@ -79,7 +79,7 @@ class CacheCLI(DistillCLI):
         data = ConversationDataModule(**options["data"])
         data.setup()
         config = load_config(model["target"])
-        require_whole_head(config)
+        require_own_target(config)
         spec = CacheSpec(
             target_sha256=checkpoint_sha256(model["target"]),
             tokenizer_fingerprint=fingerprint(data.tokenizer),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.only or () if name not in names]:
         raise UsageError(f"--only {unknown}: the study has {', '.join(names)}")
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
+    require_comparable(study)
     if options.what == "train":
         more = {} if study.held_back is None else {"data.train": str(study.train_file)}
         if options.dry_run:
@@ -68,6 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         write_atomically(study.comparison_file, yaml.safe_dump(study.comparison(runs)))
         compare(study, {} if options.device is None else {"device": options.device})
+
+
+def require_comparable(study: Study) -> None:
+    """Raise UsageError now for trees and options that would be refused after all trainings."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "comparison.yaml")
+        path.write_text(yaml.safe_dump(study.comparison(study.runs)), encoding="utf-8")
+        settings, arms = read_comparison(path, {})
+    for arm in arms:
+        for tree in arm.trees:
+            arm.settings(settings, tree)
 
 
 def compare(study: Study, more: dict[str, Any]) -> None:

@@ -275,6 +275,11 @@ def require_target(target: Any) -> None:
             f"the target is a {type(target).__name__}, wanted a stree.HybridModel: "
             "stree.load(folder) makes a decoder with one"
         )
+    if isinstance(target, HybridModel) and target.config.feature_layers:
+        raise UsageError(
+            "the target reads features of a target of its own, as drafters do: name the model that "
+            "it was distilled from"
+        )
 
 
 def require_partners(target: Any, drafter: HybridModel) -> None:

@@ -65,7 +65,10 @@ class StudyRun:
     def arguments(self, more: Mapping[str, Any]) -> list[str]:
         """Of distill.py; `more` goes before the study's own options."""
         given = {**more, **self.arm.options, "seed_everything": self.seed}
-        options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        options = [
+            part for name, value in given.items()
+            for part in (f"--{name}", "null" if value is None else str(value))
+        ]  # fmt: skip
         return ["fit", "--config", self.arm.distil, *options, "--run_dir", str(self.folder)]
 
 
@@ -137,6 +140,9 @@ def read_study(path: str) -> Study:
     compare = _mapping(content["compare"], f"{file}: compare is")
     if not compare.get("target") or not compare.get("benchmarks"):
         raise UsageError(f"{file}: compare must say target and benchmarks, as compare.py's configs")
+    for key, lists in (("arms", content), ("trees", content), ("benchmarks", compare)):
+        if not isinstance(lists[key], list):
+            raise UsageError(f"{file}: {key} is {lists[key]!r:.80}, wanted a list")
     common = _mapping(content.get("set", {}), f"{file}: set is")
     arms = []
     for number, each in enumerate(content["arms"], start=1):
@@ -145,9 +151,11 @@ def read_study(path: str) -> Study:
         if not isinstance(name, str) or not name or "/" in name or "," in name:
             raise UsageError(f"{file}: arm {number} has the name {name!r}, wanted one without / ,")
         seeds = given.get("seeds", content.get("seeds", [0]))
-        if not seeds or not all(type(seed) is int for seed in seeds):
-            raise UsageError(f"{file}: seeds are {seeds!r}, wanted whole numbers")
+        if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds or [""]):
+            raise UsageError(f"{file}: seeds are {seeds!r}, wanted a list of whole numbers")
         options = {**common, **_mapping(given.get("set", {}), f"{file}: set of {name} is")}
+        if "seed_everything" in options:
+            raise UsageError(f"{file}: set of {name} has seed_everything: give the arm `seeds`")
         distil = input_path(given.get("distil", content["distil"]))
         arms.append(StudyArm(name, distil, options, tuple(seeds)))
     if len({folder_name(arm.name) for arm in arms}) < len(arms):

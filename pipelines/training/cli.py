@@ -43,7 +43,7 @@ from stree_pipelines.training.checkpointing import (
     remove_all_but,
 )
 from stree_pipelines.training.export import Exports
-from stree_pipelines.training.module import Training
+from stree_pipelines.training.module import Training, require_decay
 from stree_pipelines.training.needs import SMALLER_TRAINING, ModelPlan, describe_training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.own_text import WatchOwnText
@@ -264,6 +264,7 @@ class TrainingCLI(LightningCLI):
     def _require_one_whole_model(self) -> None:
         """Averages and decay phases copy the weights as each process has them."""
         strategy, model = self.options["trainer"]["strategy"], self.options["model"]
+        require_decay(model["ema"])
         asked = {
             "model.ema": model["ema"] is not None,
             "model.features.ahead": bool((model.get("features") or {}).get("ahead")),

@@ -322,12 +322,16 @@ def drafter_config_of(
 
     Raises UsageError when more than one is given, or the target does not go with it.
     """
-    require_whole_head(target)
+    require_own_target(target)
     whole = _whole_drafter_config_of(target, drafter, layers, start_from, features)
     return headed(whole, head.vocab_size, head.rank)
 
 
-def require_whole_head(target: HybridConfig) -> None:
+def require_own_target(target: HybridConfig) -> None:
+    if target.feature_layers:
+        raise UsageError(
+            "the target reads features of another model, as drafters do: name that target itself"
+        )
     if target.head_vocab_size or target.head_rank:
         raise UsageError(
             f"the target has a head over {target.head_size} tokens, of rank "

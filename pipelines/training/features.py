@@ -46,7 +46,10 @@ class FeatureConfig:
     unknown_share: float | None = None
     longest_run: int = 5
 
-    def __post_init__(self) -> None:
+    def require_sensible(self) -> None:
+        """Raises UsageError for values that make no sense. Not when it is made: the parser, which
+        tries whether one is given at all, would wrap that error in its own."""
+
         def wanted(name: str, fits: bool, what: str) -> None:
             if not fits:
                 raise UsageError(f"model.features.{name} is {getattr(self, name)}, wanted {what}")
@@ -85,6 +88,7 @@ class FeatureConfig:
 
     def require_possible(self, drafter: HybridConfig) -> None:
         """Raises UsageError for a drafter that cannot be trained like that."""
+        self.require_sensible()
         if self.ahead:
             require_ahead(drafter)
         if drafter.own_features != self.own:

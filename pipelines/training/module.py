@@ -51,8 +51,7 @@ class Training(pl.LightningModule):
         ema: float | None = None,
     ) -> None:
         super().__init__()
-        if ema is not None and not 0 < ema < 1:
-            raise UsageError(f"model.ema is {ema}, wanted above 0 and below 1, or null")
+        require_decay(ema)
         self.ema = ema
         self.weight_average: WeightAverage | None = None  # from the first step on
         self._average_state: dict[str, Any] | None = None  # to go on from
@@ -376,3 +375,8 @@ def real_tokens(segment_ids: Tensor, loss_mask: Tensor) -> Tensor:
     """(B, T) bool, False on padding: padding is a segment after the last that has a loss."""
     last_segment = torch.where(loss_mask, segment_ids, -1).amax(dim=1, keepdim=True)
     return segment_ids <= last_segment
+
+
+def require_decay(ema: float | None) -> None:
+    if ema is not None and not 0 < ema < 1:
+        raise UsageError(f"model.ema is {ema}, wanted above 0 and below 1, or null")

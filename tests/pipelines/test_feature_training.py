@@ -139,7 +139,7 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
         {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0}, {"own": True}
     ):  # fmt: skip
         with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
-            FeatureConfig(**wrong)
+            FeatureConfig(**wrong).require_sensible()
     ahead = FeatureConfig(ahead=2)
     with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
         Distillation(target, drafter_layers=[0, 1], features=ahead)

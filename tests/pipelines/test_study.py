@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tiny_evaluation import export, make_world
 
-from stree.errors import CannotWrite, UsageError
+from stree.errors import CannotWrite, StreeError, UsageError
 from stree.metrics import acceptance_length
 from stree_pipelines import study
 from stree_pipelines.evaluation.arms import read_comparison
@@ -124,6 +124,9 @@ def test_a_source_is_held_back_and_asked(tmp_path, stub):
         ({"arms": [{"name": "a", "sets": {}}]}, "'sets'"),
         ({"seeds": ["one"]}, "whole numbers"),
         ({"trees": []}, "does not say trees"),
+        ({"trees": "paper"}, "trees is 'paper', wanted a list"),
+        ({"seeds": 1}, "wanted a list of whole numbers"),
+        ({"set": {"seed_everything": 3}}, "give the arm `seeds`"),
         ({"compare": {"target": "t"}}, "target and benchmarks"),
         ({"hold_back": {"source": "a"}}, "hold_back"),
         ({"more": 1}, "'more'"),
@@ -132,6 +135,19 @@ def test_a_source_is_held_back_and_asked(tmp_path, stub):
 def test_what_is_no_study_is_refused(tmp_path, changes, words):
     with pytest.raises(UsageError, match=words):
         read_study(written(tmp_path, content(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trees": ["papr"]}, "no tree 'papr'"),
+        ({"compare": {"target": "t", "benchmarks": ["starter"], "limt": 2}}, "limt"),
+    ],
+)
+def test_what_could_not_be_compared_is_not_trained(tmp_path, changes, words, stub):
+    with pytest.raises(StreeError, match=words):
+        study.main(["train", written(tmp_path, content(tmp_path / "runs", **changes))])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_comparing_needs_a_drafter(tmp_path):
