@@ -134,9 +134,10 @@ def test_ctrl_c_reaches_all_ranks_and_they_save_one_step(pair, tmp_path):
     wait_for(ranks, lambda: "interrupted: stopping" in ranks[0].text())
     (run_dir / "go on").touch()
     assert [rank.wait() for rank in ranks] == [130, 130], ranks
-    assert steps_in(run_dir / "checkpoints") == [4]
+    (step,) = steps_in(run_dir / "checkpoints")
+    assert step in (3, 4)  # on a busy machine the third is logged before its end
     for rank in ranks:
-        assert "error: interrupted after step 4; " in rank.text()
+        assert f"error: interrupted after step {step}; " in rank.text()
         assert "to go on, run: " in rank.text() and "Traceback" not in rank.text()
     assert not (run_dir / "restarts.json").exists()
     assert pair.run(run_dir) == [0, 0]
