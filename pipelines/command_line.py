@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_l
 
 from stree.errors import StreeError, UsageError
 from stree.errors import one_line as shortened
-from stree.plain_data import require_plain_yaml
+from stree.plain_data import parse_yaml, read_text, require_plain_yaml
 
 _HERE = Path(__file__).resolve().parent
 # Where configs/ ships: in a wheel with this package, in a clone at its root.
@@ -55,6 +55,14 @@ def typed_as(program: str, script: str) -> Iterator[None]:
         yield
     finally:
         _typed.reset(token)
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises UsageError for a file that is none, or cannot be read."""
+    try:
+        return parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {error}") from error
 
 
 def program_name() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ import yaml
 from stree.errors import BadData, UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import PlainParser, input_path
-from stree_pipelines.evaluation.arms import Comparison, read_comparison
+from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import study as tables
 from stree_pipelines.studies.plan import HeldBack, Study, read_study
@@ -74,10 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def require_comparable(study: Study) -> None:
     """Raise UsageError now for trees and options that would be refused after all trainings."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "comparison.yaml")
-        path.write_text(yaml.safe_dump(study.comparison(study.runs)), encoding="utf-8")
-        settings, arms = read_comparison(path, {})
+    settings, arms = comparison_of(study.comparison(study.runs), study.comparison_file, {})
     for arm in arms:
         for tree in arm.trees:
             arm.settings(settings, tree)

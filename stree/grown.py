@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.forest import Forest, Level
+from stree.head_columns import columns_of
 from stree.rows import Rows
 from stree.tree import BeamTree, SlotTree, TokenTree
 from stree_kernels import ops
@@ -161,7 +162,7 @@ class SlotForest(GrownForest):
         scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
         drawn = tokens.gather(1, places.flatten(1)).view_as(places)
         if ids is not None:
-            drawn = torch.searchsorted(ids, drawn).clamp(max=len(ids) - 1)
+            drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
         logs = scores.log_softmax(-1).gather(2, drawn)
         shares = logs.exp()
         left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.generation import GenerationConfig
+from stree.head_columns import columns_of
 from stree_kernels import naive, naive_verification
 from stree_kernels.shapes import Sampling
 
@@ -165,8 +166,7 @@ class Rows:
             return there
         if ids is None:
             return there.scatter(-1, drafts, lower.gather(-1, drafts))
-        places = torch.searchsorted(ids, drafts).clamp(max=size - 1)
-        places = torch.where(ids[places] == drafts, places, size)  # a column more, for the others
+        places = columns_of(drafts, ids)  # a column more, for those that the head has not
         there, lower = (F.pad(each, (0, 1)) for each in (there, lower))
         return there.scatter(-1, places, lower.gather(-1, places))[..., :size]
 

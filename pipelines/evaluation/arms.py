@@ -10,10 +10,9 @@ from typing import Any
 
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
-from stree.plain_data import parse_yaml, read_text
 from stree.tokenizer import require_same_tokenizer
 from stree.tree import BeamTree
-from stree_pipelines.command_line import input_path
+from stree_pipelines.command_line import input_path, read_yaml
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -94,18 +93,23 @@ class Arm:
 def read_comparison(
     path: str | Path, more: Mapping[str, Any]
 ) -> tuple[EvaluationSettings, list[Arm]]:
-    """Settings and arms of a YAML file: `arms`, and options of `eval_spec.py`; `more` goes first.
+    """`comparison_of` a YAML file. Raises UsageError when it is none."""
+    path = Path(input_path(str(path)))
+    return comparison_of(read_yaml(path), path, more)
+
+
+def comparison_of(
+    content: Any, path: Path, more: Mapping[str, Any]
+) -> tuple[EvaluationSettings, list[Arm]]:
+    """Settings and arms of what stands at a path: `arms`, and options of `eval_spec.py`; `more`
+    goes first.
 
     Raises UsageError when it is none, names an option that no comparison has, or arms of one name.
     """
-    path = Path(input_path(str(path)))
-    try:
-        content = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("arms"), list):
         raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
-    arms = [Arm.of(each, number) for number, each in enumerate(content.pop("arms"), start=1)]
+    arms = [Arm.of(each, number) for number, each in enumerate(content["arms"], start=1)]
+    content = {name: value for name, value in content.items() if name != "arms"}
     names = [arm.name for arm in arms]
     if not arms or len({AUTOREGRESSIVE, *names}) <= len(names):
         raise UsageError(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import UsageError
-from stree.plain_data import parse_yaml, read_text
-from stree_pipelines.command_line import input_path
+from stree_pipelines.command_line import input_path, read_yaml
 
 _KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
 DONE = "trained"  # in a run's folder, when all of its steps are done
@@ -129,11 +128,7 @@ def folder_name(arm: str) -> str:
 def read_study(path: str) -> Study:
     """Raises UsageError for what is no study."""
     file = Path(input_path(path))
-    try:
-        content = parse_yaml(read_text(file))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as YAML: {error}") from error
-    content = _mapping(content, f"{file} holds", _KEYS)
+    content = _mapping(read_yaml(file), f"{file} holds", _KEYS)
     missing = [key for key in ("out", "distil", "arms", "trees", "compare") if not content.get(key)]
     if missing:
         raise UsageError(f"{file} does not say {', '.join(missing)}")

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.head_columns import columns_of
+
 
 class Teacher(Protocol):
     """What the chunked loss asks of a teacher; `rows` is a chunk of the M rows. The V columns are
@@ -97,10 +99,7 @@ class TopK:
     def over(self, ids: Tensor | None) -> TopK:
         if ids is None:
             return self
-        places = torch.searchsorted(ids, self.ids.long()).clamp(max=len(ids) - 1)
-        return replace(
-            self, ids=torch.where(ids[places] == self.ids, places, len(ids)), is_partial=True
-        )
+        return replace(self, ids=columns_of(self.ids.long(), ids), is_partial=True)
 
     def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """The known log-probabilities, and the tail spread as the student spreads its own: an

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 from enumerated import CONTEXT, TREES, distance, random_case
-from growing import Growing
+from growing import Growing, GrowingInTurn
 from toys import (
     TableTarget,
-    drawing_in_turn,
     exact_law,
     right_now_and_then,
     tiny_model,
@@ -188,15 +187,11 @@ def test_drafts_change_nothing_of_what_is_sampled():
     assert accepted > 0.6 * calls
 
 
-class InTurn(Growing):
-    """Its draws are enumerated, and as good as they were probable."""
-
-    def __init__(self, table, choose) -> None:
-        super().__init__(table)
-        self.draw = drawing_in_turn(choose)
+class InTurn(GrowingInTurn):
+    """Its drafts are as good as they were probable."""
 
     def choose(self, forest, rows, level, logits, finite) -> None:
-        self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
+        super().choose(forest, rows, level, logits, finite)
         shares = rows.distribution(logits).log().gather(2, forest.pool.gather(
             1, level.places.flatten(1)).view_as(level.places))  # fmt: skip
         paths = forest.values.gather(1, level.nodes)[..., None] + shares.float()

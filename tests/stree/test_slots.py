@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from enumerated import CONTEXT, distance, random_case
-from growing import Growing
-from toys import TableTarget, drawing_in_turn, exact_law, right_now_and_then, tiny_model
+from growing import Growing, GrowingInTurn
+from toys import TableTarget, exact_law, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree import grown as grown_trees
@@ -32,15 +32,8 @@ from stree_kernels import ops
 CPU = torch.device("cpu")
 
 
-class Drawn(Growing):
-    """Its draws are enumerated, siblings without replacement."""
-
-    def __init__(self, table, choose) -> None:
-        super().__init__(table)
-        self.draw = drawing_in_turn(choose)
-
-    def choose(self, forest, rows, level, logits, finite) -> None:
-        self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
+class Drawn(GrowingInTurn):
+    """Says what it drew from."""
 
     def draft(self, *given) -> Proposal:
         proposal = super().draft(*given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toys import TableDrafter
+from toys import TableDrafter, drawing_in_turn
 
 from stree.drafters import Proposal
 from stree_kernels import ops
@@ -47,3 +47,14 @@ class Growing(TableDrafter):
             logits, level.depths, rows.sampling, level.places, forest.pool, finite, level.nodes,
             forest.values,
         )  # fmt: skip
+
+
+class GrowingInTurn(Growing):
+    """Its draws are enumerated, siblings without replacement."""
+
+    def __init__(self, table, choose) -> None:
+        super().__init__(table)
+        self.draw = drawing_in_turn(choose)
+
+    def choose(self, forest, rows, level, logits, finite) -> None:
+        self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
