@@ -27,6 +27,7 @@ from stree.executors import executor_of
 from stree.forest import Forest
 from stree.generation import (
     DecodingStats,
+    GenerationConfig,
     GenerationOutput,
     StopRule,
     not_finite,
@@ -38,7 +39,7 @@ from stree.generation import (
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
-from stree.modes import Costs, Modes, measure_costs
+from stree.modes import PLAIN, Costs, Modes, measure_costs
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
 from stree.requests import Launch, Progress, Report, Request
@@ -147,6 +148,9 @@ class BatchDecoder:
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
+        # Trees and settings of the last step, and what it was launched with
+        self._asked: tuple[list[TokenTree], list[GenerationConfig]] = [], []
+        self._prepared: tuple[Rows, Forest] | None = None
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree)
@@ -430,9 +434,13 @@ class BatchDecoder:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
         batch = self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
-        root = TokenTree.chain(0, "root")
-        forest = Forest.of([trees.get(row, root) for row in range(batch)], self.target.device)
-        rows = self.rows.narrow(0, batch, [each.generation for each in decoding.values()])
+        grown = [trees.get(row, PLAIN) for row in range(batch)]
+        generations = [each.generation for each in decoding.values()]
+        if self._prepared is None or self._asked != (grown, generations):  # mostly the same
+            forest = Forest.of(grown, self.target.device)
+            self._prepared = self.rows.narrow(0, batch, generations), forest
+            self._asked = grown, generations
+        rows, forest = self._prepared
         longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
 
         def position(row: int, sequence: Progress) -> int:

@@ -31,7 +31,8 @@ HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
 PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what an observation counts one observation later
-NUM_TIMINGS = 3
+REVISED_AFTER = 8  # observations, since working out what to expect takes the host longer than one
+NUM_TIMINGS = 5
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 
@@ -48,6 +49,8 @@ class Costs:
     catch_up: float = 0.0
 
     def of(self, num_rows: int, tree: TokenTree) -> float:
+        if (found := self.seconds.get((num_rows, tree))) is not None:
+            return found
         measured = sorted(rows for rows, each in self.seconds if each == tree)
         if not measured:
             raise UsageError(f"no cost of {tree} was measured: call measure_costs first")
@@ -106,26 +109,34 @@ class GrownRates:
         self._share = 1 / ranks
         # Twice or half the rank counts a sixteenth
         self._near = 16.0 ** -(ranks[:, None] / ranks).log2().abs()
-        self._tried, self._accepted = torch.zeros(2, MAX_NODES, dtype=torch.float64)
-        self._expected: list[float] = []
+        # Each observation weighs more than the one before it, so that none has to be made less
+        self._weight = 1.0
+        self._trees = [0.0] * (MAX_NODES + 1)  # by number of nodes
+        self._accepted = [0.0] * MAX_NODES
 
     def learn(self, num_nodes: int, path: Sequence[int]) -> None:
         """A step of a tree of so many nodes has accepted those on a path, the root included."""
-        self._tried.mul_(MEMORY)
-        self._accepted.mul_(MEMORY)
-        self._tried[1:num_nodes] += 1.0
-        self._accepted[list(path[1:])] += 1.0
-        self._expected = []
+        self._weight /= MEMORY
+        self._trees[num_nodes] += self._weight
+        for node in path[1:]:
+            self._accepted[node] += self._weight
+        if self._weight > 1e100:
+            self._trees = [each / self._weight for each in self._trees]
+            self._accepted = [each / self._weight for each in self._accepted]
+            self._weight = 1.0
 
-    def expected_tokens(self, num_nodes: int) -> float:
-        if not self._expected:
-            promised = self._near @ (self._share * self._tried)
-            scale = (self._near @ self._accepted + 0.005) / (promised + 0.01)  # ½ to begin with
-            prior = (scale * self._share).clamp(max=1.0)
-            rates = (self._accepted + PRIOR_STEPS * prior) / (self._tried + PRIOR_STEPS)
-            rates[0] = 1.0  # the root: a token of the target's own
-            self._expected = rates.cumsum(0).tolist()
-        return self._expected[num_nodes - 1]
+    def expected_tokens(self) -> list[float]:
+        """Of a step, by the number of nodes, from 1 on."""
+        trees = torch.tensor(self._trees, dtype=torch.float64) / self._weight
+        accepted = torch.tensor(self._accepted, dtype=torch.float64) / self._weight
+        tried = trees[1:].flip(0).cumsum(0).flip(0)  # node n, in trees of more than n nodes
+        tried[0] = 0.0
+        promised = self._near @ (self._share * tried)
+        scale = (self._near @ accepted + 0.005) / (promised + 0.01)  # ½ to begin with
+        prior = (scale * self._share).clamp(max=1.0)
+        rates = (accepted + PRIOR_STEPS * prior) / (tried + PRIOR_STEPS)
+        rates[0] = 1.0  # the root: a token of the target's own
+        return rates.cumsum(0).tolist()
 
 
 class Modes:
@@ -141,14 +152,25 @@ class Modes:
                 "modes without a tree: give one at least, to choose it or plain decoding"
             )
         self.trees = (PLAIN, *(tree for tree in map(as_tree, trees) if tree.num_nodes > 1))
+        self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self.costs = costs or Costs()
         self.rates = AcceptRates()
         self._largest_grown = largest_grown(self.trees)
-        self._grown: dict[tuple[str, int, int], GrownRates] = defaultdict(GrownRates)
+        self._grown = {(t.kind, t.width, t.depth): GrownRates() for t in self._largest_grown}
         self._unseen_s: dict[TokenTree, float] = defaultdict(float)  # since such a tree was tried
+        self._expected: dict[TokenTree, float] = {}
+        self._news = 0  # observations that it does not know of
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
+
+    @property
+    def costs(self) -> Costs:
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: Costs) -> None:
+        self._costs, self._speeds = costs, {}
 
     @property
     def deepest(self) -> TokenTree:
@@ -160,7 +182,7 @@ class Modes:
 
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
-        speed = {tree: self._speed(num_rows, tree) for tree in self.trees}
+        speed = self._speed(num_rows)
         best = max(self.trees, key=speed.__getitem__)
         if self._probing:
             self._probing -= 1
@@ -175,6 +197,8 @@ class Modes:
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
+        if tree.num_nodes > 1:
+            self._news += 1
         if not isinstance(tree, BeamTree):
             self.rates.learn(tree, end)
 
@@ -186,13 +210,29 @@ class Modes:
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""
-        if isinstance(tree, BeamTree):
-            return self._grown[tree.kind, tree.width, tree.depth].expected_tokens(tree.num_nodes)
-        return self.rates.expected_tokens(tree)
+        self._revise()
+        return self._expected[tree]
 
-    def _speed(self, num_rows: int, tree: TokenTree) -> float:
-        """Expected tokens a second and row."""
-        return self.expected_tokens(tree) / self.costs.of(num_rows, tree)
+    def _revise(self) -> None:
+        if self._news >= REVISED_AFTER or not self._expected:
+            grown = {key: each.expected_tokens() for key, each in self._grown.items()}
+            self._expected = {
+                each: grown[each.kind, each.width, each.depth][each.num_nodes - 1]
+                if isinstance(each, BeamTree)
+                else self.rates.expected_tokens(each)
+                for each in self.trees
+            }
+            self._speeds, self._news = {}, 0
+
+    def _speed(self, num_rows: int) -> dict[TokenTree, float]:
+        """Expected tokens a second and row, by tree."""
+        self._revise()
+        if num_rows not in self._speeds:
+            self._speeds[num_rows] = {
+                tree: tokens / self.costs.of(num_rows, tree)
+                for tree, tokens in self._expected.items()
+            }
+        return self._speeds[num_rows]
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
         """Now and then the largest of trees that grow alike, which alone shows what it accepts."""
@@ -226,10 +266,10 @@ def measure_costs(
 ) -> Costs:
     """Time a decoder's steps, whose rows are all free, of 1, 2, 4, … rows with each tree.
 
-    context, how many tokens come before; num_steps, how many are timed, after two more. A time is
-    the least of NUM_TIMINGS, since what disturbs one step must not decide about all.
+    context, how many tokens come before; num_steps, how many are timed, after two more. The trees
+    have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of its
+    turns: what disturbs the machine for a while must not decide for one tree and against another.
     """
-    costs = Costs()
     counts = {decoder.num_rows}
     counts |= {1 << power for power in range((decoder.num_rows - 1).bit_length())}
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
@@ -237,25 +277,28 @@ def measure_costs(
     first.reset()
     decoder.target.prefill(tokens[None], decoder.cache.at(0))
     prefix = first.save()
-    for count, tree in itertools.product(sorted(counts), trees):
-        costs.catch_up = _begin_after(decoder, count, prefix, tokens)
-        forest = Forest.of([tree] * count, decoder.target.device)
-        rows = decoder.rows.narrow(0, count, [GenerationConfig()])
-        room = (decoder.max_length - context) // (tree.max_depth + 1) - 2
-        if room < NUM_TIMINGS:
-            raise UsageError(
-                f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "
-                f"{context} tokens: raise it, or lower the context"
-            )
-        timed = min(num_steps, room // NUM_TIMINGS)
-        _run_steps(decoder, rows, forest, context, range(2))
-        seconds = []
-        for number in range(NUM_TIMINGS):
+    costs = Costs()
+    for count in sorted(counts):
+        seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
+        readings = []
+        for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
+            room = (decoder.max_length - context) // (tree.max_depth + 1) - 2
+            if room < 1:
+                raise UsageError(
+                    f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "
+                    f"{context} tokens: raise it, or lower the context"
+                )
+            timed = min(num_steps, room) if turn else 0
+            readings.append(_begin_after(decoder, count, prefix, tokens))
+            forest = Forest.of([tree] * count, decoder.target.device)
+            rows = decoder.rows.narrow(0, count, [GenerationConfig()])
+            _run_steps(decoder, rows, forest, context, range(2))
             started = decoder.now()
-            first_step = 2 + number * timed
-            _run_steps(decoder, rows, forest, context, range(first_step, first_step + timed))
-            seconds.append((decoder.now() - started) / timed)
-        costs.seconds[count, tree] = min(seconds)
+            _run_steps(decoder, rows, forest, context, range(2, 2 + timed))
+            if timed:
+                seconds[tree].append((decoder.now() - started) / timed)
+        costs.catch_up = min(readings)
+        costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     decoder.rows.active.zero_()
     return costs
 

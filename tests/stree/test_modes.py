@@ -9,7 +9,7 @@ from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.errors import UsageError
-from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, Modes
+from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, GrownRates, Modes
 from stree.tree import balanced
 
 CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
@@ -246,3 +246,22 @@ def test_costs_are_measured_while_no_row_is_taken():
         decoder.measure_costs()
     with pytest.raises(UsageError, match="give one at least"):
         Modes([])
+
+
+def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
+    """Weights of observations grow from one to the next, and are brought back before they overflow."""
+    rates = GrownRates()
+    for _ in range(23_000):  # 0.99⁻²³⁰⁰⁰ is beyond 1e100
+        rates.learn(8, [0, 1, 3])
+    settled = rates.expected_tokens()
+    assert settled[0] == 1 and settled[1] == pytest.approx(2, abs=0.1)
+    for _ in range(1000):
+        rates.learn(8, [0])
+    assert rates.expected_tokens()[7] == pytest.approx(1, abs=0.05)
+
+
+def test_costs_that_are_measured_again_count_at_once():
+    modes = Modes([CHAIN, WIDE], costs(1.0, 1.1, 5.0))
+    assert modes.choose(1) == CHAIN
+    modes.costs = costs(1.0, 5.0, 1.1)
+    assert modes.choose(1) == WIDE
