@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreted
 
-    interpreted.replace_the_language_once_a_launch()
+    interpreted.do_once_what_comes_out_the_same()
 
 from stree.executors import Graphs
 
