@@ -27,7 +27,7 @@ from stree_kernels.places import (
 from stree_kernels.shapes import MixerShape, MixerWeights, Sampling, Steering, Topology
 
 _WORD = 2**32 - 1
-_PHILOX = {0: 0xD2511F53, 2: 0xCD9E8D57}  # what the words of a counter are multiplied by
+_PHILOX = (0xD2511F53, 0xCD9E8D57)  # what words 0 and 2 of a counter are multiplied by
 _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # what the words of a key grow by
 
 
@@ -780,15 +780,17 @@ def token_noise(
 
 def _philox(seeds: Tensor, places: Tensor, positions: Tensor, stream: int) -> list[Tensor]:
     """The four words at counter (place, position, stream), the seed being the key."""
-    key = [seeds & _WORD, seeds >> 32]
-    zero = torch.zeros_like(places)
-    counter = [places, (positions & _WORD) + zero, (positions >> 32) + zero, zero + stream]
-    for round_ in range(10):
-        keys = [(key[at] + round_ * _PHILOX_KEYS[at]) & _WORD for at in (0, 1)]
+    places, low, high = torch.broadcast_tensors(places, positions & _WORD, positions >> 32)
+    # Constants are made where they are needed: nothing waits for the device.
+    numbers = torch.arange(10, device=places.device).view(-1, *[1] * places.dim())
+    first, second = _PHILOX_KEYS
+    keys = torch.stack([(seeds & _WORD) + numbers * first, (seeds >> 32) + numbers * second], 1)
+    factors = _PHILOX[0] + numbers[:2] * (_PHILOX[1] - _PHILOX[0])
+    # Words 0 and 2 go through a round together, and so do 1 and 3: half the launches
+    even, odd = torch.stack([places, high]), torch.stack([low, torch.full_like(low, stream)])
+    for key in (keys & _WORD).unbind():
         # An int64 product wraps around, but keeps all 64 bits of the two words it consists of
-        first, second = (counter[at] * _PHILOX[at] for at in (0, 2))
-        counter = [
-            (second >> 32 & _WORD) ^ counter[1] ^ keys[0], second & _WORD,
-            (first >> 32 & _WORD) ^ counter[3] ^ keys[1], first & _WORD,
-        ]  # fmt: skip
-    return counter
+        product = (even * factors).flip(0)
+        even = (product >> 32).bitwise_and_(_WORD).bitwise_xor_(odd).bitwise_xor_(key)
+        odd = product.bitwise_and_(_WORD)
+    return [even[0], odd[0], even[1], odd[1]]
