@@ -11,6 +11,9 @@ CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit
 
 # What a file's tests share is made once when one worker has them all; in tests/conftest.py's order
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Every process of a test imports hundreds of modules: none compiles them anew, even where the
+# environment forbids to keep what was compiled, as in many containers
+QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help quickstart chat test test-long check docs clean
 
@@ -38,10 +41,10 @@ chat: $(VENV)/ready  ## the run of docs/results/h200-sharegpt on public chats: o
 	$(BIN)/python pipelines/report.py $(CHAT)
 
 test: $(VENV)/ready-dev  ## set up, and run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS)
+	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS)
 
 test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more moments, more shapes and seeds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"
+	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"
 
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .
