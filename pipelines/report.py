@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason
-from stree.files import write_atomically
+from stree.files import make_directory, write_atomically
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.records import RESULTS_NAME, write_rows
 from stree_pipelines.reports import plots, runs_plots, runs_tables
@@ -46,8 +46,10 @@ from stree_pipelines.reports.tables import advise, all_tables, table6, table6_ma
 def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
     """Write the files into `out` (default: the run folder) and return their paths.
 
-    Raises CannotWrite when the folder refuses.
+    Raises CannotWrite when the folder refuses, before anything is drawn.
     """
+    out = Path(out) if out is not None else data.folder
+    make_directory(out)
     tables = all_tables(data)
     files: dict[str, str | bytes] = {
         "table6.md": table6_markdown(data), "table6.json": table6_json(data),
@@ -59,11 +61,13 @@ def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
     files |= _drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step")
     page = {**page_context(data), "figures": _figures(data)}
     files["report.html"] = render_page("report.html.j2", page)
-    return _write(files, Path(out) if out is not None else data.folder)
+    return _write(files, out)
 
 
 def write_runs_report(runs: Runs, out: str | Path) -> list[Path]:
     """As `write_report`, of several runs beside each other."""
+    out = Path(out)
+    make_directory(out)
     files: dict[str, str | bytes] = {
         "table6.md": runs_tables.markdown(runs), "table6.json": runs_tables.rows_json(runs),
         "table6.tex": to_latex(runs_tables.tables(runs)),
@@ -80,7 +84,7 @@ def write_runs_report(runs: Runs, out: str | Path) -> list[Path]:
     ]
     page = {**runs_context(runs), "figures": figures}
     files["report.html"] = render_page("runs.html.j2", page)
-    return _write(files, Path(out))
+    return _write(files, out)
 
 
 def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
