@@ -205,8 +205,9 @@ def test_many_temperatures_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file/x", "/dev/null/x"])
-def test_a_folder_that_refuses_is_one_clear_error(run, tmp_path, place):
+def test_a_folder_that_refuses_is_one_clear_error(run, tmp_path, place, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(plots, "new_figure", None)  # before anything is drawn
     with pytest.raises(CannotWrite, match="cannot write"):
         write_report(load_run(run), tmp_path / place)
 
