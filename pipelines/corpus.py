@@ -3,7 +3,9 @@
 Docstrings of the standard library's modules, classes and functions (parsed, never imported) and the
 language reference's prose that pydoc carries become questions and answers, some of several turns.
 Every module and every topic is in one of three files only: `train.jsonl`, `valid.jsonl` (ShareGPT
-rows) and `prompts.jsonl` (benchmark rows: id, category, turns, reference).
+rows) and `prompts.jsonl` (benchmark rows: id, category, turns, reference). With --html the HTML
+documentation (python3-doc in Debian) becomes `manual.jsonl`, of training modules only: four times
+as much text, which the target in checkpoints/ was trained on, too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 
 from stree.errors import BadData, exit_with_reason
 from stree.files import make_directory, write_atomically
-from stree_pipelines.command_line import PlainParser
+from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines.data.html_docs import passages
 
 # Tests, bundled tools and generated tables; `this` and `antigravity` are jokes, not documentation.
 SKIPPED_FOLDERS = {
@@ -153,6 +156,28 @@ def build_corpus(out_dir: str | Path) -> dict[str, int]:
         "topics": len(topics),
         "chars": sum(len(entry.text) for entry in entries),
     }
+
+
+def build_manual(html: str | Path, out_dir: str | Path) -> int:
+    """Write `manual.jsonl` from a folder of Python's HTML documentation; returns how many rows.
+
+    Raises `BadData` when the folder holds none, `CannotWrite`.
+    """
+    by_unit: dict[str, list[Entry]] = {}
+    for unit, passage in passages(html):
+        text = _clean(passage.text)
+        if split_of(unit) == "train" and len(text) >= MIN_ANSWER_CHARS:
+            by_unit.setdefault(unit, []).append(Entry(unit, passage.kind, passage.name, text))
+    rows = [row for entries in by_unit.values() for row in conversations_of(entries)]
+    if not rows:
+        raise BadData(
+            f"{html}: no pages of Python's HTML documentation, wanted a folder such as "
+            "/usr/share/doc/python3.11/html"
+        )
+    make_directory(Path(out_dir))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(out_dir) / "manual.jsonl", lines)
+    return len(rows)
 
 
 def docstring_entries(root: Path) -> Iterator[Entry]:
@@ -332,7 +357,11 @@ def main(arguments: list[str] | None = None) -> None:
         "corpus.py", description="Build the embedded corpus from Python's own docs."
     )
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
+    parser.add_argument("--html", help="folder of Python's HTML documentation, for manual.jsonl")
     options = parser.parse_args(arguments)
+    if options.html is not None:
+        count = build_manual(input_path(options.html), options.out)
+        print(f"{options.html} -> {options.out}/manual.jsonl: {count:,} conversations")
     made = build_corpus(options.out)
     print(
         f"{made['docstrings']:,} docstrings and {made['topics']:,} topic sections "
