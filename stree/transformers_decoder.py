@@ -23,15 +23,16 @@ from stree.drafters.naming import DrafterName
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError
-from stree.generation import GenerationConfig, GenerationOutput
+from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.loading import checkpoint_folder
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
+from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
 from stree.prompts import prompts_of
 from stree.requests import Request
 from stree.tree import TokenTree, as_tree
-from stree.verifiers import Verifier
+from stree.verifiers import Verifier, named
 
 _PLAIN = {  # what else asks for another search, or another answer
     "num_beams": 1, "penalty_alpha": 0.0, "prompt_lookup_num_tokens": 0, "dola_layers": None,
@@ -51,18 +52,25 @@ def from_transformers(
     tree: TokenTree | str | None = None,
     *,
     verifier: str | Verifier = "coupled",
+    backtracking: str = "replay",
+    num_prefixes: int = 0,
 ) -> TransformersDecoder:
     """A decoder whose `generate` is `model.generate`, with drafts.
 
     Args: model, of any supported family, loaded by transformers on one device: its tensors are
     shared (`stree.models.shared`). drafter, a name that `stree.load` takes (a folder, one on the
     hub, n-grams), a model of ours or of transformers; None decodes without. tree, a tree or its
-    name (default with a drafter: the paper's).
+    name (default with a drafter: the paper's). verifier, backtracking and num_prefixes, as in
+    `stree.load`; its other settings are the model's own, or come with each call of `generate`.
+    Prefixes are forgotten when a call needs larger buffers than those before.
     Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
     """
     target = shared_model(model)
     tree = None if tree is None else as_tree(tree)
-    return TransformersDecoder(model, target, _drafter(drafter, target), tree, verifier)
+    return TransformersDecoder(
+        model, target, _drafter(drafter, target), tree, verifier,
+        backtracking=backtracking, num_prefixes=num_prefixes,
+    )  # fmt: skip
 
 
 def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Retokenised | Drafter | None:
@@ -91,10 +99,16 @@ class TransformersDecoder:
         drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | None = None,
         verifier: str | Verifier = "coupled",
+        *,
+        backtracking: str = "replay",
+        num_prefixes: int = 0,
     ) -> None:
         self.model, self.target, self.drafter = model, target, drafter
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        self.tree, self.verifier = tree or default, verifier
+        self.tree, self.verifier = tree or default, named(verifier)
+        self.backtracking = require_backtracking(backtracking)
+        require_whole("num_prefixes", num_prefixes, least=0)
+        self.num_prefixes = num_prefixes
         if drafter is None and self.tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.outputs: list[GenerationOutput] = []
@@ -152,7 +166,7 @@ class TransformersDecoder:
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
                 ignore_eos=not stops.eos_ids, **settings,
             )  # fmt: skip
-            requests.append(Request(prompt, generation))
+            requests.append(Request(prompt, generation, keep_prompt=True))
         rows = self._serve(requests, input_ids, stops, streamer)
         longest = max(map(len, rows))
         padding = generation_config._pad_token_tensor
@@ -185,14 +199,14 @@ class TransformersDecoder:
                             ends[index] = len(tokens[index])
                     if report.finish_reason:
                         ends[index] = ends[index] or len(tokens[index])
-                        outputs[index] = batch.release(report.row)
+                        outputs[index] = batch.release(report.row, keep=True)
                         del served[report.row]
                 # Without an EOS, transformers lets sequences go on until the last one stops
                 last = None if None in ends else max(end for end in ends if end is not None)
                 for row, index in list(served.items()):
                     wanted = ends[index] if stops.eos_ids else last
                     if wanted is not None and len(tokens[index]) >= wanted:
-                        outputs[index] = batch.release(row)
+                        outputs[index] = batch.release(row, keep=True)
                         del served[row]
         finally:
             for row in served:
@@ -217,6 +231,7 @@ class TransformersDecoder:
             batch = BatchDecoder(
                 self.target, self.drafter, self.tree,
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
+                backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
             self._batch = batch
         return batch
@@ -318,15 +333,18 @@ def generate(
     drafter: Any = None,
     tree: TokenTree | str | None = None,
     verifier: str | Verifier = "coupled",
+    backtracking: str = "replay",
+    num_prefixes: int = 0,
     **arguments: Any,
 ) -> Any:
     """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
     the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
     next call with the same ones."""
-    made_of = (drafter, tree, verifier, model.device, model.dtype)
+    options = dict(verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes)
+    made_of = (drafter, tree, options, model.device, model.dtype)
     kept = model.__dict__.get(_KEPT)
     if kept is None or kept[0] != made_of:
         model.__dict__.pop(_KEPT, None)  # its buffers go before there are others
-        kept = made_of, from_transformers(model, drafter, tree, verifier=verifier)
+        kept = made_of, from_transformers(model, drafter, tree, **options)
         model.__dict__[_KEPT] = kept
     return kept[1].generate(**arguments)

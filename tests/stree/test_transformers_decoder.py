@@ -1,5 +1,7 @@
 """The door from transformers: its models' tensors, its `generate`, the same tokens."""
 
+import inspect
+
 import pytest
 import torch
 from families import FAMILIES, VOCAB, random_reference
@@ -27,7 +29,9 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import slice_drafter
+from stree.transformers_decoder import generate
 from stree.tree import balanced
+from stree.verifiers.multi_step import MultiStep
 from stree_kernels import ops
 
 # What transformers' own cached steps do otherwise than its full forwards, and padding (through
@@ -399,6 +403,44 @@ def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
         granite.generate(ids, num_beams=2, **door)
     with pytest.raises(ValueError, match="trust_remote_code"):
         granite.generate(ids, custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=False)
+
+
+def test_the_other_settings_of_load(granite):
+    """What `stree.load` is told of a decoder and transformers' generate is not."""
+    taken = inspect.signature(stree.load).parameters.keys()
+    of_the_model_or_call = {"target", "device", "dtype", "max_length", "temperature"}
+    for door in (stree.from_transformers, generate):
+        offered = inspect.signature(door).parameters.keys()
+        assert taken - of_the_model_or_call <= offered
+    ids, mask = prompts()
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    decoder = decoder_of(granite, verifier="multi_step", backtracking="joint", num_prefixes=2)
+    assert_same(granite, decoder, ids, **options)
+    batch = decoder._batch
+    assert isinstance(batch.verifier, MultiStep) and batch.cache.last_tree is not None
+    assert sum(sum(each.stats.accepted_per_call) for each in decoder.outputs) > 0
+    told = dict(verifier="multi_step", backtracking="joint", num_prefixes=1)
+    got = generate(granite, drafter=decoder.drafter, tree=TREE, **told, inputs=ids, **options)
+    assert torch.equal(got, granite.generate(ids, **options))
+    kept = granite._stree_decoder[1]
+    generate(granite, drafter=decoder.drafter, tree=TREE, inputs=ids, **options)
+    assert granite._stree_decoder[1] is not kept and kept._batch.cache.last_tree is not None
+    for wrong in (dict(backtracking="undo"), dict(num_prefixes=-1), dict(verifier="none")):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            stree.from_transformers(granite, **wrong)
+
+
+def test_a_conversation_reads_only_what_is_new(granite):
+    decoder, (ids, _) = decoder_of(granite, num_prefixes=2), prompts((6,))
+    options = dict(max_new_tokens=8, do_sample=False)
+    first = assert_same(granite, decoder, ids, **options)
+    second = torch.cat([first, ids], dim=1)
+    assert_same(granite, decoder, second, **options)
+    assert decoder.outputs[0].stats.num_reused_tokens >= ids.shape[1]
+    plain = decoder_of(granite)
+    plain.generate(ids, **options)
+    plain.generate(second, **options)
+    assert plain.outputs[0].stats.num_reused_tokens == 0
 
 
 def test_buffers_serve_calls_that_fit_them(granite):
