@@ -1,21 +1,28 @@
 """A gated-delta layer's tree call in two launches: tree conv, then replay and tree (Triton).
 
-In the second one program serves one sequence, one value head and a block of its value channels. It
+In the last one program serves one sequence, one value head and a block of its value channels. It
 alone reads and writes its part of the state: it replays the last accepted path into it, and keeps
 it in registers for all nodes of the new tree. The replay needs nothing of the conv, so on GPUs that
 can (compute capability 9.0) it runs beside it. Then the nodes come in blocks, each with a
 triangular system that is inverted by doubling of depth (`_inverse`). The naive twin is
 `naive_gated_delta.gated_delta_tree`.
+
+Blocks wait for one another, but only u has to: what a block's nodes have to do with each other and
+with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` nodes a
+launch between the two finds that for all blocks at once (`pairs_kernel`), so that the last one has
+a few products a block left. State and replay need nothing of it, and run beside both.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.naive_gated_delta import NORM_EPS
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
@@ -24,6 +31,8 @@ from stree_kernels.tree_conv import convolve
 # What was fastest on an H200: nodes and value channels of a head that a program takes at a time
 BLOCK_NODES, BLOCK_VALUES = 16, 32
 FEW = 32  # nodes for which two warps are faster than four
+# Not yet timed: earlier nodes that a block takes at a time once their pairs are known
+BLOCK_KNOWN = 64
 
 
 def gated_delta_tree(
@@ -38,7 +47,8 @@ def gated_delta_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """`naive_gated_delta.gated_delta_tree` in two launches; y (B, Q, H·V) in projected's dtype."""
+    """`naive_gated_delta.gated_delta_tree` in two launches, of more than `FEW` nodes in three;
+    y (B, Q, H·V) in projected's dtype."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, weights, shape, topology, steering, first)
@@ -46,6 +56,25 @@ def gated_delta_tree(
     qk, steps = derived.xb, derived.steps
     num_slots = min(qk.shape[2], steps.shape[3], updates.shape[1])
     assert state.stride(3) == updates.stride(3) == 1 and num_slots >= first + num_new
+    tree = topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1]
+    rule: dict[str, Any] = dict(
+        KEY_DIM=shape.key_dim, HEADS_A_KEY=shape.num_heads // shape.num_key_heads,
+        K_CHANNEL=shape.conv_dims[0], EPS=NORM_EPS, REPLAY=first == 0,
+        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
+        PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
+    )  # fmt: skip
+    pairs = None
+    if num_new > FEW:
+        num_blocks = triton.cdiv(num_new, BLOCK_NODES)
+        num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
+        pairs = torch.empty(2, batch, shape.num_heads, num_new, first + num_new, device=kept.device)
+        pairs_kernel[(num_blocks * num_columns, shape.num_heads, batch)](
+            qk, qk.stride(0), qk.stride(1), qk.stride(2),
+            steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
+            b, b.stride(0), b.stride(1), pairs, pairs.stride(0), *tree,
+            steering.variant, steering.parity, first, num_new, num_columns,
+            num_warps=2, **rule,
+        )  # fmt: skip
     block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
     gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
         qk, qk.stride(0), qk.stride(1), qk.stride(2),
@@ -53,17 +82,12 @@ def gated_delta_tree(
         v, v.stride(0), v.stride(1), b, b.stride(0), b.stride(1),
         updates, updates.stride(0), updates.stride(1), updates.stride(2),
         state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1),
-        topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
+        y, y.stride(0), y.stride(1), pairs, 0 if pairs is None else pairs.stride(0), *tree,
         steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
         steering.variant, steering.parity, first, num_new, num_slots,
-        KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-        HEADS_A_KEY=shape.num_heads // shape.num_key_heads, K_CHANNEL=shape.conv_dims[0],
-        SCALE=shape.key_dim**-0.5, EPS=NORM_EPS, REPLAY=first == 0,
-        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_V=block_v,
-        BLOCK_N=BLOCK_NODES,
-        PRECISION=precision_of(kept), MIXED=exact_products(kept.dtype),
-        num_stages=1, num_warps=2 if num_new <= FEW else 4, **overlapping(kept),
+        VALUE_DIM=shape.value_dim, SCALE=shape.key_dim**-0.5, BLOCK_V=block_v,
+        BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(kept.dtype),
+        num_warps=2 if num_new <= FEW else 4, **rule,
     )  # fmt: skip
     return y
 
@@ -72,6 +96,65 @@ def exact_products(dtype: torch.dtype) -> str:
     """For `mixed_product` where an error would stay in the state: never a single tf32 product."""
     mixed = mixed_precision_of(dtype)
     return "tf32x3" if mixed == "tf32" else mixed
+
+
+@triton.jit(do_not_specialize=["num_new", "num_columns"])
+def pairs_kernel(
+    qk, qk_parity_stride, qk_batch_stride, qk_stride,
+    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
+    b_pointer, b_batch_stride, b_stride, pairs, scores_stride,
+    ancestors, depths, tree_size, variants, parities, first, num_new, num_columns,
+    KEY_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr, K_CHANNEL: tl.constexpr,
+    EPS: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a block of new nodes (rows) has to do with a block of earlier ones, or in the last
+    column with itself: their part of the system, of itself inverted and times β, and their scores.
+    pairs (2, B, H, Q, first + Q)."""
+    lead(OVERLAPS)  # the next launch begins with what neither this one nor the conv writes
+    program, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = program // num_columns * BLOCK_N
+    column = program % num_columns
+    begin, end = column * BLOCK_N, first + start
+    if column == num_columns - 1:
+        begin, end = first + start, first + num_new
+    if begin >= end:
+        return
+    d, at = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    in_d = d < KEY_DIM
+    place, other = start + at, begin + at
+    known, there = place < num_new, other < end
+    node = first + place
+    half = load_kept(parities)
+    if REPLAY:
+        half = 1 - half
+    variant = load_kept(variants + batch)
+    ancestors += variant * tree_size * tree_size
+    depth = load_kept(depths + variant * tree_size + node, known)
+    q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
+    qk += half * qk_parity_stride + batch * qk_batch_stride
+    steps += half * steps_parity_stride + batch * steps_batch_stride + steps_part_stride + head
+    follow(OVERLAPS)
+    k = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, node, known, in_d)
+    q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
+    keys = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, other, there, in_d)
+    decays = _inverse_length(keys, EPS)[None, :] * _decays(
+        ancestors, tree_size, node, known, load_kept(steps + node * steps_stride, known),
+        other, there, load_kept(steps + other * steps_stride, there),
+    )  # fmt: skip
+    system = product(k, tl.trans(keys), PRECISION) * decays * _inverse_length(k, EPS)[:, None]
+    scores = product(q, tl.trans(keys), PRECISION) * decays
+    if column == num_columns - 1:
+        b = tl.load(
+            b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
+        )
+        beta = tl.sigmoid(b.to(tl.float32))
+        system = _inverse(system * beta[:, None], depth, known, BLOCK_N) * beta[None, :]
+    row = (batch * tl.num_programs(1) + head) * num_new + place
+    at = pairs + row[:, None] * (first + num_new) + other[None, :]
+    mine = known[:, None] & there[None, :]
+    store_kept(at, system, mine)
+    store_kept(at + scores_stride, scores, mine)
 
 
 # Compiled for exactly one new node, the loop over nodes is gone, and with it, in Triton 3.6 on an
@@ -83,14 +166,14 @@ def gated_delta_kernel(
     v_pointer, v_batch_stride, v_stride, b_pointer, b_batch_stride, b_stride,
     updates, updates_batch_stride, updates_stride, updates_head_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride,
+    y_pointer, y_batch_stride, y_stride, pairs, scores_stride,
     ancestors, depths, tree_size, path, path_stride, path_size, path_lengths, variants, parities,
     first, num_new, num_slots,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
     K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
     REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
@@ -139,36 +222,54 @@ def gated_delta_kernel(
             v_pointer + batch * v_batch_stride + place[:, None] * v_stride + value[None, :],
             mask=known[:, None] & in_p[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        b = tl.load(
-            b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
-        )
-        beta = tl.sigmoid(b.to(tl.float32))
         k_scale, q_scale = _inverse_length(k, EPS), _inverse_length(q, EPS) * SCALE
         # All that takes whole keys comes first: they, and the state, are most of the registers
         seen = mixed_product(k, state, PRECISION, MIXED)
         wanted = v - seen * (tl.exp(log_decay) * k_scale)[:, None]
         y = mixed_product(q, state, PRECISION, MIXED) * tl.exp(log_decay)[:, None]
-        decays = k_scale[None, :] * _decays(
-            ancestors, tree_size, node, known, log_decay, node, known, log_decay
-        )
-        system = product(k, tl.trans(k), PRECISION) * decays * (beta * k_scale)[:, None]
-        scores = product(q, tl.trans(k), PRECISION) * decays
-        for earlier in range(0, first + start, BLOCK_N):  # nodes of which u is known
-            other = earlier + tl.arange(0, BLOCK_N)
-            there = other < first + start
-            keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
-            decay_there = load_kept(steps + other * steps_stride, there)
-            decays = _inverse_length(keys, EPS)[None, :] * _decays(
-                ancestors, tree_size, node, known, log_decay, other, there, decay_there
+        if pairs is None:
+            b = tl.load(
+                b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
             )
-            u = _rows(updates + p[None, :], updates_stride, other, there, in_p)
-            k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)  # anew
-            overlaps = product(k, tl.trans(keys), PRECISION) * decays * k_scale[:, None]
-            wanted -= product(overlaps, u, "tf32x3")
-            q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
-            y += product(product(q, tl.trans(keys), PRECISION) * decays, u, "tf32x3")
-        depth = load_kept(depths + node, known)
-        u = product(_inverse(system, depth, known, BLOCK_N), wanted * beta[:, None], "tf32x3")
+            beta = tl.sigmoid(b.to(tl.float32))
+            decays = k_scale[None, :] * _decays(
+                ancestors, tree_size, node, known, log_decay, node, known, log_decay
+            )
+            system = product(k, tl.trans(k), PRECISION) * decays * (beta * k_scale)[:, None]
+            scores = product(q, tl.trans(k), PRECISION) * decays
+            for earlier in range(0, first + start, BLOCK_N):  # nodes of which u is known
+                other = earlier + tl.arange(0, BLOCK_N)
+                there = other < first + start
+                keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
+                decay_there = load_kept(steps + other * steps_stride, there)
+                decays = _inverse_length(keys, EPS)[None, :] * _decays(
+                    ancestors, tree_size, node, known, log_decay, other, there, decay_there
+                )
+                u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
+                k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)  # anew
+                overlaps = product(k, tl.trans(keys), PRECISION) * decays * k_scale[:, None]
+                wanted -= product(overlaps, u_there, "tf32x3")
+                q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
+                y += product(product(q, tl.trans(keys), PRECISION) * decays, u_there, "tf32x3")
+            depth = load_kept(depths + node, known)
+            inverse = _inverse(system, depth, known, BLOCK_N) * beta[None, :]
+        else:
+            row = (batch * tl.num_programs(1) + head) * num_new + place
+            line = pairs + row[:, None] * (first + num_new)
+            inverse = load_kept(line + node[None, :], known[:, None] & known[None, :])
+            scores = load_kept(
+                line + scores_stride + node[None, :], known[:, None] & known[None, :]
+            )
+            for earlier in range(0, first + start, BLOCK_KNOWN):
+                other = earlier + tl.arange(0, BLOCK_KNOWN)
+                there = other < first + start
+                u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
+                both = known[:, None] & there[None, :]
+                wanted -= product(load_kept(line + other[None, :], both), u_there, "tf32x3")
+                y += product(
+                    load_kept(line + scores_stride + other[None, :], both), u_there, "tf32x3"
+                )
+        u = product(inverse, wanted, "tf32x3")
         y = (y + product(scores, u, "tf32x3")) * q_scale[:, None]
         mine = known[:, None] & in_p[None, :]
         store_kept(updates + node[:, None] * updates_stride + p[None, :], u, mine)

@@ -40,6 +40,13 @@ def follow(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def lead(OVERLAPS: tl.constexpr):
+    """Let the next launch begin before this one waits; `follow` comes later, all the same."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def load_kept(at, mask=None):
     """What is small and read again in each layer or each step; zeros off the mask. The products
     between stream the weights through the L2 cache, and would drive it out."""

@@ -168,7 +168,9 @@ def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
 
 
-@pytest.mark.parametrize("num_nodes, piece", quick_first([(4, 1), (37, 33)], [(20, 17), (40, 9)]))
+@pytest.mark.parametrize(
+    "num_nodes, piece", quick_first([(4, 1), (37, 33)], [(20, 17), (40, 9), (70, 35)])
+)
 def test_growing_a_tree_in_pieces(num_nodes, piece):
     """A tree taken a few nodes at a time gives what one call over it gives, and what is kept of it
     replays like that."""

@@ -1,8 +1,8 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
-attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
+of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer (over 48 nodes,
+too) and what is around attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
 LFM2-1.2B's take a tree and a single token. Each launch is compiled with the very arguments it has
 there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of shared
 memory, and where --spills asks for it, of the machine code, stores of spilled registers.
@@ -227,6 +227,7 @@ def main() -> None:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
             short_conv(num_nodes, getattr(torch, options.dtype))
+        gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
     for name, kernel in dict.fromkeys(compiled):
