@@ -291,7 +291,7 @@ def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def short_conv_tree(
-    inputs: Tensor,
+    projected: Tensor,
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -299,22 +299,25 @@ def short_conv_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """Causal depthwise convolution of nodes first … first + Q − 1 of a tree, and its memory.
+    """A gated causal depthwise convolution, C·conv(B·x), of nodes first … first + Q − 1 of a tree,
+    and its memory.
 
     As `mamba_tree`, without a scan: with first = 0 a new tree begins after the accepted path of the
     last one, else the tree grows.
 
-    Args: inputs (B, Q, C); rows (2, B, W − 1 + N, C), inputs of [committed tail, nodes], twice, as
-    in `mamba_tree`; weight (C, W), bias (C,).
-    Returns (B, Q, C) in inputs' dtype. Writes `rows`.
+    Args: projected (B, Q, 3·C), the gates B and C and then x; rows (2, B, W − 1 + N, C), B·x of
+    [committed tail, nodes], twice, as in `mamba_tree`; weight (C, W), bias (C,).
+    Returns (B, Q, C) in projected's dtype. Writes `rows`.
     """
+    opened, gate, values = projected.chunk(3, dim=-1)
+    inputs = opened * values
     places = conv_places(
         rows, weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1]
     )
     if first == 0:
         inputs = torch.cat([_at(rows, places.newest), inputs], dim=1)
     _write(rows, places, inputs)
-    return _convolve(_at(rows, places.windows[:, places.path :]), weight, bias)
+    return gate * _convolve(_at(rows, places.windows[:, places.path :]), weight, bias)
 
 
 def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:

@@ -141,7 +141,7 @@ def attend_tree(
 
 
 def short_conv_tree(
-    inputs: Tensor,
+    projected: Tensor,
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -150,8 +150,8 @@ def short_conv_tree(
     first: int,
 ) -> Tensor:
     """See `naive.short_conv_tree`."""
-    module = _module("short_conv", inputs)
-    return module.short_conv_tree(inputs, rows, weight, bias, topology, steering, first)
+    module = _module("short_conv", projected)
+    return module.short_conv_tree(projected, rows, weight, bias, topology, steering, first)
 
 
 def add_rms_norm(

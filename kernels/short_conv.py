@@ -1,8 +1,8 @@
-"""A short convolution over a tree and its memory, in one launch (Triton).
+"""A gated short convolution over a tree and its memory, in one launch (Triton).
 
 One program serves a sequence and a block of channels: nobody else reads or writes these, so it
-takes the accepted path's last inputs from one half of the buffer, writes them and the new nodes' to
-the other half, and convolves each node with its ancestors. The naive twin is
+takes the accepted path's last inputs from one half of the buffer, writes them and the new nodes',
+gated, to the other half, convolves each node with its ancestors, and gates that. The naive twin is
 `naive.short_conv_tree`.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Steering, Topology
 
-BLOCK_CHANNELS = 64  # as in tree_conv.py, not measured here
+BLOCK_CHANNELS = 64  # as in tree_conv.py, no other was measured here
 BLOCK_NODES = 16
 
 
 def short_conv_tree(
-    inputs: Tensor,
+    projected: Tensor,
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -29,26 +29,26 @@ def short_conv_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """`naive.short_conv_tree` in one launch; inputs' and rows' last strides are 1."""
-    batch, num_new, channels = inputs.shape
-    assert inputs.stride(2) == rows.stride(3) == 1
-    out = torch.empty(batch, num_new, channels, dtype=inputs.dtype, device=inputs.device)
+    """`naive.short_conv_tree` in one launch; projected's and rows' last strides are 1."""
+    batch, num_new, channels = *projected.shape[:2], len(weight)
+    assert projected.stride(2) == rows.stride(3) == 1
+    out = projected.new_empty(batch, num_new, channels)
     short_conv_kernel[(triton.cdiv(channels, BLOCK_CHANNELS), batch)](
-        inputs, inputs.stride(0), inputs.stride(1),
+        projected, projected.stride(0), projected.stride(1),
         rows, rows.stride(0), rows.stride(1), rows.stride(2),
         weight, weight.stride(0), weight.stride(1), bias, out,
         topology.windows, topology.windows.shape[1],
         steering.path, steering.path.stride(0), steering.path_length, steering.variant,
         steering.parity, first, num_new, channels,
         WIDTH=weight.shape[1], NEW=first == 0, BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
-        num_warps=4, **overlapping(inputs),
+        num_warps=4, **overlapping(projected),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["first", "num_new"])
 def short_conv_kernel(
-    inputs, batch_stride, node_stride, rows, half_stride, rows_batch_stride, row_stride,
+    projected, batch_stride, node_stride, rows, half_stride, rows_batch_stride, row_stride,
     weights, channel_stride, tap_stride, bias, out, windows, tree_size,
     path, path_stride, path_lengths, variants, parities, first, num_new, channels,
     WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -57,7 +57,7 @@ def short_conv_kernel(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     batch = tl.program_id(1).to(tl.int64)
     mine = channel < channels
-    inputs += batch * batch_stride
+    projected += batch * batch_stride
     rows += batch * rows_batch_stride
     out += batch * num_new * channels
     follow(OVERLAPS)
@@ -75,9 +75,11 @@ def short_conv_kernel(
     for start in range(0, num_new, BLOCK_Q):
         new = start + tl.arange(0, BLOCK_Q)
         here = (new < num_new)[:, None] & mine[None, :]
-        given = inputs + new[:, None] * node_stride + channel[None, :]
+        given = projected + new[:, None] * node_stride + channel[None, :]
         row = WIDTH - 1 + first + new
-        value = tl.load(given, mask=here, other=0.0)
+        opened = tl.load(given, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(given + 2 * channels, mask=here, other=0.0)
+        value = (opened * value.to(tl.float32)).to(value.dtype)
         store_kept(now + row[:, None] * row_stride + channel[None, :], value, here)
     tl.debug_barrier()  # what follows reads what these threads have written
     for start in range(0, num_new, BLOCK_Q):
@@ -93,8 +95,11 @@ def short_conv_kernel(
             sums += value.to(tl.float32) * weight.to(tl.float32)[None, :]
         if bias is not None:
             sums += load_kept(bias + channel, mine).to(tl.float32)[None, :]
+        given = projected + new[:, None] * node_stride + channel[None, :]
+        gate = tl.load(given + channels, mask=here, other=0.0)
+        y = gate.to(tl.float32) * sums.to(gate.dtype).to(tl.float32)
         written = out + new[:, None] * channels + channel[None, :]
-        tl.store(written, sums.to(out.dtype.element_ty), mask=here)
+        tl.store(written, y.to(gate.dtype), mask=here)
 
 
 @triton.jit

@@ -42,11 +42,9 @@ class ShortConv(Part):
         return self.out_proj(C * y)
 
     def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
-        B, C, values = project(x, self.in_proj).chunk(3, dim=-1)
-
         def conv(nodes: Tensor, *where: Any) -> Tensor:
             weights = (self.conv.weight[:, 0], self.conv.bias)
             return ops.short_conv_tree(nodes, cache.rows, *weights, *where)
 
-        y = call.over_nodes(cache, conv, B * values)
-        return project_parts(C * y, self.out_proj)
+        y = call.over_nodes(cache, conv, project(x, self.in_proj))
+        return project_parts(y, self.out_proj)

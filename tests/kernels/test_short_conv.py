@@ -1,4 +1,4 @@
-"""The short convolution in one launch against its naive twin in fp64: a tree, then another one
+"""The gated short convolution in one launch against its naive twin in fp64: a tree, then another one
 after an accepted path of the first, with NaN wherever nothing is.
 """
 
@@ -17,7 +17,8 @@ from stree.tree import TokenTree, balanced
 from stree_kernels import naive, short_conv
 
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), balanced([2, 2, 2, 2]), comb(33)]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7}
+# What is kept, the conv and the result are rounded; the interpreter cuts off
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 3 * 2**-8}
 
 
 @dataclasses.dataclass
@@ -29,9 +30,9 @@ class Case:
 
     def call(self, number, shape, topology, steering, first=0, nodes=slice(None)):
         module = naive if self.rows.dtype == torch.float64 else short_conv
-        inputs = self.projected[number][:, nodes]
+        projected = self.projected[number][:, nodes]
         return module.short_conv_tree(
-            inputs, self.rows, self.weight, self.bias, topology, steering, first
+            projected, self.rows, self.weight, self.bias, topology, steering, first
         )
 
     def in_fp64(self):
@@ -40,12 +41,13 @@ class Case:
 
 
 def make(num_nodes, dtype, batch, channels=70, width=3, bias=True):
-    projected = [normal(batch, num_nodes, channels + 3, seed=s, dtype=dtype) for s in range(2)]
+    width_in = 3 * channels
+    projected = [normal(batch, num_nodes, width_in + 3, seed=s, dtype=dtype) for s in range(2)]
     rows = torch.full((2, batch, width + num_nodes + 1, channels), torch.nan, device=DEVICE)
     rows = rows.to(dtype)
     rows[1, :, : width - 1] = normal(batch, width - 1, channels, seed=5, dtype=dtype)
     return Case(
-        [each[..., :channels] for each in projected], rows,
+        [each[..., :width_in] for each in projected], rows,
         normal(width, channels, seed=6, dtype=dtype).T,
         normal(channels, seed=7, dtype=dtype) if bias else None,
     )  # fmt: skip
@@ -54,7 +56,7 @@ def make(num_nodes, dtype, batch, channels=70, width=3, bias=True):
 def compare(trees, paths, dtype=torch.float32, width=3, **options):
     case = make(trees[0].num_nodes, dtype, len(paths), width=width, **options)
     shape = SimpleNamespace(width=width, tail=width - 1)
-    compare_calls(case, case.in_fp64(), shape, trees, paths, TOLERANCE[dtype])
+    compare_calls(case, case.in_fp64(), shape, trees, paths, TOLERANCE[dtype], copies=False)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Compile every kernel of a tree call for a GPU that need not be there.
 
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
-of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer (over 48 nodes,
-too) and what is around attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
-LFM2-1.2B's take a tree and a single token. Each launch is compiled with the very arguments it has
-there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of shared
-memory, and where --spills asks for it, of the machine code, stores of spilled registers.
+of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
+attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
+LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes. Each launch is
+compiled with the very arguments it has there, and not run. Prints a line a launch: kernel, warps,
+instructions of its PTX, bytes of shared memory, and where --spills asks for it, of the machine
+code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -155,11 +156,10 @@ def short_conv(num_nodes: int, dtype: torch.dtype) -> None:
     one = torch.zeros(1, dtype=torch.long)
     steering = Steering(one, torch.zeros(1, 8, dtype=torch.long), one, one, one)
     rows = torch.zeros(2, 1, width - 1 + num_nodes, channels, dtype=dtype)
-    inputs, weight = (
-        torch.zeros(*shape, channels, dtype=dtype) for shape in ((1, num_nodes), (3,))
-    )
+    projected = torch.zeros(1, num_nodes, 3 * channels, dtype=dtype)
+    weight = torch.zeros(width, channels, dtype=dtype).t()
     topology = topology_of(tree, width, torch.device("cpu"))
-    ops.short_conv_tree(inputs, rows, weight.t(), None, topology, steering, 0)
+    ops.short_conv_tree(projected, rows, weight, None, topology, steering, 0)
 
 
 def experts(num_rows: int, dtype: torch.dtype) -> None:

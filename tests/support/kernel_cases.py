@@ -73,9 +73,11 @@ def compare_calls(
     paths: list[list[int]],
     tolerance: float,
     after_each: Callable[[], None] = lambda: None,
+    copies: bool = True,
 ) -> tuple[Topology, Steering]:
     """Two calls of a recurrent op, the second of which replays `paths` of the first one's trees,
-    beside the same in fp64, `exact`; what is kept is copied, and nothing behind it is touched.
+    beside the same in fp64, `exact`; what is kept is copied (or else near), and nothing behind it
+    is touched.
 
     Returns the trees, and what steered the second call.
     """
@@ -91,6 +93,7 @@ def compare_calls(
         assert relative_error(got, wanted) < tolerance
         after_each()
     used = shape.tail + N
-    assert torch.equal(case.rows[:, :, :used].double(), exact.rows[:, :, :used])  # copies
+    kept, wanted = case.rows[:, :, :used].double(), exact.rows[:, :, :used]
+    assert torch.equal(kept, wanted) if copies else relative_error(kept, wanted) < tolerance
     assert case.rows[:, :, used:].isnan().all()
     return topology, after
