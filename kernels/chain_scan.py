@@ -8,7 +8,6 @@ conv are the same launch as for a tree. The naive twin is `naive.mamba_tree`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,12 +26,14 @@ def mamba_chain(
     shape: MixerShape,
     topology: Topology,
     steering: Steering,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`naive.mamba_tree` of new chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, 0)
-    y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
+    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
+    assert y.stride(2) == projected.stride(2) == 1
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     x_conv, b_conv, c_conv = shape.scan_groups
     block_p = min(32, triton.next_power_of_2(shape.head_dim))
@@ -41,8 +42,9 @@ def mamba_chain(
         steps, steps.stride(0), steps.stride(1), steps.stride(3),
         C, C.stride(0), C.stride(1),
         state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1), weights.A_log, weights.D,
-        steering.parity, num_new,
+        y, y.stride(0), y.stride(1),
+        projected if shape.gated else None, projected.stride(0), projected.stride(1),
+        weights.A_log, weights.D, steering.parity, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim,
@@ -58,7 +60,8 @@ def chain_scan_kernel(
     steps, steps_parity_stride, steps_batch_stride, steps_stride,
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride, A_log, D_pointer, parities, num_new,
+    y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
+    A_log, D_pointer, parities, num_new,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -91,5 +94,9 @@ def chain_scan_kernel(
         C = tl.load(at_C, mask=in_s, other=0.0).to(tl.float32)
         state = tl.exp(dt * A) * state + (dt * x)[:, None] * B[None, :]
         y = tl.sum(state * C[None, :], axis=1) + D * x
+        if gate is not None:
+            at = gate + batch * gate_batch_stride + node * gate_stride + head * HEAD_DIM + p
+            z = tl.load(at, mask=in_p, other=0.0).to(tl.float32)
+            y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
         at = y_pointer + batch * y_batch_stride + node * y_stride + head * HEAD_DIM + p
         tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)

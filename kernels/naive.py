@@ -220,6 +220,7 @@ def mamba_tree(
     topology: Topology,
     steering: Steering,
     first: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Everything between a Mamba-2 layer's projections, for nodes first … first + Q − 1 of a tree.
 
@@ -228,8 +229,9 @@ def mamba_tree(
 
     Args: projected (B, Q, H·P + C + H), z and then what `rows` keeps; rows (2, B, W − 1 + N, C + H)
     raw conv inputs and dt of [committed tail, nodes], twice: `steering.parity` says where the last
-    tree is, and the caller flips it after all layers; state (B, H, P, S).
-    Returns y (B, Q, H·P) in projected's dtype, before the gate. Writes `rows` and `state`.
+    tree is, and the caller flips it after all layers; state (B, H, P, S); out, where y
+    is to be.
+    Returns y (B, Q, H·P) in projected's dtype, gated if `shape` says so. Writes `rows` and `state`.
     """
     num_new = projected.shape[1]
     places = conv_places(rows, shape.tail, topology, steering, 0, first, num_new)
@@ -243,7 +245,10 @@ def mamba_tree(
         replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
     ancestors = ancestors_of(topology, steering, first, num_new, dt.dtype)
     x, dt, B, C = x[:, path:], dt[:, path:], B[:, path:], C[:, path + first :]
-    return tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
+    y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
+    if shape.gated:
+        y = gated(y, projected[..., : shape.d_inner])
+    return y if out is None else out.copy_(y)
 
 
 def mamba_replay(
@@ -389,6 +394,7 @@ def attend_tree(
     first: int,
     bound: int,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Everything between an attention layer's projections, for nodes first … first + Q − 1.
 
@@ -398,7 +404,7 @@ def attend_tree(
     Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
     (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
     many slots to look at, at least those in use after this call; scale, of the scores, D^−½ unless
-    given.
+    given; out, where the result is to be.
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
@@ -416,7 +422,8 @@ def attend_tree(
         cache.scatter_(2, places.slots.expand(new.shape), new)
     keys, values = keys[:, :, : places.bound], values[:, :, : places.bound]
     y = tree_attention(q, keys, values, places.mask, places.unused, scale)
-    return y.transpose(1, 2).flatten(2)
+    y = y.transpose(1, 2).flatten(2)
+    return y if out is None else out.copy_(y)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -89,16 +89,17 @@ def mamba_tree(
     topology: Topology,
     steering: Steering,
     first: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `naive.mamba_tree`; `derived` is for the fused kernels, and None without them."""
-    arguments = (state, weights, shape, topology, steering, first)
+    arguments = (state, weights, shape, topology, steering)
     if not fused(projected.device, projected.dtype, max(shape.head_dim, shape.d_state)):
-        return naive.mamba_tree(projected, rows, *arguments)
+        return naive.mamba_tree(projected, rows, *arguments, first, out)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.chain_scan")
-        return module.mamba_chain(projected, rows, derived, *arguments[:-1])
+        return module.mamba_chain(projected, rows, derived, *arguments, out)
     module = importlib.import_module("stree_kernels.tree_scan")
-    return module.mamba_tree(projected, rows, derived, *arguments)
+    return module.mamba_tree(projected, rows, derived, *arguments, first, out)
 
 
 def gated_delta_tree(
@@ -134,10 +135,12 @@ def attend_tree(
     first: int,
     bound: int,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `naive.attend_tree`."""
     module = _module("tree_attention", qkv, keys.shape[3])
-    return module.attend_tree(qkv, keys, values, rotary, topology, steering, first, bound, scale)
+    where = (topology, steering, first, bound, scale, out)
+    return module.attend_tree(qkv, keys, values, rotary, *where)
 
 
 def short_conv_tree(

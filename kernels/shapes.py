@@ -24,7 +24,8 @@ class MixerShape:
     """Dimensions of a Mamba-2 mixer whose projection gives [z, x, B, C, dt] side by side.
 
     Head h reads x from group h // (num_heads // x_groups), likewise B and C. With
-    `repeat_before_conv`, x and B have a conv channel a head all the same.
+    `repeat_before_conv`, x and B have a conv channel a head all the same. With `gated`, what the
+    scan gives is multiplied by silu(z); else whoever calls does that, before or after a norm.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class MixerShape:
     width: int  # of the conv
     repeat_before_conv: bool = False
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    gated: bool = False
 
     @property
     def d_inner(self) -> int:

@@ -8,7 +8,6 @@ gated, to the other half, convolves each node with its ancestors, and gates that
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -44,6 +44,7 @@ def attend_tree(
     first: int,
     bound: int,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype. `bound` is not needed."""
     batch, num_new, _ = qkv.shape
@@ -68,7 +69,8 @@ def attend_tree(
     per_row = (num_parts, sequence_heads, num_rows)
     outs = qkv.new_empty(*per_row, head_dim, dtype=torch.float32)
     sums = qkv.new_empty(2, *per_row, dtype=torch.float32)
-    y = torch.empty(batch, num_new, num_heads * head_dim, device=qkv.device, dtype=qkv.dtype)
+    y = qkv.new_empty(batch, num_new, num_heads * head_dim) if out is None else out
+    assert y.stride(2) == 1
     common = (
         qkv, qkv.stride(0), qkv.stride(1),
         keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
@@ -94,7 +96,8 @@ def attend_tree(
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
-        *common, y, writers, BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
+        *common, y, y.stride(0), y.stride(1), writers,
+        BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
         BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
         num_warps=COMBINE_WARPS, **constants,
     )  # fmt: skip
@@ -321,7 +324,8 @@ def combine_kernel(
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
     ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
-    first, num_new, outs, sums, sums_stride, num_rows, y_pointer, writers,
+    first, num_new, outs, sums, sums_stride, num_rows,
+    y_pointer, y_batch_stride, y_stride, writers,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
@@ -369,9 +373,9 @@ def combine_kernel(
         whole = tl.where(known, tl.sum(total * weights, axis=0), 1.0)
         y = tl.sum(out * weights[:, :, None], axis=0) / whole[:, None]
         head = kv_head * SHARED + row % SHARED
-        line = (batch * num_new + row // SHARED) * NUM_KV_HEADS * SHARED + head
+        line = batch * y_batch_stride + row // SHARED * y_stride + head * HEAD_DIM
         tl.store(
-            y_pointer + line[:, None] * HEAD_DIM + d[None, :], y.to(y_pointer.dtype.element_ty),
+            y_pointer + line[:, None] + d[None, :], y.to(y_pointer.dtype.element_ty),
             mask=known[:, None] & in_d[None, :],
         )  # fmt: skip
     else:

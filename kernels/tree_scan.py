@@ -33,13 +33,15 @@ def mamba_tree(
     topology: Topology,
     steering: Steering,
     first: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
     batch, num_new, _ = projected.shape
     xb, steps = derived.xb, derived.steps
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
-    y = torch.empty(batch, num_new, shape.d_inner, device=projected.device, dtype=projected.dtype)
+    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
+    assert y.stride(2) == projected.stride(2) == 1
     block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
     x_conv, b_conv, c_conv = shape.scan_groups
@@ -51,7 +53,8 @@ def mamba_tree(
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
         C, C.stride(0), C.stride(1),
         state, state.stride(0), state.stride(1), state.stride(2),
-        y, y.stride(0), y.stride(1), weights.D,
+        y, y.stride(0), y.stride(1),
+        projected if shape.gated else None, projected.stride(0), projected.stride(1), weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
         steering.variant, steering.parity, first, num_new, query_blocks,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
@@ -111,7 +114,7 @@ def tree_scan_kernel(
     steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
-    y_pointer, y_batch_stride, y_stride,
+    y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
     D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
@@ -173,5 +176,9 @@ def tree_scan_kernel(
                 node, above, start, C, log_decay, x, B, dt, other_decay, D,
                 BLOCK_N, PRECISION, MIXED,
             )  # fmt: skip
+    if gate is not None:
+        at = gate + batch * gate_batch_stride + q[:, None] * gate_stride + head * HEAD_DIM
+        z = tl.load(at + p[None, :], mask=known[:, None] & in_p[None, :], other=0.0).to(tl.float32)
+        y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
     at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
     tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])

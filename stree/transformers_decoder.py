@@ -340,7 +340,9 @@ def generate(
     """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
     the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
     next call with the same ones."""
-    options = dict(verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes)
+    options: dict[str, Any] = dict(
+        verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes
+    )
     made_of = (drafter, tree, options, model.device, model.dtype)
     kept = model.__dict__.get(_KEPT)
     if kept is None or kept[0] != made_of:

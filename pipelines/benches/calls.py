@@ -20,6 +20,7 @@ from stree.models.hybrid import HybridModel
 from stree.models.layer import Layer
 from stree.models.mlp import Experts
 from stree.models.parts import Part
+from stree.models.side_by_side import SideBySide
 from stree.rows import Rows
 from stree.tree import TokenTree, balanced
 from stree_kernels import ops
@@ -140,12 +141,11 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
     one input as one. Of experts, the weights that random routing chooses, as two products."""
     sizes = []
 
-    def add(*together: nn.Linear) -> None:
-        sizes.append((sum(each.out_features for each in together), together[0].in_features))
+    def add(projection: nn.Linear) -> None:
+        sizes.append((projection.out_features, projection.in_features))
 
-    def add_part(part: Part) -> None:
-        for together in part.products():
-            add(*together)
+    def add_part(part: Part | SideBySide) -> None:
+        sizes.extend(part.product_sizes())
         if isinstance(part, Experts):
             chosen = round(chosen_experts(part.config, num_nodes))
             for weight in (part.up, part.down):
@@ -160,8 +160,8 @@ def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
                 for module in layer.shared_use.modules():
                     if isinstance(module, nn.Linear):
                         add(module)
-            for kind in block.parts:
-                add_part(layer.part(kind))
+            for part, _ in layer.parts(block):
+                add_part(part)
     if model.config.head_rank:
         add(model.head_down)
     num_tokens, width = model.head_weight.shape
@@ -263,9 +263,9 @@ def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     from stree_kernels import chain_scan
 
     def chain(*arguments: Any) -> Tensor:
-        *rest, first = arguments
+        *rest, first, out = arguments
         assert first == 0
-        return chain_scan.mamba_chain(*rest)
+        return chain_scan.mamba_chain(*rest, out)
 
     def swapped() -> Tensor:
         own = vars(ops)["mamba_tree"]

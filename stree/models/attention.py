@@ -18,6 +18,7 @@ from stree.models.parts import (
     TreeCall,
     project_parts,
     project_together,
+    put,
 )
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Steering, Topology
@@ -84,25 +85,31 @@ class Attention(Part):
     def tree(
         self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
     ) -> Tensor:
-        projected = project_together(x, self.products()[0])
+        projected = project_together(x, self.reading())
+        if adapters is not None:
+            projected = projected + torch.cat([own(x) for own in adapters], dim=-1)
+        return project_parts(self.mix(projected, cache, call), self.o_proj)
+
+    def mix(
+        self, projected: Tensor, cache: AttentionCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
         width = sum(each.out_features for each in (self.q_proj, self.k_proj, self.v_proj))
         qkv, gate = projected[..., :width], projected[..., width:]
-        if adapters is not None:
-            qkv = qkv + torch.cat([own(x) for own in adapters], dim=-1)
         if self.normed:
             scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
             qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
 
-        def attend(nodes: Tensor, topology: Topology, steering: Steering, first: int) -> Tensor:
+        def attend(
+            nodes: Tensor, to: Tensor | None, topology: Topology, steering: Steering, first: int
+        ) -> Tensor:
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
-                topology, steering, first, call.bound, self.scale,
+                topology, steering, first, call.bound, self.scale, to,
             )  # fmt: skip
 
-        y = call.over_nodes(cache, attend, qkv)
-        if self.gated:
-            y = ops.sigmoid_gated(y, gate)
-        return project_parts(y, self.o_proj)
+        if not self.gated:
+            return call.over_nodes(cache, attend, qkv, out)
+        return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
         y = F.scaled_dot_product_attention(

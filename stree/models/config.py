@@ -324,7 +324,7 @@ class HybridConfig:
         return MixerShape(
             self.num_ssm_heads, self.ssm_head_dim, self.d_state,
             self.num_x_groups, self.num_b_groups, self.num_c_groups,
-            self.d_conv, self.repeat_before_conv, self.dt_limit,
+            self.d_conv, self.repeat_before_conv, self.dt_limit, self.gated_norm == "gate",
         )  # fmt: skip
 
     @property

@@ -23,6 +23,7 @@ from stree.models.parts import (
     lay_channels_together,
     project_parts,
     project_together,
+    put,
 )
 from stree_kernels import naive, naive_gated_delta, ops
 from stree_kernels.gated_delta_scan import gated_delta_scan
@@ -54,8 +55,7 @@ class GatedDeltaNet(Part):
             (self.in_proj_z, self.in_proj_qkv, self.in_proj_a, self.in_proj_b), (self.out_proj,)
         ]  # fmt: skip
 
-    def pack(self) -> None:
-        super().pack()
+    def pack_own(self) -> None:
         lay_channels_together(self.conv1d)
 
     @property
@@ -86,16 +86,19 @@ class GatedDeltaNet(Part):
         return self._finish(y, x)
 
     def tree(self, x: Tensor, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
-        projected = project_together(x, self.products()[0])
+        projected = project_together(x, self.reading())
+        return project_parts(self.mix(projected, cache, call), self.out_proj)
 
-        def rule(nodes: Tensor, *where: Any) -> Tensor:
+    def mix(
+        self, projected: Tensor, cache: GatedDeltaCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        def rule(nodes: Tensor, to: None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.updates, cache.state)
             return ops.gated_delta_tree(nodes, *kept, self.weights, self.shape, *where)
 
         y = call.over_nodes(cache, rule, projected)
         z = projected[..., : self.shape.d_inner]
-        y = ops.gate_normed(y, z, self.norm.weight, self.norm.eps)
-        return project_parts(y, self.out_proj)
+        return put(ops.gate_normed(y, z, self.norm.weight, self.norm.eps), out)
 
     def _convolve(
         self, inputs: Tensor, segment_ids: Tensor | None

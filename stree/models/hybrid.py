@@ -29,7 +29,6 @@ from stree.models.mamba import Mamba2
 from stree.models.mlp import Experts
 from stree.models.parts import (
     Extension,
-    Part,
     RMSNorm,
     Sequences,
     TreeCall,
@@ -302,9 +301,8 @@ class HybridModel(nn.Module):
         Values, shapes and memory stay. Weights that are moved afterwards (another device, a
         `load_state_dict(assign=True)`) are laid out again by the next call.
         """
-        for module in self.modules():
-            if isinstance(module, Part):
-                module.pack()
+        for each in [*self.model.layers, *self.model.shared_blocks]:
+            cast(Layer | SharedTransformer, each).pack()
         lay_for_products(self.head_weight)
 
     def new_cache(

@@ -94,18 +94,20 @@ class JointCall(TreeCall):
             chain=last.topology, before=before, path_nodes=longest, **model,
         )  # fmt: skip
 
-    def over_nodes(self, cache: Any, op: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def over_nodes(
+        self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         cache.begin_joint()
         path, tree = x[:, : self.path_nodes], x[:, self.path_nodes :]
-        y = torch.cat(
-            [
-                op(path, self.chain, self.before, 0),
-                op(tree, self.topology, self.steering, 0),
-            ],
-            dim=1,
-        )
+        to_path, to_tree = None, None
+        if out is not None:
+            to_path, to_tree = out[:, : self.path_nodes], out[:, self.path_nodes :]
+        y = [
+            op(path, to_path, self.chain, self.before, 0),
+            op(tree, to_tree, self.topology, self.steering, 0),
+        ]
         cache.end_joint()
-        return y
+        return torch.cat(y, dim=1) if out is None else out
 
     def enter(self, layer: int, x: Tensor) -> None:
         """The features are the tree's nodes'."""

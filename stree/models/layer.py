@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from stree.models.attention import Attention
-from stree.models.config import MIXERS, HybridConfig
+from stree.models.config import MIXERS, Block, HybridConfig
 from stree.models.gated_delta import GatedDeltaNet
 from stree.models.mamba import Mamba2
 from stree.models.mlp import MLP, Experts
 from stree.models.parts import Pass, RMSNorm, Sequences
 from stree.models.short_conv import ShortConv
+from stree.models.side_by_side import SideBySide
 
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
 PART_NAMES = {
@@ -56,6 +57,11 @@ class SharedTransformer(nn.Module):
         self.self_attn = Attention(config, width)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.rms_norm_eps)
         self.mlp = MLP(config, config.intermediate_size)
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        self.self_attn.pack()
+        self.mlp.pack()
 
 
 class SharedUse(nn.Module):
@@ -112,6 +118,21 @@ class Layer(nn.Module):
     def part(self, kind: str) -> Any:
         return getattr(self, PART_NAMES.get(kind, kind))
 
+    def parts(self, block: Block) -> list[tuple[Any, int | None]]:
+        """What runs in a block, with the places of their caches; several mixers count as one part,
+        which knows those itself."""
+        parts = [(self.part(kind), self.slots.get(kind)) for kind in block.parts]
+        mixers = [(part, slot) for part, slot in parts if slot is not None]
+        if len(mixers) < 2 or len(mixers) < len(parts):
+            return parts
+        return [(SideBySide(mixers), None)]
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        for block in self.blocks:
+            for part, _ in self.parts(block):
+                part.pack()
+
     @property
     def mixer(self) -> Any:
         """The layer's first part with a memory."""
@@ -133,9 +154,7 @@ class Layer(nn.Module):
                 _, normed = call.add_norm(x, y, norm)
             if norm_name == NORM_NAMES[0]:
                 call.enter(self.index, x)
-            y = call.together(
-                [call.run(self.part(kind), normed, self.slots.get(kind)) for kind in block.parts]
-            )
+            y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
         assert x is not None and y is not None
         return x, y
 

@@ -24,6 +24,7 @@ from stree.models.parts import (
     lay_channels_together,
     project,
     project_parts,
+    put,
 )
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
@@ -54,8 +55,7 @@ class Mamba2(Part):
     def products(self) -> list[tuple[nn.Linear, ...]]:
         return [(self.in_proj,), (self.out_proj,)]
 
-    def pack(self) -> None:
-        super().pack()
+    def pack_own(self) -> None:
         lay_channels_together(self.conv1d)
 
     @property
@@ -136,17 +136,19 @@ class Mamba2(Part):
         return self._finish(y, z)
 
     def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
-        projected = project(x, self.in_proj)
+        return project_parts(self.mix(project(x, self.in_proj), cache, call), self.out_proj)
 
-        def scan(nodes: Tensor, *where: Any) -> Tensor:
+    def mix(
+        self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.state)
-            return ops.mamba_tree(nodes, *kept, self.weights, self.shape, *where)
+            return ops.mamba_tree(nodes, *kept, self.weights, self.shape, *where, to)
 
+        if self.gated_norm == "gate":  # the scan's own: see `MixerShape`
+            return call.over_nodes(cache, scan, projected, out)
         y = call.over_nodes(cache, scan, projected)
-        z = projected[..., : self.shape.d_inner]
+        z, norm = projected[..., : self.shape.d_inner], self.norm
         if self._gates_first:
-            norm = self.norm
-            y = ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups)
-        else:
-            y = ops.gated(y if self.gated_norm == "gate" else self.norm(y), z)
-        return project_parts(y, self.out_proj)
+            return put(ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups), out)
+        return put(ops.gated(norm(y), z), out)

@@ -152,9 +152,12 @@ class TreeCall:
     def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
 
-    def over_nodes(self, cache: Any, op: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """What a mixer's op(x, topology, steering, first) gives for the nodes, (B, Q, …)."""
-        return op(x, self.topology, self.steering, self.first)
+    def over_nodes(
+        self, cache: Any, op: Callable[..., Tensor], x: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """What a mixer's op(x, out, topology, steering, first) gives for the nodes, (B, Q, …),
+        written to `out` if there is one."""
+        return op(x, out, self.topology, self.steering, self.first)
 
     def end(self, hidden: Tensor) -> Tensor:
         """After all layers: hidden states (B, Q, D) of the nodes that were asked for."""
@@ -177,11 +180,30 @@ Pass = Sequences | TreeCall
 
 class Part(nn.Module):
     """A mixer or an MLP of a layer: `forward(x, context)` for whole sequences, `tree(x, cache,
-    call)` for tree nodes, and with a memory `extend(x, cache, context)`."""
+    call)` for tree nodes, and with a memory `extend(x, cache, context)`.
+
+    With a memory, `tree` is the product of `reading`, then `mix(projected, cache, call, out)`, then
+    that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere.
+    """
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
         """Its projections; those of one input stand together, and are one product in a call."""
         return []
+
+    def reading(self) -> tuple[nn.Linear, ...]:
+        """A mixer's projections of its input."""
+        return self.products()[0]
+
+    def closing(self) -> nn.Linear:
+        """A mixer's last projection."""
+        return self.products()[-1][0]
+
+    def product_sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of the weights of a call's products."""
+        return [
+            (sum(each.out_features for each in together), together[0].in_features)
+            for together in self.products()
+        ]
 
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them. Values and shapes stay."""
@@ -190,6 +212,15 @@ class Part(nn.Module):
                 joined_of(together)
             else:
                 lay_for_products(together[0].weight)
+        self.pack_own()
+
+    def pack_own(self) -> None:
+        """Lay out what is no product's."""
+
+
+def put(y: Tensor, out: Tensor | None) -> Tensor:
+    """y, where it is wanted."""
+    return y if out is None else out.copy_(y)
 
 
 def lay_channels_together(conv: nn.Conv1d) -> None:
@@ -245,11 +276,18 @@ def joined_of(projections: Sequence[nn.Linear]) -> Joined:
     """
     joined: Joined | None = projections[0].__dict__.get("joined")
     if joined is None or not _lie_in(joined, projections):
-        biased = projections[0].bias is not None
-        bias = _one_above_the_other([each.bias for each in projections]) if biased else None
+        bias = None
+        if any(each.bias is not None for each in projections):
+            bias = _one_above_the_other([_bias_of(each) for each in projections])
         weight = _one_above_the_other([each.weight for each in projections])
         projections[0].__dict__["joined"] = joined = Joined(weight, bias)
     return joined
+
+
+def _bias_of(projection: nn.Linear) -> Tensor:
+    if projection.bias is None:  # beside one that has a bias
+        return projection.weight.new_zeros(projection.out_features)
+    return projection.bias
 
 
 def _one_above_the_other(tensors: list[Tensor]) -> Tensor:
@@ -282,8 +320,9 @@ def _lie_in(joined: Joined, projections: Sequence[nn.Linear]) -> bool:
         if whole is None:
             continue
         address, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
-        for piece in pieces:
-            if piece.data_ptr() != address or piece.dtype != whole.dtype:
+        for projection, piece in zip(projections, pieces, strict=True):
+            lies = piece is None or (piece.data_ptr() == address and piece.dtype == whole.dtype)
+            if not lies:
                 return False
-            address += len(piece) * step
+            address += projection.out_features * step
     return True

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stree.models.cache import ShortConvCache
 from stree.models.config import HybridConfig
-from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts
+from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts, put
 from stree_kernels import naive, ops
 
 
@@ -42,9 +42,13 @@ class ShortConv(Part):
         return self.out_proj(C * y)
 
     def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
-        def conv(nodes: Tensor, *where: Any) -> Tensor:
-            weights = (self.conv.weight[:, 0], self.conv.bias)
-            return ops.short_conv_tree(nodes, cache.rows, *weights, *where)
+        return project_parts(self.mix(project(x, self.in_proj), cache, call), self.out_proj)
 
-        y = call.over_nodes(cache, conv, project(x, self.in_proj))
-        return project_parts(y, self.out_proj)
+    def mix(
+        self, projected: Tensor, cache: ShortConvCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        def conv(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
+            weights = (self.conv.weight[:, 0], self.conv.bias)
+            return put(ops.short_conv_tree(nodes, cache.rows, *weights, *where), to)
+
+        return call.over_nodes(cache, conv, projected, out)

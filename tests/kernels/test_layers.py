@@ -16,7 +16,7 @@ from stree.tree import TokenTree
 from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1}
-SHORT = ("bamba", "qwen3_5")  # in a short run
+SHORT = ("bamba", "falcon", "qwen3_5")  # in a short run
 
 
 @pytest.fixture
@@ -59,10 +59,12 @@ def test_families(tmp_path, fused, family):
         assert relative_error(got, each) < 1e-4
 
 
+@pytest.mark.parametrize("mixers", ["attention", "mamba+attention"])
 @torch.no_grad()
-def test_weights_are_packed_once_and_moved_ones_are_noticed(fused):
+def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     config = HybridConfig(
-        vocab_size=17, d_model=16, num_layers=2, attn_layers=(1,), intermediate_size=24,
+        vocab_size=17, d_model=16, num_layers=2, layer_types=("mamba mlp", f"{mixers} mlp"),
+        intermediate_size=24,
         num_heads=2, num_kv_heads=1, head_dim=8, attention_bias=True, num_ssm_heads=2,
         ssm_head_dim=8, d_state=8, num_x_groups=1, num_b_groups=1, num_c_groups=2,
     )  # fmt: skip
@@ -87,4 +89,10 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused):
     assert torch.equal(model.tree_forward(nodes, tree, cache), written)
     cache.reset()
     attention.v_proj.weight.mul_(2)  # what has moved is what the next call reads, too
-    assert not torch.equal(model.tree_forward(nodes, tree, cache), written)
+    assert not torch.equal(changed := model.tree_forward(nodes, tree, cache), written)
+    cache.reset()
+    attention.o_proj.weight.data = attention.o_proj.weight.data.contiguous()
+    assert torch.equal(model.tree_forward(nodes, tree, cache), changed)
+    cache.reset()
+    attention.o_proj.weight.mul_(2)
+    assert not torch.equal(model.tree_forward(nodes, tree, cache), changed)

@@ -1,5 +1,5 @@
-"""The gated short convolution in one launch against its naive twin in fp64: a tree, then another one
-after an accepted path of the first, with NaN wherever nothing is.
+"""The gated short convolution in one launch against its naive twin in fp64: a tree, then another
+one after an accepted path of the first, with NaN wherever nothing is.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SHAPES = {
     "grouped": MixerShape(4, 16, 16, 2, 1, 4, 4),
     "odd": MixerShape(3, 20, 18, 1, 3, 3, 4, dt_limit=(0.01, 0.4)),
     "repeated": MixerShape(4, 8, 24, 2, 1, 4, 3, repeat_before_conv=True),
-    "two-blocks": MixerShape(2, 48, 16, 2, 2, 1, 2),
+    "gated, two-blocks": MixerShape(2, 48, 16, 2, 2, 1, 2, gated=True),
 }
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(33)]
 LONG_TREES = [TokenTree.chain(16), comb(65)]
@@ -126,7 +126,7 @@ def test_large_trees(tree, dtype):
     "name, dtype",
     quick_first(
         [("grouped", torch.bfloat16), ("odd", torch.bfloat16), ("repeated", torch.float32),
-         ("two-blocks", torch.float32)],
+         ("gated, two-blocks", torch.float32)],
         [(name, dtype) for name in SHAPES for dtype in TOLERANCE],
     ),
 )  # fmt: skip
@@ -147,8 +147,10 @@ def test_a_tree_per_sequence():
 @pytest.mark.parametrize(
     "name, num_nodes, dtype",
     quick_first(
-        [("odd", 1, torch.float32), ("odd", 5, torch.bfloat16), ("repeated", 5, torch.float32)],
-        [(name, count, dtype) for name, count in (("odd", 1), ("odd", 5), ("repeated", 17))
+        [("odd", 1, torch.float32), ("gated, two-blocks", 5, torch.bfloat16),
+         ("repeated", 5, torch.float32)],
+        [(name, count, dtype) for name, count in
+         (("odd", 1), ("odd", 5), ("repeated", 17), ("gated, two-blocks", 5))
          for dtype in TOLERANCE],
     ),
 )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Mixers side by side on one input: their first projections as one product, their last as another.
+
+What they give is summed, so that the last projections' weights, next to each other, make one of
+what the mixers have mixed, next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.parts import Joined, Pass, TreeCall, joined_of, project_together
+from stree_kernels import ops
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Several mixers as one part of a layer; mixers, each with the place of its cache."""
+
+    mixers: list[tuple[Any, int]]
+
+    def __call__(self, x: Tensor, context: Pass) -> Tensor:
+        return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
+
+    def tree(self, x: Tensor, cache: None, call: TreeCall) -> Tensor:
+        reading, closing = self._reading(), self._closing()
+        widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
+        projected = project_together(x, reading).split(widths, dim=-1)
+        inner = [each.in_features for each in closing]
+        y = x.new_empty(*x.shape[:-1], sum(inner))
+        for (mixer, slot), own, out in zip(
+            self.mixers, projected, y.split(inner, dim=-1), strict=True
+        ):
+            mixer.mix(own, call.caches[slot], call, out)
+        parts = ops.linear_parts(y, next_to_each_other(closing).weight)
+        for each in closing:
+            if each.bias is not None:
+                parts[0] += each.bias
+        return parts
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        joined_of(self._reading())
+        next_to_each_other(self._closing())
+        for mixer, _ in self.mixers:
+            mixer.pack_own()
+
+    def product_sizes(self) -> list[tuple[int, int]]:
+        """See `Part.product_sizes`."""
+        reading, closing = self._reading(), self._closing()
+        return [
+            (sum(each.out_features for each in reading), reading[0].in_features),
+            (closing[0].out_features, sum(each.in_features for each in closing)),
+        ]
+
+    def _reading(self) -> list[nn.Linear]:
+        return [each for mixer, _ in self.mixers for each in mixer.reading()]
+
+    def _closing(self) -> list[nn.Linear]:
+        return [mixer.closing() for mixer, _ in self.mixers]
+
+
+def next_to_each_other(projections: Sequence[nn.Linear]) -> Joined:
+    """Weights of projections whose results are summed, (E, D₁ + D₂ + …), again where they have
+    moved since; as `joined_of`, the projections' own become views."""
+    sizes = [each.in_features for each in projections]
+    joined: Joined | None = projections[0].__dict__.get("side_by_side")
+    if joined is None or not all(
+        own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()
+        and own.weight.dtype == piece.dtype
+        for own, piece in zip(projections, joined.weight.split(sizes, dim=1), strict=True)
+    ):  # fmt: skip
+        weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
+        for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
+            own.weight.data = piece
+        projections[0].__dict__["side_by_side"] = joined = Joined(weight, None)
+    return joined
