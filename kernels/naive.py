@@ -456,15 +456,16 @@ def tree_attention(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype.
 
-    added (S, …, D), the parts of a sum, as `linear_parts` gives it.
+    added (S, …, D), the parts of a sum, as `linear_parts` gives it. With beside (…, E), the norm is
+    that of both next to each other, (…, D + E).
     """
     if added is not None:
         x = x + (added[0] if added.shape[0] == 1 else added.sum(0).to(x.dtype))
-    return x, rms_norm(x, weight, eps)
+    return x, rms_norm(x if beside is None else torch.cat([x, beside], dim=-1), weight, eps)
 
 
 def rms_norm(
@@ -551,6 +552,12 @@ def activated(y: Tensor, kind: str) -> Tensor:
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """x (…, D) by gate and up one above the other, (2·I, D), and SwiGLU of both → (…, I)."""
     return swiglu(linear(x, weight))
+
+
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
+    """An MLP's inner values (…, I), as `activated` makes them of x (…, D) by a weight (2·I, D) and
+    an adapter's term, low (…, R) by up (2·I, R)."""
+    return activated(linear(x, weight) + linear(low, up), kind)
 
 
 def advance(steering: Steering) -> None:

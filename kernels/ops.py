@@ -158,10 +158,10 @@ def short_conv_tree(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `naive.add_rms_norm`."""
-    return _module("pointwise", x).add_rms_norm(x, added, weight, eps)
+    return _module("pointwise", x).add_rms_norm(x, added, weight, eps, beside)
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -204,14 +204,19 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return _module("products", x).linear_parts(x, weight)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See `naive.swiglu`."""
-    return _module("pointwise", gate_up).swiglu(gate_up)
+def activated(y: Tensor, kind: str) -> Tensor:
+    """See `naive.activated`."""
+    return _module("pointwise", y).activated(y, kind)
 
 
 def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_swiglu`."""
     return _module("products", x).linear_swiglu(x, weight)
+
+
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
+    """See `naive.linear_adapted`."""
+    return _module("products", x).linear_adapted(x, weight, low, up, kind)
 
 
 def choose_experts(

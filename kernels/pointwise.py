@@ -21,15 +21,16 @@ GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm t
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`naive.add_rms_norm` in one launch; x (…, D) and added (S, …, D) contiguous."""
-    assert x.is_contiguous() and (added is None or added.is_contiguous())
-    width = x.shape[-1]
+    """`naive.add_rms_norm` in one launch; x (…, D), added (S, …, D) and beside contiguous."""
+    for each in (x, added, beside):
+        assert each is None or each.is_contiguous()
+    own, width = x.shape[-1], len(weight)
     total = x if added is None else torch.empty_like(x)
-    out = torch.empty_like(x)
-    norm_kernel[(x.numel() // width, 1)](
-        x, width, added, x.numel(), None, 0, weight, total, out,
+    out = x.new_empty(*x.shape[:-1], width)
+    norm_kernel[(x.numel() // own, 1)](
+        x, own, added, x.numel(), None, 0, beside, weight, total, out, width,
         width, 1, eps, PARTS=1 if added is None else len(added),
         GROUPS=1, GATE_AFTER=False, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
@@ -58,7 +59,7 @@ def _gated(
     block = triton.next_power_of_2(width)
     together = max(1, min(triton.next_power_of_2(groups), GATED_BLOCK // block))
     norm_kernel[(y.numel() // y.shape[-1], triton.cdiv(groups, together))](
-        y, y.shape[-1], None, 0, gate, gate.stride(0), weight, None, out,
+        y, y.shape[-1], None, 0, gate, gate.stride(0), None, weight, None, out, y.shape[-1],
         width, groups, eps, PARTS=1, GROUPS=together, GATE_AFTER=after, BLOCK=block,
         num_warps=warps(block * together), **overlapping(y),
     )  # fmt: skip
@@ -101,13 +102,13 @@ def _opened(y: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`naive.swiglu` in one launch; gate_up (…, 2·I) contiguous."""
-    assert gate_up.is_contiguous()
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    swiglu_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
-        gate_up, out, width, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(gate_up)
+def activated(y: Tensor, kind: str) -> Tensor:
+    """`naive.activated` in one launch; y contiguous."""
+    assert y.is_contiguous()
+    width = y.shape[-1] if kind == "relu2" else y.shape[-1] // 2
+    out = y.new_empty(*y.shape[:-1], width)
+    activation_kernel[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
+        y, out, width, KIND=kind, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS, **overlapping(y)
     )
     return out
 
@@ -130,7 +131,7 @@ def warps(width: int) -> int:
 
 @triton.jit
 def norm_kernel(
-    x, x_stride, added, part_stride, gate, gate_stride, weight, total, out,
+    x, x_stride, added, part_stride, gate, gate_stride, beside, weight, total, out, out_stride,
     width, groups, eps, PARTS: tl.constexpr, GROUPS: tl.constexpr, GATE_AFTER: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -142,23 +143,27 @@ def norm_kernel(
     at = group[:, None] * width + channel
     scale = load_kept(weight + (channel if GATE_AFTER else at), mask)
     follow(OVERLAPS)
-    value = load_kept(x + row * x_stride + at, mask)
+    own = mask & (at < x_stride)
+    value = load_kept(x + row * x_stride + at, own)
+    if beside is not None:
+        there = beside + row * (out_stride - x_stride) + at - x_stride
+        value = tl.where(own, value, load_kept(there, mask & (at >= x_stride)))
     if gate is not None:
         z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
-        more = tl.load(added + row * x_stride + at, mask=mask, other=0.0)
+        more = tl.load(added + row * x_stride + at, mask=own, other=0.0)
         for part in tl.static_range(1, PARTS):
-            more += tl.load(added + part * part_stride + row * x_stride + at, mask=mask, other=0.0)
+            more += tl.load(added + part * part_stride + row * x_stride + at, mask=own, other=0.0)
         more = more.to(value.dtype).to(tl.float32)
         value = (value.to(tl.float32) + more).to(value.dtype)
-        store_kept(total + row * x_stride + at, value, mask)
+        store_kept(total + row * x_stride + at, value, own)
     wide = value.to(tl.float32)
     if gate is not None and not GATE_AFTER:
         wide = wide * (z * tl.sigmoid(z))
     y = normed(wide, scale, width, eps, value.dtype)
     if GATE_AFTER:
         y = (y.to(tl.float32) * (z * tl.sigmoid(z))).to(value.dtype)
-    tl.store(out + row * x_stride + at, y, mask=mask)
+    tl.store(out + row * out_stride + at, y, mask=mask)
 
 
 @triton.jit
@@ -206,14 +211,34 @@ def gate_kernel(
 
 
 @triton.jit
-def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def activation_kernel(
+    inner, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     follow(OVERLAPS)
-    gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0.0)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0.0)
-    tl.store(out + row * width + at, silu_times(gate, up), mask=mask)
+    if KIND == "relu2":
+        up = tl.load(inner + row * width + at, mask=mask, other=0.0)
+        positive = tl.maximum(up.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        y = (positive * positive).to(up.dtype)
+    else:
+        gate = tl.load(inner + row * 2 * width + at, mask=mask, other=0.0)
+        up = tl.load(inner + row * 2 * width + width + at, mask=mask, other=0.0)
+        y = gated_by(gate, up, KIND)
+    tl.store(out + row * width + at, y, mask=mask)
+
+
+@triton.jit
+def gated_by(gate, up, KIND: tl.constexpr):
+    """silu(gate)·up or gelu(gate)·up, rounded to their dtype after each."""
+    if KIND == "geglu":
+        wide = gate.to(tl.float32)
+        gelu = (0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))).to(gate.dtype)
+        y = (gelu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    else:
+        y = silu_times(gate, up)
+    return y
 
 
 @triton.jit

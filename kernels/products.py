@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, overlapping
-from stree_kernels.pointwise import silu_times, swiglu
+from stree_kernels.pointwise import activated, gated_by
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ TILINGS = {  # for few rows or not, with SwiGLU or not
 MOST_OUTPUTS = 128  # of a share
 PARTS = (4, 2)  # of a sum, in order of preference
 LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
+MOST_RANK = 256  # of an adapter whose term is added
 STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
@@ -95,8 +96,17 @@ def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_swiglu`, by shares where rows are few."""
     outputs = weight.shape[0] // 2
     if x.numel() // x.shape[-1] <= MANY and _fits(x, weight, outputs):
-        return _by_shares(x, weight, outputs, gated=True)
-    return swiglu(linear(x, weight))
+        return _by_shares(x, weight, outputs, gated="swiglu")
+    return activated(linear(x, weight), "swiglu")
+
+
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
+    """`naive.linear_adapted`, in one launch where rows are few; kind, with a gate."""
+    outputs, rank = weight.shape[0] // 2, up.shape[1]
+    few = x.numel() // x.shape[-1] <= MANY and rank <= MOST_RANK
+    if few and _fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
+        return _by_shares(x, weight, outputs, gated=kind, adapter=(low, up))
+    return activated(linear(x, weight) + linear(low, up), kind)
 
 
 def precision_of(tensor: Tensor) -> str:
@@ -121,8 +131,15 @@ def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
 
 
 def _by_shares(
-    x: Tensor, weight: Tensor, outputs: int, *, gated: bool = False, parts: int = 1
+    x: Tensor,
+    weight: Tensor,
+    outputs: int,
+    *,
+    gated: str | None = None,
+    parts: int = 1,
+    adapter: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
+    """gated, by which kind of MLP; adapter, as in `linear_adapted`."""
     inputs = x.shape[-1]
     assert inputs == weight.shape[1]
     rows = x.numel() // inputs
@@ -133,16 +150,18 @@ def _by_shares(
     share = triton.cdiv(outputs, _device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
-    tiling = TILINGS[rows <= FEW, gated]
-    block_inputs = min(256, tiling.weights // block_outputs)
-    stage, inputs_stage = (2 * block_inputs * n for n in (block_outputs * (1 + gated), block_rows))
+    tiling = TILINGS[rows <= FEW, gated is not None]
+    block_inputs, tensors = min(256, tiling.weights // block_outputs), 1 if gated is None else 2
+    rank = 0 if adapter[1] is None else adapter[1].shape[1]
+    stage, inputs_stage = (2 * block_inputs * n for n in (block_outputs * tensors, block_rows))
     if tiling.inputs_apart:
         most_stages = (STAGE_BYTES - inputs_stage) // stage
     else:
         most_stages = STAGE_BYTES // (stage + inputs_stage)
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
     share_kernel[(triton.cdiv(outputs, share), parts)](
-        x, weight, out, rows, outputs, inputs, share, span,
+        x, weight, out, rows, outputs, inputs, share, span, *adapter,
+        RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
         INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
         BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs, PRECISION=precision_of(x),
@@ -168,7 +187,8 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
-    x, weight, out, rows, outputs, inputs, share, span,
+    x, weight, out, rows, outputs, inputs, share, span, low, up,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -202,14 +222,20 @@ def share_kernel(
         if INPUTS_APART:
             later = input_tile(to_x, start + BLOCK_INPUTS + k, end, known)
         sums += product(tile, values, PRECISION)
-        if GATED:
+        if GATED is not None:
             tile = weight_tile(weight + to_up, start + k, end, mine)
             ups += product(tile, values, PRECISION)
         if INPUTS_APART:
             values = later
+    if low is not None:
+        r = tl.arange(0, BLOCK_RANK)
+        values = input_tile(low + row[None, :] * RANK, r, RANK, known)
+        up += output.to(tl.int64)[:, None] * RANK
+        sums += product(weight_tile(up, r, RANK, mine), values, PRECISION)
+        ups += product(weight_tile(up + outputs * RANK, r, RANK, mine), values, PRECISION)
     y = sums.to(out.dtype.element_ty)
-    if GATED:
-        y = silu_times(y, ups.to(y.dtype))
+    if GATED is not None:
+        y = gated_by(y, ups.to(y.dtype), GATED)
     at = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
     tl.store(at, y, mask=mine[:, None] & known[None, :])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from stree.models.attention import Attention
@@ -80,11 +79,9 @@ class SharedUse(nn.Module):
         self.mlp_adapter = Adapter(width, rank, inner)
         self.out = nn.Linear(width, width, bias=False)
 
-    def run(self, block: Any, x: Tensor, slot: int, call: Pass) -> Tensor:
-        """What the shared block makes of the stream x beside the embeddings, to be added to x."""
-        assert call.embedded is not None
-        both = torch.cat([x, call.embedded], dim=-1)
-        _, normed = call.add_norm(both, None, block.input_layernorm)
+    def run(self, block: Any, normed: Tensor, slot: int, call: Pass) -> Tensor:
+        """What the shared block makes of the stream beside the embeddings, which its norm has
+        normed, to be added to the stream."""
         adapters = None
         if self.adapts_attention:
             adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
@@ -149,8 +146,10 @@ class Layer(nn.Module):
             if block.shared is None:
                 x, normed = call.add_norm(x, y, norm)
             else:
-                x = call.add(x, y)
-                y = self.shared_use.run(call.shared[block.shared], x, self.slots["shared"], call)
+                shared: Any = call.shared[block.shared]
+                assert call.embedded is not None
+                x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
+                y = self.shared_use.run(shared, both, self.slots["shared"], call)
                 _, normed = call.add_norm(x, y, norm)
             if norm_name == NORM_NAMES[0]:
                 call.enter(self.index, x)

@@ -48,15 +48,16 @@ class MLP(Part):
         y = self.down_proj(naive.activated(y if adapter is None else y + adapter(x), self.kind))
         return self._finish(y, x)
 
-    def tree(self, x: Tensor, cache: None, call: Pass, adapter: nn.Module | None = None) -> Tensor:
-        if self.kind == "swiglu" and adapter is None and self.up_proj.bias is None:
-            y = ops.linear_swiglu(x, joined_of(self._read()).weight)
-            return self._finish(project_parts(y, self.down_proj), x)
+    def tree(self, x: Tensor, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read = self._read()
-        y = project(x, read[0]) if len(read) == 1 else project_together(x, read)
-        if adapter is not None:
-            y = y + adapter(x)
-        y = ops.swiglu(y) if self.kind == "swiglu" else naive.activated(y, self.kind)
+        if len(read) == 2 and adapter is not None and self.up_proj.bias is None:
+            low, up = ops.linear(x, adapter.down.weight), adapter.up.weight
+            y = ops.linear_adapted(x, joined_of(read).weight, low, up, self.kind)
+        elif self.kind == "swiglu" and adapter is None and self.up_proj.bias is None:
+            y = ops.linear_swiglu(x, joined_of(read).weight)
+        else:
+            y = project(x, read[0]) if len(read) == 1 else project_together(x, read)
+            y = ops.activated(y if adapter is None else y + adapter(x), self.kind)
         return self._finish(project_parts(y, self.down_proj), x)
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:

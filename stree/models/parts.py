@@ -59,10 +59,12 @@ class Sequences:
         assert x is not None
         return x if y is None else x + self.total(y)
 
-    def add_norm(self, x: Tensor | None, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
+    def add_norm(
+        self, x: Tensor | None, y: Tensor | None, norm: RMSNorm, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm, or that of it and what is beside it, next to each other."""
         x = self.add(x, y)
-        return x, norm(x)
+        return x, norm(x if beside is None else torch.cat([x, beside], dim=-1))
 
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         """What a part gives for its normed input; slot, the place of its cache."""
@@ -132,14 +134,16 @@ class TreeCall:
             self.features.take(layer - 1, x)
 
     def total(self, y: Tensor) -> Tensor:
-        return y.sum(0).to(self.embedding.dtype)
+        return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
     def add(self, x: Tensor | None, y: Tensor | None) -> Tensor:
         x = self.embedded if x is None else x
         assert x is not None
         return x if y is None else x + self.total(y)
 
-    def add_norm(self, x: Tensor | None, y: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor | None, y: Tensor | None, norm: RMSNorm, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Before the first block there is no stream yet: it begins with the embeddings."""
         x = self.embedded if x is None else x
         if x is None:
@@ -147,7 +151,7 @@ class TreeCall:
                 self.embedding, self.tokens, self.nodes, norm.weight, norm.eps,
                 self.topology.written, self.inputs,
             )  # fmt: skip
-        return ops.add_rms_norm(x, y, norm.weight, norm.eps)
+        return ops.add_rms_norm(x, y, norm.weight, norm.eps, beside)
 
     def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)

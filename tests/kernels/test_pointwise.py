@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error, steering_of
 
+from stree.models.config import MLP_KINDS
 from stree_kernels import naive, pointwise
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-3 if DEVICE == "cuda" else 1.5e-2}
@@ -86,9 +87,23 @@ def test_gates(width, name, dtype):
 
 @each_dtype
 @pytest.mark.parametrize("width", [7, 1024, 1100])
-def test_swiglu(width, dtype):
-    gate_up = normal(2, 3, 2 * width, dtype=dtype)
-    assert relative_error(pointwise.swiglu(gate_up), naive.swiglu(gate_up)) < TOLERANCE[dtype]
+@pytest.mark.parametrize("kind", MLP_KINDS)
+def test_activated(kind, width, dtype):
+    y = normal(2, 3, 2 * width, dtype=dtype)
+    got, wanted = (module.activated(y, kind) for module in (pointwise, naive))
+    assert got.shape == wanted.shape and relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("own, other", [(64, 64), (100, 20), (30, 500)])
+def test_the_norm_of_two_next_to_each_other(own, other, dtype):
+    x, beside = normal(2, 3, own, dtype=dtype), normal(2, 3, other, seed=1, dtype=dtype)
+    weight = normal(own + other, seed=2, dtype=dtype)
+    for added in (None, normal(1, 2, 3, own, seed=3, dtype=dtype)):
+        got = pointwise.add_rms_norm(x, added, weight, 1e-5, beside)
+        wanted = naive.add_rms_norm(x, added, weight, 1e-5, beside)
+        assert got[0].shape == x.shape and relative_error(got[0], wanted[0]) < TOLERANCE[dtype]
+        assert relative_error(got[1], wanted[1]) < TOLERANCE[dtype]
 
 
 def test_advance():

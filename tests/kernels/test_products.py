@@ -78,6 +78,23 @@ def test_linear_swiglu(rows, inputs, width, dtype):
     assert relative_error(got, wanted) < roundings * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [
+    (torch.float32, "geglu"), (torch.bfloat16, "geglu"), (torch.bfloat16, "swiglu"),
+])  # fmt: skip
+@pytest.mark.parametrize(("inputs", "width", "rank"), [(64, 512, 8), (200, 100, 40)])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 5), (48,), (65,)], ids=str)
+def test_linear_adapted(rows, inputs, width, rank, dtype, kind):
+    """As `test_linear_swiglu`; of many rows both products and their sum are rounded, too."""
+    x, low = normal(*rows, inputs, dtype=dtype), normal(*rows, rank, seed=2, dtype=dtype)
+    weight = normal(2 * width, inputs, seed=1, dtype=dtype) / inputs**0.5
+    up = normal(2 * width, rank, seed=3, dtype=dtype) / rank**0.5
+    got = products.linear_adapted(x, weight, low, up, kind)
+    assert got.shape == (*rows, width) and got.dtype == dtype
+    wide = (each.double() for each in (x, weight, low, up))
+    wanted = naive.linear_adapted(*wide, kind)
+    assert relative_error(got, wanted) < (4 if DEVICE == "cuda" else 8) * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("op", [products.linear, products.linear_swiglu])
 def test_a_row_does_not_depend_on_the_others(op):
     """Hence a tree and a step of one token round alike, up to attention and the scan."""
