@@ -1,8 +1,8 @@
-"""MLPs of which each token has chosen a few, in four launches that read each of them once (Triton).
+"""MLPs of which each token has chosen a few, in three launches that read each once (Triton).
 
-In `route_kernel` a program chooses a token's experts. `list_kernel` lists those that any token has
-chosen. In `up_kernel` a program serves one of them and some of its inner values, for all rows: a
-tensor core multiplies 16 rows in the time of one, so that rows which have not chosen the expert
+In `route_kernel` a program chooses a token's experts. In `up_kernel` each program lists those that
+any token has chosen, and serves one of them and some of its inner values, for all rows: a tensor
+core multiplies 16 rows in the time of one, so that rows which have not chosen the expert
 cost nothing, and are filled with zeros. In `down_kernel` a program adds up some outputs over a
 share of the list; the norm that follows adds up the shares. The twins are in `naive_experts.py`.
 """
@@ -26,6 +26,7 @@ KINDS = ("swiglu", "relu2")
 BLOCK_OUTPUTS = 32
 BLOCK_INPUTS = 128
 SHARES = 4  # of the list
+CHOSEN_EXPERTS = 4096  # comparisons at a time of what is chosen with what there is
 
 
 def choose_experts(
@@ -58,16 +59,15 @@ def experts(
     assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
-    list_kernel[(1,)](
-        chosen, chosen.numel(), listed, num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4, **overlapping(rows),
-    )  # fmt: skip
+    block_experts = triton.next_power_of_2(num_experts)
     block_rows = max(16, triton.next_power_of_2(count))
     hidden = rows.new_empty(most, count, inner)
     up_kernel[(triton.cdiv(inner, BLOCK_OUTPUTS), most)](
-        rows, weights, chosen, up, hidden, listed, count, top, width, inner,
-        GATED=kind == "swiglu", BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS,
-        BLOCK_INPUTS=BLOCK_INPUTS, PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
+        rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
+        GATED=kind == "swiglu",
+        BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, CHOSEN_EXPERTS // block_experts),
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
+        PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
     )  # fmt: skip
     shares = min(SHARES, most)
     parts = rows.new_empty(shares, count, width, dtype=torch.float32)
@@ -125,29 +125,28 @@ def route_kernel(
     tl.store(chosen + at, place.to(tl.int64), mask=rank < TOP)
 
 
-@triton.jit(do_not_specialize=["num_chosen"])
-def list_kernel(
-    chosen, num_chosen, listed, num_experts, BLOCK_E: tl.constexpr, OVERLAPS: tl.constexpr
+@triton.jit
+def _listed(
+    chosen, num_chosen, num_experts, slot, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
 ):
-    """How many experts any row has chosen, and then which."""
+    """How many experts any row has chosen, and which of them is at a place of their list."""
     expert = tl.arange(0, BLOCK_E)
-    place = tl.arange(0, 16)
-    follow(OVERLAPS)
+    place = tl.arange(0, BLOCK_CHOSEN)
     wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
-    for start in range(0, num_chosen, 16):
+    for start in range(0, num_chosen, BLOCK_CHOSEN):
         each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
         wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
     wanted = tl.where(expert < num_experts, wanted, 0)
-    at = tl.cumsum(wanted, axis=0)
-    tl.store(listed + at, expert, mask=wanted > 0)
-    tl.store(listed, tl.sum(wanted, axis=0))
+    here = (tl.cumsum(wanted, axis=0) == slot + 1) & (wanted > 0)
+    return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["count", "top"])
 def up_kernel(
-    rows, weights, chosen, up, hidden, listed, count, top, width, inner,
-    GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
+    GATED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     slot = tl.program_id(1)
@@ -156,8 +155,11 @@ def up_kernel(
     known, mine = row < count, output < inner
     dtype = hidden.dtype.element_ty
     follow(OVERLAPS)
-    if slot < tl.load(listed):
-        expert = tl.load(listed + 1 + slot).to(tl.int64)
+    num_listed, expert = _listed(chosen, count * top, num_experts, slot, BLOCK_E, BLOCK_CHOSEN)
+    if tl.program_id(0) == 0:  # for the next launch
+        tl.store(listed + 1 + slot, expert.to(tl.int32), mask=slot < num_listed)
+        tl.store(listed, num_listed, mask=slot == 0)
+    if slot < num_listed:
         scale = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         wanted = tl.zeros([BLOCK_ROWS], dtype=tl.int32)
         for rank in range(top):

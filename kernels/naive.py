@@ -24,7 +24,7 @@ from stree_kernels.places import (
     moved_slots,
     path_places,
 )
-from stree_kernels.shapes import MixerShape, MixerWeights, Sampling, Steering, Topology
+from stree_kernels.shapes import Added, MixerShape, MixerWeights, Sampling, Steering, Topology
 
 _WORD = 2**32 - 1
 _PHILOX = (0xD2511F53, 0xCD9E8D57)  # what words 0 and 2 of a counter are multiplied by
@@ -456,13 +456,15 @@ def tree_attention(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
+    x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x + added (or x) and its root-mean-square norm, each (…, D) in x's dtype.
 
-    added (S, …, D), the parts of a sum, as `linear_parts` gives it. With beside (…, E), the norm is
-    that of both next to each other, (…, D + E).
+    added (S, …, D), the parts of a sum, as `linear_parts` gives it, or several such. With beside
+    (…, E), the norm is that of both next to each other, (…, D + E).
     """
+    if isinstance(added, tuple):
+        added = torch.cat(added)
     if added is not None:
         x = x + (added[0] if added.shape[0] == 1 else added.sum(0).to(x.dtype))
     return x, rms_norm(x if beside is None else torch.cat([x, beside], dim=-1), weight, eps)
@@ -521,6 +523,12 @@ def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (…, D) by a weight (E, D) → (…, E) in x's dtype."""
     return F.linear(x, weight)
+
+
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` in fp32 or wider, from what is not rounded first."""
+    dtype = accumulation_dtype(x.dtype)
+    return F.linear(x.to(dtype), weight.to(dtype))
 
 
 def laid(weight: Tensor) -> Tensor:

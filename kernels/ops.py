@@ -23,6 +23,7 @@ from stree_kernels import (
     naive_verification,
 )
 from stree_kernels.shapes import (
+    Added,
     Derived,
     Drafts,
     GatedDeltaShape,
@@ -158,7 +159,7 @@ def short_conv_tree(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
+    x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `naive.add_rms_norm`."""
     return _module("pointwise", x).add_rms_norm(x, added, weight, eps, beside)
@@ -192,6 +193,11 @@ def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear`."""
     return _module("products", x).linear(x, weight)
+
+
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """See `naive.linear_wide`."""
+    return _module("products", x).linear_wide(x, weight)
 
 
 def laid(weight: Tensor) -> Tensor:

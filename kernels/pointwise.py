@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
-from stree_kernels.shapes import Steering
+from stree_kernels.shapes import Added, Steering
 
 # What was fastest on an H200, or as fast as the rest
 GATE_BLOCK = 1024  # channels of a gate that a program takes
@@ -21,17 +21,22 @@ GATED_BLOCK = 512  # channels of whole groups that a program of the gated norm t
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
+    x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`naive.add_rms_norm` in one launch; x (…, D), added (S, …, D) and beside contiguous."""
-    for each in (x, added, beside):
+    """`naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous."""
+    also = None
+    if isinstance(added, tuple):
+        added, *others = added
+        also = others[0] if len(others) == 1 else torch.cat(others)
+    for each in (x, added, also, beside):
         assert each is None or each.is_contiguous()
     own, width = x.shape[-1], len(weight)
     total = x if added is None else torch.empty_like(x)
     out = x.new_empty(*x.shape[:-1], width)
     norm_kernel[(x.numel() // own, 1)](
-        x, own, added, x.numel(), None, 0, beside, weight, total, out, width,
+        x, own, added, x.numel(), also, None, 0, beside, weight, total, out, width,
         width, 1, eps, PARTS=1 if added is None else len(added),
+        MORE_PARTS=0 if also is None else len(also),
         GROUPS=1, GATE_AFTER=False, BLOCK=triton.next_power_of_2(width),
         num_warps=warps(width), **overlapping(x),
     )  # fmt: skip
@@ -59,8 +64,8 @@ def _gated(
     block = triton.next_power_of_2(width)
     together = max(1, min(triton.next_power_of_2(groups), GATED_BLOCK // block))
     norm_kernel[(y.numel() // y.shape[-1], triton.cdiv(groups, together))](
-        y, y.shape[-1], None, 0, gate, gate.stride(0), None, weight, None, out, y.shape[-1],
-        width, groups, eps, PARTS=1, GROUPS=together, GATE_AFTER=after, BLOCK=block,
+        y, y.shape[-1], None, 0, None, gate, gate.stride(0), None, weight, None, out, y.shape[-1],
+        width, groups, eps, PARTS=1, MORE_PARTS=0, GROUPS=together, GATE_AFTER=after, BLOCK=block,
         num_warps=warps(block * together), **overlapping(y),
     )  # fmt: skip
     return out
@@ -131,9 +136,10 @@ def warps(width: int) -> int:
 
 @triton.jit
 def norm_kernel(
-    x, x_stride, added, part_stride, gate, gate_stride, beside, weight, total, out, out_stride,
-    width, groups, eps, PARTS: tl.constexpr, GROUPS: tl.constexpr, GATE_AFTER: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, x_stride, added, part_stride, also, gate, gate_stride, beside, weight,
+    total, out, out_stride, width, groups, eps,
+    PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    GATE_AFTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -154,6 +160,11 @@ def norm_kernel(
         more = tl.load(added + row * x_stride + at, mask=own, other=0.0)
         for part in tl.static_range(1, PARTS):
             more += tl.load(added + part * part_stride + row * x_stride + at, mask=own, other=0.0)
+        if also is not None:
+            more = more.to(tl.float32)
+            for part in tl.static_range(MORE_PARTS):
+                there = also + part * part_stride + row * x_stride + at
+                more += tl.load(there, mask=own, other=0.0).to(tl.float32)
         more = more.to(value.dtype).to(tl.float32)
         value = (value.to(tl.float32) + more).to(value.dtype)
         store_kept(total + row * x_stride + at, value, own)

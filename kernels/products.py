@@ -80,6 +80,14 @@ def laid(weight: Tensor) -> Tensor:
     return weight.contiguous()
 
 
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """`naive.linear_wide`, by shares where rows are few."""
+    outputs = len(weight)
+    if x.numel() // x.shape[-1] <= MANY and x.dtype == weight.dtype and _fits(x, weight, outputs):
+        return _by_shares(x, weight, outputs, dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, in several parts for more than `FEW` rows."""
     outputs, inputs = weight.shape
@@ -138,13 +146,15 @@ def _by_shares(
     gated: str | None = None,
     parts: int = 1,
     adapter: tuple[Tensor | None, Tensor | None] = (None, None),
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """gated, by which kind of MLP; adapter, as in `linear_adapted`."""
+    """gated, by which kind of MLP; adapter, as in `linear_adapted`; dtype, of the result (that of
+    x)."""
     inputs = x.shape[-1]
     assert inputs == weight.shape[1]
     rows = x.numel() // inputs
     if parts == 1:
-        out = x.new_empty(*x.shape[:-1], outputs)
+        out = x.new_empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype)
     else:
         out = x.new_empty(parts, *x.shape[:-1], outputs, dtype=torch.float32)
     share = triton.cdiv(outputs, _device_of(x)[0] // parts)

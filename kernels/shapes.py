@@ -19,6 +19,10 @@ LEVEL = 2**11
 AFTER = 2**31  # the token after the accepted path
 
 
+# What is to be added to a stream (…, D): nothing, parts of a sum (S, …, D), or several such
+Added = Tensor | tuple[Tensor, ...] | None
+
+
 @dataclass(frozen=True)
 class MixerShape:
     """Dimensions of a Mamba-2 mixer whose projection gives [z, x, B, C, dt] side by side.

@@ -265,7 +265,8 @@ def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def chain(*arguments: Any) -> Tensor:
         *rest, first, out = arguments
         assert first == 0
-        return chain_scan.mamba_chain(*rest, out)
+        rest.append(out)
+        return chain_scan.mamba_chain(*rest)
 
     def swapped() -> Tensor:
         own = vars(ops)["mamba_tree"]

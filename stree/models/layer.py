@@ -139,7 +139,7 @@ class Layer(nn.Module):
         """Its own parts with a memory, each with the place of its cache."""
         return [(slot, self.part(kind)) for kind, slot in self.slots.items() if kind != "shared"]
 
-    def run(self, x: Tensor | None, y: Tensor | None, call: Pass) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor | None, y: Any, call: Pass) -> tuple[Tensor, Any]:
         """The residual stream x, to which y is still to be added, before and after the layer."""
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             norm = getattr(self, norm_name)

@@ -143,7 +143,8 @@ class Mamba2(Part):
     ) -> Tensor:
         def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.state)
-            return ops.mamba_tree(nodes, *kept, self.weights, self.shape, *where, to)
+            rest: tuple[Any, ...] = (self.weights, self.shape, *where, to)
+            return ops.mamba_tree(nodes, *kept, *rest)
 
         if self.gated_norm == "gate":  # the scan's own: see `MixerShape`
             return call.over_nodes(cache, scan, projected, out)

@@ -98,16 +98,15 @@ class Experts(Part):
         return [(self.router,), *latent]
 
     def forward(self, x: Tensor, context: Pass) -> Tensor:
-        return self._parts(x, naive_experts)[0]
+        return self._parts(x, naive.linear_wide, naive_experts)[0]
 
     def tree(self, x: Tensor, cache: None, call: Pass) -> Tensor:
-        return self._parts(x, ops)
+        return self._parts(x, ops.linear_wide, ops)
 
-    def _parts(self, x: Tensor, module: Any) -> Tensor:
-        """Parts of a sum (S, …, D), by the ops of a module."""
+    def _parts(self, x: Tensor, linear_wide: Any, module: Any) -> Tensor:
+        """Parts of a sum (S, …, D), by a product and the ops of a module."""
         rows = x.flatten(0, -2)
-        dtype = naive.accumulation_dtype(rows.dtype)
-        logits = F.linear(rows.to(dtype), self.router.weight.to(dtype))
+        logits = linear_wide(rows, self.router.weight)
         correction = None if self.routing.softmax else self.correction_bias
         weights, chosen = module.choose_experts(logits, correction, self.routing)
         latent = self.config.expert_latent_size

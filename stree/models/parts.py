@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Steering, Topology
+from stree_kernels.shapes import Added, Steering, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features
@@ -103,7 +103,7 @@ class Extension(Sequences):
 @dataclass
 class TreeCall:
     """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
-    to one comes as parts of a sum, (S, B, Q, D)."""
+    to one comes as `Added`, with parts of sums (S, B, Q, D)."""
 
     topology: Topology
     steering: Steering
@@ -136,13 +136,8 @@ class TreeCall:
     def total(self, y: Tensor) -> Tensor:
         return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
-    def add(self, x: Tensor | None, y: Tensor | None) -> Tensor:
-        x = self.embedded if x is None else x
-        assert x is not None
-        return x if y is None else x + self.total(y)
-
     def add_norm(
-        self, x: Tensor | None, y: Tensor | None, norm: RMSNorm, beside: Tensor | None = None
+        self, x: Tensor | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Before the first block there is no stream yet: it begins with the embeddings."""
         x = self.embedded if x is None else x
@@ -172,8 +167,8 @@ class TreeCall:
     def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
         return project_parts(x, projection)
 
-    def together(self, outputs: list[Tensor]) -> Tensor:
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def together(self, outputs: list[Tensor]) -> Added:
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 Pass = Sequences | TreeCall

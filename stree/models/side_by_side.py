@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.parts import Joined, Pass, TreeCall, joined_of, project_together
+from stree.models.parts import Joined, Sequences, TreeCall, joined_of, project_together
 from stree_kernels import ops
 
 
@@ -23,7 +23,7 @@ class SideBySide:
 
     mixers: list[tuple[Any, int]]
 
-    def __call__(self, x: Tensor, context: Pass) -> Tensor:
+    def __call__(self, x: Tensor, context: Sequences) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
     def tree(self, x: Tensor, cache: None, call: TreeCall) -> Tensor:

@@ -16,7 +16,7 @@ KERNELS = {
     "siblings_kernel", "walk_kernel",
     "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "pairs_kernel",
-    "topology_kernel", "pick_kernel", "list_kernel", "up_kernel", "down_kernel", "route_kernel",
+    "topology_kernel", "pick_kernel", "up_kernel", "down_kernel", "route_kernel",
     "short_conv_kernel",
 }  # fmt: skip
 

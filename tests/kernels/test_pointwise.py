@@ -22,12 +22,13 @@ def test_add_rms_norm(shape, dtype):
     x, added = normal(*shape, dtype=dtype), normal(1, *shape, seed=1, dtype=dtype)
     parts = normal(4, *shape, seed=3, dtype=torch.float32)
     weight = normal(shape[-1], seed=2, dtype=dtype)
-    for more in (None, added, parts):
+    for more in (None, added, parts, (parts, added), (added, parts), (parts, added, parts)):
         got = pointwise.add_rms_norm(x, more, weight, 1e-5)
         wanted = naive.add_rms_norm(x, more, weight, 1e-5)
-        if dtype == torch.float32 or DEVICE == "cuda":
+        if not isinstance(more, tuple) and (dtype == torch.float32 or DEVICE == "cuda"):
             assert torch.equal(got[0], wanted[0])
-        assert relative_error(got[1], wanted[1]) < TOLERANCE[dtype]
+        for one, other in zip(got, wanted, strict=True):
+            assert relative_error(one, other) < TOLERANCE[dtype]
 
 
 def test_a_scale_in_more_bits_is_not_rounded():

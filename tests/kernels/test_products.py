@@ -41,6 +41,16 @@ def test_linear_parts(rows, inputs, dtype):
     assert relative_error(parts.sum(0), wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 40, 70])
+def test_linear_wide(rows, dtype):
+    """Nothing is rounded but sums in fp32: experts are chosen by them."""
+    x, weight = normal(rows, 200, dtype=dtype), normal(20, 200, seed=1, dtype=dtype)
+    got = products.linear_wide(x, weight)
+    assert got.dtype == torch.float32 and got.shape == (rows, 20)
+    assert relative_error(got, naive.linear_wide(x.double(), weight.double())) < 1e-5
+
+
 def test_linear_of_rows_that_lie_apart():
     x = normal(2, 40, 300, dtype=torch.bfloat16)[:, 4:, :128]
     weight = normal(64, 128, seed=1, dtype=torch.bfloat16)
