@@ -31,14 +31,14 @@ def accept_choices(
     report are contiguous."""
     batch, num_nodes = tokens.shape
     num_flags = 1 if finite is None else finite[0].numel()
+    num_places = triton.next_power_of_2(num_nodes)
     accept_kernel[(batch,)](
         best, highest, tokens, tokens.stride(0), parents,
         None if finite is None else finite.view(torch.uint8), num_flags, active.view(torch.uint8),
         path, path.stride(0), path_length, block, block.stride(0), position, root,
         report, report.stride(0), num_nodes, (report.shape[1] - 2) // 2,
-        BLOCK=triton.next_power_of_2(num_nodes),
-        BLOCK_FLAGS=triton.next_power_of_2(num_flags),
-        num_warps=1, **overlapping(tokens),
+        BLOCK=num_places, BLOCK_FLAGS=triton.next_power_of_2(num_flags),
+        num_warps=max(1, num_places // 256), **overlapping(tokens),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from stree_kernels.shapes import Topology
 
 BLOCK_NODES = 16
 BLOCK_RANKS = 32  # picks that the others are ranked against at a time
+ABOVE, RANKED = 4096, 8192  # either times all nodes of a tree: more would not fit the registers
 LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
 
 
@@ -30,11 +31,13 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
     assert all(
         each.is_contiguous() for each in (topology.ancestors, topology.depths, topology.windows)
     )
-    topology_kernel[(triton.cdiv(size, BLOCK_NODES), batch)](
+    block_n = triton.next_power_of_2(size)
+    block_q = min(BLOCK_NODES, max(1, ABOVE // block_n))
+    topology_kernel[(triton.cdiv(size, block_q), batch)](
         parents, parents.stride(0), topology.ancestors.view(torch.uint8), topology.depths,
         topology.windows, size, max_depth + 1,
-        WIDTH=topology.windows.shape[2], BLOCK_Q=BLOCK_NODES,
-        BLOCK_N=triton.next_power_of_2(size), num_warps=4, **overlapping(parents),
+        WIDTH=topology.windows.shape[2], BLOCK_Q=block_q, BLOCK_N=block_n,
+        num_warps=4, **overlapping(parents),
     )  # fmt: skip
 
 
@@ -72,12 +75,13 @@ def _pick(
 ) -> None:  # fmt: skip
     assert values.stride(1) == picks.stride(1) == parents.stride(1) == 1
     block = triton.next_power_of_2(end - first)
+    block_n = triton.next_power_of_2(picks.shape[1])
     pick_kernel[(len(values),)](
         values, values.stride(0), drawn_by, first, end,
         picks, picks.stride(0), parents, parents.stride(0), picks.shape[1],
         drawn, 0 if drawn is None else drawn.stride(0), pool_depths,
         pool_tokens, 0 if pool_tokens is None else pool_tokens.stride(0), depths, numbers,
-        BLOCK=block, BLOCK_N=triton.next_power_of_2(picks.shape[1]), BLOCK_R=BLOCK_RANKS,
+        BLOCK=block, BLOCK_N=block_n, BLOCK_R=min(BLOCK_RANKS, max(1, RANKED // block_n)),
         num_warps=min(8, max(1, block // 128)), **overlapping(values),
     )  # fmt: skip
 

@@ -26,7 +26,8 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
         at = torch.where(at >= 0, parents.gather(1, at.clamp(min=0)), -1)
         path.append(at)
     above = torch.stack(path, -1)  # (B, N, max_depth + 1)
-    topology.ancestors.copy_((above[..., None] == node).any(2))
+    seen = torch.where(above >= 0, above, node[:, None])  # a node sees itself anyhow
+    topology.ancestors.zero_().scatter_(2, seen, True)
     depths = (above >= 0).sum(-1, dtype=torch.int32) - 1
     topology.depths.copy_(depths)
     for back in range(width):  # before the root comes the end of the tail

@@ -25,6 +25,7 @@ PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocess
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32
 CORNER_KEYS = 16  # accepted and new ones at a time
+SKIPPED_FROM = 257  # nodes from which on keys that no query of a program sees are left out
 FEW_NODES = 16  # of more, the corner has two parts
 ATTEND_WARPS = 4
 ATTEND_REGISTERS = 255
@@ -45,8 +46,13 @@ def attend_tree(
     bound: int,
     scale: float | None = None,
     out: Tensor | None = None,
+    skips: bool | None = None,
 ) -> Tensor:
-    """`naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype. `bound` is not needed."""
+    """`naive.attend_tree` in two launches; (B, Q, H·D) in qkv's dtype. `bound` is not needed.
+
+    skips, whether programs look first which blocks of the tree's keys any of their queries sees,
+    and leave the others out; None from `SKIPPED_FROM` nodes on.
+    """
     batch, num_new, _ = qkv.shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_heads = qkv.shape[2] // head_dim - 2 * num_kv_heads
@@ -58,6 +64,7 @@ def attend_tree(
     wide = qkv.dtype == torch.float32
     block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
     row_blocks = triton.cdiv(num_rows, block_m)
+    skips = first + num_new >= SKIPPED_FROM if skips is None else skips
     num_corners = 1 if first + num_new <= FEW_NODES else 2
     num_splits = min(32, PROGRAMS // (sequence_heads * row_blocks)) - num_corners
     block_l = BLOCK_KEYS // 2 if wide else BLOCK_KEYS
@@ -91,7 +98,7 @@ def attend_tree(
     attend_warps = ATTEND_WARPS if head_dim <= 128 else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
-        num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS,
+        SKIPS=skips, num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS,
         **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
@@ -177,12 +184,19 @@ def _rotated(low, high, position, known, half, rotary, rotary_stride, position_s
 
 
 @triton.jit
+def _above(seen_by, known, node, there):
+    """Of the tree's nodes among some keys, which each query sees."""
+    mask = known[:, None] & (there & (node >= 0))[None, :]
+    return tl.load(seen_by + node[None, :], mask=mask, other=0)
+
+
+@triton.jit
 def _attend_corner(
     q_low, q_high, known, seen_by, key_at, qkv_stride,
     keys, values, slot_stride, rotary, rotary_stride, position_stride,
     depths, path, path_length, old_length, first, begin, end, highest, total, out, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    REPLAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    REPLAY: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What lies in the cache (accepted and not yet in order, or the tree so far), then new nodes:
     of these together those from begin to end."""
@@ -192,33 +206,36 @@ def _attend_corner(
         k = start + tl.arange(0, BLOCK)
         there, cached = k < end, k < num_cached
         fresh, cached = there & ~cached, there & cached
-        if REPLAY:
-            slot = old_length + load_kept(path + k, cached).to(tl.int32)
-        else:
-            slot = old_length + k
         node = k - path_length  # negative on the path
-        depth = load_kept(depths + node, fresh)
-        new_at = key_at + (node - first) * qkv_stride
-        slot_at = slot * slot_stride
-        # A choice between pointers would be one load, but of two bytes at a time
-        old_low, old_high = _halves(keys + slot_at, cached, half, HEAD_DIM)
-        old_v = _whole(values + slot_at, cached, d, HEAD_DIM)
-        k_low, k_high = _halves(new_at, fresh, half, HEAD_DIM)
-        v = _whole(new_at + NUM_KV_HEADS * HEAD_DIM, fresh, d, HEAD_DIM)
-        above = tl.load(
-            seen_by + node[None, :], mask=known[:, None] & (there & (node >= 0))[None, :], other=0
-        )
-        k_low, k_high = _rotated(
-            k_low, k_high, old_length + path_length + depth, fresh, half,
-            rotary, rotary_stride, position_stride, HEAD_DIM,
-        )  # fmt: skip
-        k_low = tl.where(cached[:, None], old_low, k_low)
-        k_high = tl.where(cached[:, None], old_high, k_high)
-        v = tl.where(cached[:, None], old_v, v)
-        highest, total, out = _attend(
-            q_low, q_high, k_low, k_high, v, (above != 0) | (node < 0)[None, :],
-            highest, total, out, scale, PRECISION,
-        )  # fmt: skip
+        needed = True
+        if SKIPS:
+            seen = tl.max(_above(seen_by, known, node, there).to(tl.int32))
+            needed = (start < path_length) | (seen > 0)
+        if needed:
+            if REPLAY:
+                slot = old_length + load_kept(path + k, cached).to(tl.int32)
+            else:
+                slot = old_length + k
+            depth = load_kept(depths + node, fresh)
+            new_at = key_at + (node - first) * qkv_stride
+            slot_at = slot * slot_stride
+            # A choice between pointers would be one load, but of two bytes at a time
+            old_low, old_high = _halves(keys + slot_at, cached, half, HEAD_DIM)
+            old_v = _whole(values + slot_at, cached, d, HEAD_DIM)
+            k_low, k_high = _halves(new_at, fresh, half, HEAD_DIM)
+            v = _whole(new_at + NUM_KV_HEADS * HEAD_DIM, fresh, d, HEAD_DIM)
+            above = _above(seen_by, known, node, there)
+            k_low, k_high = _rotated(
+                k_low, k_high, old_length + path_length + depth, fresh, half,
+                rotary, rotary_stride, position_stride, HEAD_DIM,
+            )  # fmt: skip
+            k_low = tl.where(cached[:, None], old_low, k_low)
+            k_high = tl.where(cached[:, None], old_high, k_high)
+            v = tl.where(cached[:, None], old_v, v)
+            highest, total, out = _attend(
+                q_low, q_high, k_low, k_high, v, (above != 0) | (node < 0)[None, :],
+                highest, total, out, scale, PRECISION,
+            )  # fmt: skip
     return highest, total, out
 
 
@@ -233,7 +250,7 @@ def attend_kernel(
     NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
-    ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
+    SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
@@ -306,7 +323,7 @@ def attend_kernel(
             depths, path + batch * path_stride, path_length, old_length, first,
             part * corner_share, corner_end,
             highest, total, out, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, BLOCK_CORNER, PRECISION,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, SKIPS, BLOCK_CORNER, PRECISION,
         )  # fmt: skip
 
     at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row

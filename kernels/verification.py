@@ -34,6 +34,7 @@ RULES = ("naive", "multi_step", "traversal")
 NAIVE, MULTI_STEP, TRAVERSAL = map(tl.constexpr, range(3))
 ACCEPT, LEVEL, AFTER = map(tl.constexpr, (shapes.ACCEPT, shapes.LEVEL, shapes.AFTER))
 NO_TOKEN = tl.constexpr(2**31 - 1)
+WALKED = 2**14  # nodes × pieces that the last kernel has in registers; of more, some pieces a time
 
 
 class Rows(NamedTuple):
@@ -128,6 +129,7 @@ def accept_drafts(
     for nodes, count, place in _judged(rule, drafts, num_nodes):
         siblings_kernel[(batch * count, pieces)](rows, trees, nodes, count, place, **options)
     num_flags = 1 if finite is None else finite[0].numel()
+    nodes_block = triton.next_power_of_2(num_nodes)
     commit = Commit(
         path, path.stride(0), path_length, block, block.stride(0), sampling.position, root,
         report, report.stride(0),
@@ -135,8 +137,9 @@ def accept_drafts(
     walk_kernel[(batch,)](
         rows, trees, commit, drafts.parents, finite, num_flags, active.view(torch.uint8),
         sampling.seed, widest, num_nodes, (report.shape[1] - 2) // 2,
-        NODES=triton.next_power_of_2(num_nodes), WIDEST=triton.next_power_of_2(widest),
-        FLAGS=triton.next_power_of_2(num_flags), **options,
+        NODES=nodes_block, WIDEST=triton.next_power_of_2(widest),
+        FLAGS=triton.next_power_of_2(num_flags),
+        BESIDE=min(options["PIECES"], max(1, WALKED // nodes_block)), **options,
     )  # fmt: skip
 
 
@@ -325,7 +328,8 @@ def siblings_kernel(
 def walk_kernel(
     rows, trees, commit, parents, finite, num_flags, active, seeds, widest, num_nodes, longest,
     RULE: tl.constexpr, NODES: tl.constexpr, WIDEST: tl.constexpr, FLAGS: tl.constexpr,
-    WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
+    BESIDE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAPS)
     sequence = tl.program_id(0).to(tl.int64)
@@ -335,7 +339,7 @@ def walk_kernel(
     some = number < 0
     if RULE == TRAVERSAL:
         some = subtrees_that_pass(
-            rows, trees, sequence, parent, seed, position, widest, num_nodes, NODES, PIECES
+            rows, trees, sequence, parent, seed, position, widest, num_nodes, NODES, PIECES, BESIDE
         )
     path = commit.path + sequence * commit.path_stride
     report = commit.report + sequence * commit.report_stride
@@ -387,7 +391,7 @@ def walk_kernel(
         tl.store(commit.block + sequence * commit.block_stride, count.to(tl.int64))
     tl.store(commit.path_length + sequence, count.to(tl.int64))
     tl.store(commit.position + sequence, position + count)
-    code = are_finite(rows, finite, num_flags, sequence, num_nodes, NODES, PIECES, FLAGS)
+    code = are_finite(rows, finite, num_flags, sequence, num_nodes, NODES, PIECES, BESIDE, FLAGS)
     tl.store(report, code.to(tl.int64))
     tl.store(report + 1, count.to(tl.int64))
 
@@ -403,15 +407,19 @@ def write(commit, sequence, step, longest, token):
 @triton.jit
 def are_finite(
     rows, finite, num_flags, sequence, num_nodes,
-    NODES: tl.constexpr, PIECES: tl.constexpr, FLAGS: tl.constexpr,
+    NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """1 when all logits were, 0 when the target's were not, −1 when the drafter's."""
-    node, piece = tl.arange(0, NODES), tl.arange(0, PIECES)
+    node = tl.arange(0, NODES)
     row = sequence * (rows.num_nodes + rows.num_drawn) + node
-    at = rows.highest + row[:, None] * rows.pieces + piece[None, :]
     known = (node < num_nodes)[:, None]
-    high = tl.load(at, mask=known & (piece < rows.pieces)[None, :], other=-float("inf"))
-    bad = (node < num_nodes) & (tl.abs(tl.max(high, axis=1)) == float("inf"))
+    top = tl.full([NODES], -float("inf"), tl.float64)
+    for first in tl.static_range(0, PIECES, BESIDE):
+        piece = first + tl.arange(0, BESIDE)
+        at = rows.highest + row[:, None] * rows.pieces + piece[None, :]
+        high = tl.load(at, mask=known & (piece < rows.pieces)[None, :], other=-float("inf"))
+        top = tl.maximum(top, tl.max(high, axis=1))
+    bad = (node < num_nodes) & (tl.abs(top) == float("inf"))
     drafted = 1
     if finite is not None:
         flag = tl.arange(0, FLAGS)
@@ -423,18 +431,21 @@ def are_finite(
 @triton.jit
 def subtrees_that_pass(
     rows, trees, sequence, parent, seed, position, widest, num_nodes,
-    NODES: tl.constexpr, PIECES: tl.constexpr,
+    NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Whether a node, or any below it, passes with what its children leave of its share."""
-    node, piece = tl.arange(0, NODES), tl.arange(0, PIECES)
+    node = tl.arange(0, NODES)
     row = sequence * num_nodes + node
     share = tl.load(trees.shares + row, mask=parent >= 0, other=1.0)
     for place in range(widest):
         at = row * widest + place
         child = tl.load(trees.children + at, mask=node < num_nodes, other=-1)
-        there = (child >= 0)[:, None] & (piece < rows.pieces)[None, :]
-        at = trees.left + (at * 2 * rows.pieces)[:, None] + piece[None, :]
-        rest = tl.sum(tl.load(at, mask=there, other=0.0), axis=1)
+        rest = tl.zeros([NODES], tl.float64)
+        for first in tl.static_range(0, PIECES, BESIDE):
+            piece = first + tl.arange(0, BESIDE)
+            there = (child >= 0)[:, None] & (piece < rows.pieces)[None, :]
+            left = trees.left + (at * 2 * rows.pieces)[:, None] + piece[None, :]
+            rest += tl.sum(tl.load(left, mask=there, other=0.0), axis=1)
         left = tl.where(rest > 0, rest / tl.where(rest > 0, rest + (1.0 - share), 1.0), 0.0)
         share = tl.where(child >= 0, left, share)
     some = (parent >= 0) & (uniform(seed, position, node + ACCEPT) >= 1.0 - share)

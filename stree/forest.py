@@ -5,7 +5,6 @@ Shapes: B rows, N nodes of the largest tree, K children of the widest node, W co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from stree.last_used import kept_by_trees
 from stree.tree import BeamTree, TokenTree
 from stree_kernels.shapes import Topology
 
@@ -150,7 +150,7 @@ class Forest:
         return _inner_topology(self.trees, width, self.device)
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_trees
 def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
@@ -260,7 +260,7 @@ def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:
     ]
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_trees
 def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
     size = max(tree.num_nodes for tree in trees)
     ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
@@ -273,7 +273,7 @@ def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) ->
     return Topology(ancestors.to(device), depths.to(device), windows.to(device))
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_trees
 def _inner_topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
     levels = _inner(trees)[1:]
     counts = [max(map(len, level)) for level in levels]

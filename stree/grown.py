@@ -67,8 +67,7 @@ class GrownForest(Forest):
         """(B, N, W), −1 for none."""
         batch, size = self.parents.shape
         parents = torch.where(self.parents < 0, size, self.parents)
-        siblings = (parents[..., None] == torch.arange(size + 1, device=self.device)).cumsum(1)
-        rank = siblings.gather(2, parents[..., None]).squeeze(2) - 1
+        rank = (parents[..., None] == parents[:, None]).tril(-1).sum(-1)
         width = self.tree.width
         children = self.parents.new_full((batch, (size + 1) * width), -1)
         nodes = torch.arange(size, device=self.device).expand(batch, -1)

@@ -1,11 +1,18 @@
-"""A dictionary that holds what was used last: its values take memory."""
+"""What was used last is kept, by a dictionary or of a function's results: it takes memory."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from stree.tree import TokenTree
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
+MOST, MOST_LARGE = 256, 8  # results a function, for small trees and for large ones
+LARGE = 256  # nodes above which a tree's mask is counted in megabytes
 
 
 class LastUsed(dict[K, V]):
@@ -25,3 +32,17 @@ class LastUsed(dict[K, V]):
         super().__setitem__(key, value)
         if len(self) > self.most:
             del self[next(iter(self))]
+
+
+def kept_by_trees(make: Callable[P, V]) -> Callable[P, V]:
+    """A function of a tree, or of a batch of them, first, that keeps what it made last."""
+    few, many = (functools.lru_cache(most)(make) for most in (MOST_LARGE, MOST))
+
+    @functools.wraps(make)
+    def kept(*arguments: P.args, **options: P.kwargs) -> V:
+        trees = arguments[0]
+        trees = (trees,) if isinstance(trees, TokenTree) else trees
+        large = any(tree.num_nodes > LARGE for tree in trees)  # type: ignore[attr-defined]
+        return (few if large else many)(*arguments, **options)  # type: ignore[arg-type]
+
+    return kept

@@ -22,7 +22,7 @@ from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.cache import SavedPrefix
 from stree.rows import Rows
-from stree.tree import MAX_NODES, BeamTree, TokenTree, as_tree
+from stree.tree import BeamTree, TokenTree, as_tree
 
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
@@ -104,15 +104,16 @@ class GrownRates:
     to them, the n-th best node as 1/n.
     """
 
-    def __init__(self) -> None:
-        ranks = torch.arange(MAX_NODES, dtype=torch.float64).clamp(min=1)
+    def __init__(self, num_nodes: int) -> None:
+        """num_nodes, of the largest such tree."""
+        ranks = torch.arange(num_nodes, dtype=torch.float64).clamp(min=1)
         self._share = 1 / ranks
         # Twice or half the rank counts a sixteenth
         self._near = 16.0 ** -(ranks[:, None] / ranks).log2().abs()
         # Each observation weighs more than the one before it, so that none has to be made less
         self._weight = 1.0
-        self._trees = [0.0] * (MAX_NODES + 1)  # by number of nodes
-        self._accepted = [0.0] * MAX_NODES
+        self._trees = [0.0] * (num_nodes + 1)  # by number of nodes
+        self._accepted = [0.0] * num_nodes
 
     def learn(self, num_nodes: int, path: Sequence[int]) -> None:
         """A step of a tree of so many nodes has accepted those on a path, the root included."""
@@ -156,7 +157,10 @@ class Modes:
         self.costs = costs or Costs()
         self.rates = AcceptRates()
         self._largest_grown = largest_grown(self.trees)
-        self._grown = {(t.kind, t.width, t.depth): GrownRates() for t in self._largest_grown}
+        self._grown = {
+            (tree.kind, tree.width, tree.depth): GrownRates(tree.num_nodes)
+            for tree in self._largest_grown
+        }
         self._unseen_s: dict[TokenTree, float] = defaultdict(float)  # since such a tree was tried
         self._expected: dict[TokenTree, float] = {}
         self._news = 0  # observations that it does not know of

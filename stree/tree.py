@@ -17,7 +17,8 @@ from torch import Tensor
 from stree.errors import NotFound, UsageError
 from stree.plain_data import parse_yaml, read_text
 
-MAX_NODES = 256
+MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
+MAX_CHILDREN = 255  # of a node: one program finds the best of a row of logits (`top.py`)
 # Of what `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 
@@ -27,7 +28,8 @@ class TokenTree:
     """A static token tree; node 0 is the root, the last token that is already certain.
 
     Args: parents, one index a node, −1 for the root, each before its children. Raises
-    `UsageError` for any other order, for more than 256 nodes, or for an empty tree.
+    `UsageError` for any other order, for more than 2,048 nodes or 255 children of one, or for an
+    empty tree.
     """
 
     parents: tuple[int, ...]
@@ -50,6 +52,10 @@ class TokenTree:
                     f"tree {self.name!r}: node {node} has parent {parent}; a parent comes before "
                     f"its children, so wanted 0 to {node - 1}. Renumber the nodes by depth"
                 )
+        if len(parents) > MAX_CHILDREN and (most := max(map(len, self.children))) > MAX_CHILDREN:
+            raise UsageError(
+                f"tree {self.name!r} has a node with {most} children, wanted at most {MAX_CHILDREN}"
+            )
 
     @classmethod
     def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
@@ -123,10 +129,10 @@ class TokenTree:
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Node indices by depth, the root's level first."""
-        return tuple(
-            tuple(node for node, depth in enumerate(self.depths) if depth == level)
-            for level in range(self.max_depth + 1)
-        )
+        levels: list[list[int]] = [[] for _ in range(self.max_depth + 1)]
+        for node, depth in enumerate(self.depths):
+            levels[depth].append(node)
+        return tuple(map(tuple, levels))
 
     @property
     def widest(self) -> int:
@@ -147,9 +153,9 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """(N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
-        mask = torch.zeros(self.num_nodes, self.num_nodes, dtype=torch.bool)
-        for node in range(self.num_nodes):
-            mask[node, self.path_to(node)] = True
+        mask = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
         return mask
 
     def windows(self, width: int) -> Tensor:
@@ -157,10 +163,10 @@ class TokenTree:
 
         Indices point into [the width − 1 last committed inputs, the nodes' inputs], oldest first.
         """
-        rows = []
-        for node in range(self.num_nodes):
-            path = list(range(width - 1)) + [width - 1 + each for each in self.path_to(node)]
-            rows.append(path[-width:])
+        rows: list[list[int]] = []
+        for node, parent in enumerate(self.parents):
+            above = list(range(width - 1)) if parent < 0 else rows[parent][1:]
+            rows.append([*above, width - 1 + node])
         return torch.tensor(rows)
 
     def __str__(self) -> str:
@@ -265,7 +271,7 @@ class SlotTree(BeamTree):
 
 def expanded(counts: Sequence[int]) -> TokenTree:
     """SpecInfer's expansion ⟨k1, k2, …⟩ (Miao et al. 2024): each node at depth i has k_i children.
-    Raises `UsageError` for one with more than 256 nodes, or without children somewhere."""
+    Raises `UsageError` for one with more than 2,048 nodes, or without children somewhere."""
     name = "-".join(["expand", *map(str, counts)])
     if min(counts) < 1 or 1 + sum(accumulate(counts, mul)) > MAX_NODES:
         raise UsageError(

@@ -21,7 +21,6 @@ from stree.models.convert import load_config, load_model
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import eos_token_ids, load_tokenizer
-from stree.tree import MAX_NODES
 from stree_kernels import naive
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.batching import Batch, BatchDecoder
@@ -37,6 +36,7 @@ from stree_pipelines.evaluation.plan import (
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
 
 WARMUP_TOKENS = 16
+SLACK = 256  # tokens behind an answer: a tree's path, and what comes back cut into more
 BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
 
 
@@ -337,12 +337,13 @@ class Answerer:
             ignore_eos=self.settings.ignore_eos,
         )
 
-    def _needed(self, num_prompt_tokens: int) -> int:
-        return num_prompt_tokens + self.settings.max_new_tokens + MAX_NODES
+    def _needed(self, job: Job, num_prompt_tokens: int) -> int:
+        longest = 0 if job.tree is None else job.tree.max_depth + 1
+        return num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
 
     def _has_room(self, job: Job, num_prompt_tokens: int) -> bool:
         room, _ = self._decoders.get(job.decoder_key, (0, None))
-        return self._needed(num_prompt_tokens) <= room
+        return self._needed(job, num_prompt_tokens) <= room
 
     def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
         """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
@@ -352,7 +353,7 @@ class Answerer:
         if not self._has_room(job, num_prompt_tokens):
             decoder = None
             self._drop(lambda known: known == key)
-            room = max(self._needed(num_prompt_tokens), self.max_length)
+            room = max(self._needed(job, num_prompt_tokens), self.max_length)
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
@@ -432,7 +433,7 @@ class Answerer:
             for benchmark in self.benchmarks
             for prompt in benchmark.prompts
         )
-        return longest + MAX_NODES
+        return longest + SLACK
 
     def _num_given(self, prompt: BenchmarkPrompt) -> int:
         """Tokens of a conversation to whose turns nothing was answered."""

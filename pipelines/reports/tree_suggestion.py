@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from stree import metrics
 from stree.errors import UsageError
 from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
-from stree.tree import MAX_NODES, BeamTree, TokenTree
+from stree.tree import BeamTree, TokenTree
 from stree_pipelines.evaluation.records import ResultRow, SampleRow
 
 # A rate's own calls and this many at its rank's rate over all depths: steadies the rare ones.
 PRIOR_CALLS = 10
+MAX_NODES = 256  # of a suggested tree: time goes with the cube, memory with the square
 
 
 @dataclass(frozen=True)

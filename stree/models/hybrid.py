@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stree.errors import UsageError
 from stree.forest import Forest
+from stree.last_used import kept_by_trees
 from stree.models.ahead import Ahead, Scanned
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
@@ -58,7 +59,7 @@ def _product() -> Callable[[Tensor, Tensor], Tensor]:
     return F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_trees
 def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
     """One tree on a device, for a conv of that width."""
     return Topology(

@@ -3,11 +3,15 @@
 import pytest
 import torch
 from kernel_cases import DEVICE, comb, star
+from toys import random_tree
 
 from stree.tree import TokenTree
 from stree_kernels import accept, naive
 
-TREES = [TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), star(40), comb(100)]
+TREES = [
+    TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), star(40), comb(100),
+    random_tree(1000), random_tree(2048),
+]  # fmt: skip
 
 
 def walk(best, tokens, tree):
@@ -35,7 +39,7 @@ def test_walks(tree):
     finite = torch.ones(batch, 3, dtype=torch.bool, device=DEVICE)
     finite[3, 1] = False
     active = torch.tensor([True] * 4 + [False], device=DEVICE)
-    other = TokenTree((-1, *[0] * (N - 1)))  # of rows 2 and 3
+    other = TokenTree((-1, *(max(0, node - 254) for node in range(N - 1))))  # of rows 2 and 3
     trees = [tree, tree, other, other, tree]
     parents = torch.tensor([each.parents for each in trees], device=DEVICE)
     wide = torch.full((batch, N + 2), -9, device=DEVICE)

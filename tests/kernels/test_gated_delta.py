@@ -27,6 +27,7 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
+from toys import random_tree
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import gated_delta_chain, gated_delta_tree, naive_gated_delta
@@ -39,7 +40,10 @@ SHAPES = {
     "two-blocks": GatedDeltaShape(1, 1, 16, 48, 2),
 }
 TREES = [TokenTree.chain(0), star(17), balanced([2, 2, 2, 2]), comb(33)]
-LARGE_TREES = [TokenTree.chain(99), comb(256), star(256), TokenTree.chain(255)]
+LARGE_TREES = [
+    TokenTree.chain(99), comb(256), star(256), TokenTree.chain(255), random_tree(257),
+]  # fmt: skip
+TREES_ON_CUDA = [*LARGE_TREES, random_tree(2048), TokenTree.chain(2047)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 4 * 2**-8}
 
 
@@ -129,7 +133,7 @@ def test_large_trees(tree):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("tree", LARGE_TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+@pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
 def test_large_trees_at_full_width(tree, dtype):
     path = tree.path_to(tree.num_nodes - 1)
     compare(GatedDeltaShape(48, 16, 128, 128, 4), [tree], [path, path[:3]], dtype)

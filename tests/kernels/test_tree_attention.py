@@ -17,13 +17,19 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
+from toys import random_tree
 
+from stree.node_order import depth_first, heavy_path
 from stree.tree import TokenTree
 from stree_kernels import naive, tree_attention
 from stree_kernels.shapes import Steering
 
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(40)]
-TREES_ON_CUDA = [comb(65), star(256), comb(256), TokenTree.chain(255)]
+TREES_ON_CUDA = [
+    comb(65), star(256), comb(256), TokenTree.chain(255), random_tree(257), random_tree(1000),
+    random_tree(2048), TokenTree(heavy_path(random_tree(2048).parents), "heavy"),
+    TokenTree.chain(2047),
+]  # fmt: skip
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -75,6 +81,41 @@ def test_large_trees(tree, dtype):
     path = tree.path_to(tree.num_nodes - 1)
     options = dict(heads=32, kv_heads=8, head_dim=128)
     compare(tree, [1027, 0, 63], [path, [], path[:2]], dtype, **options)
+
+
+@pytest.mark.long
+def test_a_tree_of_more_than_256_nodes():
+    tree = random_tree(257)
+    compare(tree, [3], [tree.path_to(256)], heads=1, head_dim=8)
+
+
+@pytest.mark.parametrize("tree", [random_tree(70), TokenTree(depth_first(random_tree(70).parents))])
+def test_keys_that_are_left_out_change_nothing(tree):
+    """Of a new tree, and of one that grows."""
+    outputs = []
+    for skips in (False, True):
+        inputs = make(tree, [9], [[0]], torch.float32, heads=1)
+        for first, nodes in ((0, slice(40)), (40, slice(40, 70))):
+            steering = steering_of([10 if first else 9], [[] if first else [0]], 1, 2)
+            qkv, *rest = inputs
+            outputs.append(tree_attention.attend_tree(
+                qkv[:, nodes], *rest, topology_of([tree]), steering, first, 0, skips=skips
+            ))  # fmt: skip
+    for dense, sparse in zip(outputs[:2], outputs[2:], strict=True):
+        assert torch.equal(dense, sparse)
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    """Two chains below a root: what a whole block of the one holds spoils only the one."""
+    tree = TokenTree((-1, *range(31), 0, *range(32, 63)))
+    topology, steering = topology_of([tree]), steering_of([9], [[0]], 1, 2)
+    spoiled = []
+    for skips in (False, True):
+        qkv, *rest = make(tree, [9], [[0]], torch.float32, heads=1, head_dim=8)
+        qkv[:, 20, -8:] = torch.nan  # its value
+        got = tree_attention.attend_tree(qkv, *rest, topology, steering, 0, 0, skips=skips)
+        spoiled.append(got[0].isnan().any(-1).nonzero().flatten().tolist())
+    assert spoiled[1] == list(range(32)) and set(spoiled[0]) > set(spoiled[1])
 
 
 HEADS = [(4, 4, 20), (6, 2, 64), (3, 1, 8)]

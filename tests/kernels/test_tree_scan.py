@@ -27,6 +27,7 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
+from toys import random_tree
 
 from stree.tree import TokenTree
 from stree_kernels import chain_scan, naive, tree_scan
@@ -39,8 +40,11 @@ SHAPES = {
     "gated, two-blocks": MixerShape(2, 48, 16, 2, 2, 1, 2, gated=True),
 }
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(33)]
-LONG_TREES = [TokenTree.chain(16), comb(65)]
-TREES_ON_CUDA = [comb(128), star(256), comb(256), TokenTree.chain(255)]
+LONG_TREES = [TokenTree.chain(16), comb(65), random_tree(257)]
+TREES_ON_CUDA = [
+    comb(128), star(256), comb(256), TokenTree.chain(255), random_tree(1000), random_tree(2048),
+    TokenTree.chain(2047),
+]  # fmt: skip
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 4 * 2**-8}
 
 

@@ -406,7 +406,7 @@ def test_a_training_that_fails_is_named():
 @pytest.mark.parametrize(
     "options",
     [
-        ("--device", "nope"), ("--nodes", "[]"), ("--nodes", "[0]"), ("--nodes", "[300]"),
+        ("--device", "nope"), ("--nodes", "[]"), ("--nodes", "[0]"), ("--nodes", "[3000]"),
         ("--context", "-5"), ("--repeats", "0"), ("--processes", "[]"), ("--processes", "[0]"),
         ("--batch_size", "0"), ("--sequence_length", "-5"), ("--strategies", "[nope]"),
         ("--more", "[--trainer.max_steps=2]"), ("--what", "[]"), ("--what", "[steps]"),

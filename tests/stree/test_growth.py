@@ -281,7 +281,7 @@ def test_a_step_grows_all_trees_alike_or_none():
     ("name", "reason"),
     [
         ("beam-0-3-4", "at least one level"), ("beam-3-0-1", "at least one level"),
-        ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-257", "to 256"),
+        ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-2049", "to 2048"),
         ("beam-99-9-20", "at most 4096 nodes"),
     ],
 )  # fmt: skip

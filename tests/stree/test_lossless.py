@@ -12,11 +12,19 @@ from collections import Counter
 
 import pytest
 import torch
-from toys import TableDrafter, TableTarget, Undrawn, right_now_and_then, tiny_model
+from toys import (
+    TableDrafter,
+    TableTarget,
+    Undrawn,
+    random_tree,
+    right_now_and_then,
+    tiny_model,
+)
 
 import stree.verifiers.coupled
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters import Proposal
+from stree.node_order import heavy_path
 from stree.tree import balanced
 from stree_kernels import naive, ops
 
@@ -99,6 +107,28 @@ def test_drafts_of_models_change_nothing_of_what_is_sampled(drafter_layers):
         assert got.tokens == plain.generate([alone])[0].tokens
         accepted += sum(got.stats.accepted_per_call)
     assert accepted > 20 or drafter_layers == ()
+
+
+LARGE = [
+    TokenTree(heavy_path(balanced([6, 7, 6]).parents), "heavy"),
+    *map(TokenTree.load, ("expand-4-4-4-4", "beam-9-6-300", "dyspec-9-6-300", "chain-299")),
+    random_tree(1000), random_tree(2048),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", LARGE, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
+def test_trees_of_more_than_256_nodes_change_nothing(tree):
+    """In fp64, of models and of rows that sample; paths longer than 256 nodes are replayed."""
+    target = tiny_model(1)
+    # The chain is accepted as a whole
+    drafter = target if tree.name == "chain-299" else right_now_and_then(target)
+    settings = [GenerationConfig(310 if drafter is target else 8, t, seed=4) for t in (0.0, 1.0)]
+    requests = [Request([3, 1, 4, 1, 5], setting) for setting in settings]
+    plain = BatchDecoder(target, num_rows=2, max_length=700).generate(requests)
+    got = BatchDecoder(target, drafter, tree, num_rows=2, max_length=700).generate(requests)
+    assert [each.tokens for each in got] == [each.tokens for each in plain]
+    accepted = [sum(each.stats.accepted_per_call) for each in got]
+    assert min(accepted) > (250 if drafter is target else 0)
 
 
 # Mistakes that are planted; each must change some tokens, or never accept.

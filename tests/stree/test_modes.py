@@ -250,7 +250,7 @@ def test_costs_are_measured_while_no_row_is_taken():
 
 def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
     """Weights grow from one observation to the next, and are brought back before they overflow."""
-    rates = GrownRates()
+    rates = GrownRates(8)
     for _ in range(23_000):  # 0.99⁻²³⁰⁰⁰ is beyond 1e100
         rates.learn(8, [0, 1, 3])
     settled = rates.expected_tokens()

@@ -39,7 +39,8 @@ def test_shapes():
         ((-1, 1), "node 1 has parent 1"),
         ((-1, -1), "node 1 has parent -1"),
         ((-1, 0.5), "whole numbers"),
-        (tuple(range(-1, 256)), "257 nodes"),
+        (tuple(range(-1, 2048)), "2049 nodes"),
+        ((-1, *[0] * 256), "256 children, wanted at most 255"),
     ],
 )
 def test_bad_trees_are_refused(parents, complaint):

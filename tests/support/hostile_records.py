@@ -101,7 +101,7 @@ def _(folder: Path) -> Path:
     return written(folder, "tree.yaml", "parents: [-1, [0, [1]]]")
 
 
-@case("tree of 10^9 nodes", "tree", USAGE, r"at most 255")
+@case("tree of 10^9 nodes", "tree", USAGE, r"at most 2047")
 def _(folder: Path) -> Path:
     return Path("chain-999999999")
 

@@ -27,5 +27,9 @@ def quick_first(quick: list[tuple], all_of_them: list[tuple]) -> list:
 
 
 def _identifier(arguments: tuple[Any, ...]) -> str:
-    named = (f"{a.name}-{a.num_nodes}" if isinstance(a, TokenTree) else a for a in arguments)
-    return "-".join(map(str, named))
+    def name(argument: Any) -> str:
+        if isinstance(argument, TokenTree):
+            return f"{argument.name}-{argument.num_nodes}"
+        return getattr(argument, "__name__", str(argument))
+
+    return "-".join(map(name, arguments))

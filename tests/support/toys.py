@@ -86,6 +86,13 @@ def recurrent(own: bool = True, **changes: object) -> tuple[HybridModel, HybridM
     return target, model
 
 
+def random_tree(num_nodes: int, seed: int = 0) -> TokenTree:
+    """Each node hangs below any before it, all alike."""
+    rng = random.Random(seed)
+    parents = (-1, *(rng.randrange(node) for node in range(1, num_nodes)))
+    return TokenTree(parents, f"random-{num_nodes}")
+
+
 def mixed_requests(count: int, trees: Sequence[TokenTree], seed: int) -> list[Request]:
     """Of all lengths and settings, each with one of the trees."""
     rng = random.Random(seed)
