@@ -10,6 +10,7 @@ python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]"
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
 python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
+python pipelines/bench_decode.py runs/bench/8b-orders.jsonl --what "[orders]"
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from stree_pipelines.benches.models import (
     target_config,
 )
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
+from stree_pipelines.benches.orders import bytes_of, orders
 from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import require_green, write_rows
 from stree_pipelines.command_line import CommandParser
@@ -53,6 +55,7 @@ PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
 WHAT = (
     "calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs", "rows", "joint", "serve",
+    "orders",
 )  # fmt: skip
 CAPTURED = ("profiles", "steps", "graphs", "rows", "joint", "serve")
 
@@ -65,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--shape", type=str, default="8b", help=f"one of {', '.join(SHAPES)}, or several")
     add("--what", type=list[str], default=list(WHAT), help=f"of {', '.join(WHAT)}")
     add("--nodes", type=list[int], default=[1, 5, 13, 16, 32, 64, 128], help="for calls")
+    add("--order_nodes", "--order-nodes", type=list[int], default=[256, 512, 1024, 2048],
+        help="of trees, for orders")  # fmt: skip
     add("--taus", type=list[float], default=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], help="for steps")
     add(
         "--rows", type=list[int], default=[1, 2, 4, 8, 16, 32, 64], help="for rows, joint and serve"
@@ -88,6 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
                 raise UsageError(f"{name!r} is not one of {', '.join(known)}")
     if not options.verifiers:
         raise UsageError(f"--verifiers: wanted some of {', '.join(NAMES)}, got none")
+    without = [each for each in shapes if not target_config(each).attn_layers]
+    if without and options.what == ["orders"]:
+        raise UsageError(f"orders time attention, which {', '.join(without)} has none of")
     for shape, kind in itertools.product(shapes, options.drafters):
         drafter_config(shape, kind)
     if not options.drafters:
@@ -95,8 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
-        nodes=options.nodes, context=options.context, repeats=options.repeats,
-        num_steps=options.num_steps, rows=options.rows, graph_rows=options.graph_rows,
+        nodes=options.nodes, order_nodes=options.order_nodes, context=options.context,
+        repeats=options.repeats, num_steps=options.num_steps, rows=options.rows,
+        graph_rows=options.graph_rows,
     )  # fmt: skip
     require_results_file(options.out)
     captured = [each for each in CAPTURED if each in options.what]
@@ -131,7 +140,7 @@ def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) ->
         for line in describe(
             shape, options.what, options.nodes,
             options.rows if {"rows", "joint", "serve"} & set(options.what) else options.graph_rows,
-            options.context, device.type == "cuda",
+            options.context, device.type == "cuda", options.order_nodes,
         ):  # fmt: skip
             print(line, flush=True)
 
@@ -144,8 +153,13 @@ def _release_memory(device: torch.device) -> None:
 
 
 def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    target = random_target(shape, device)
     context, repeats = options.context, options.repeats
+    config = target_config(shape)
+    if "orders" in options.what and config.attn_layers:
+        yield from orders(config, options.order_nodes, context, repeats, device)
+    if set(options.what) == {"orders"}:
+        return
+    target = random_target(shape, device)
     if "calls" in options.what:
         yield from calls.calls(target, options.nodes, context, repeats)
     if "profiles" in options.what:
@@ -180,14 +194,19 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
 
 
 def describe(
-    shape: str, what: list[str], nodes: list[int], rows: list[int], context: int, on_cuda: bool
-) -> Iterator[str]:
+    shape: str, what: list[str], nodes: list[int], rows: list[int], context: int, on_cuda: bool,
+    order_nodes: list[int],
+) -> Iterator[str]:  # fmt: skip
     """What there is to measure, and the memory that it takes at most: one target call's cache at a
     time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
     target, drafter = target_config(shape), drafter_config(shape)
-    memory = decoding_memory(
-        target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
-    )
+    memory = {}
+    if set(what) != {"orders"}:
+        memory = decoding_memory(
+            target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
+        )
+    if "orders" in what:
+        memory["attention of large trees"] = bytes_of(target, max(order_nodes), context)
     if "calls" in what:
         memory["floor's weights"] = calls.floor_bytes(target, max(nodes))
     if "unrolled" in what:

@@ -12,6 +12,14 @@ from operator import or_
 Parents = tuple[int, ...]
 
 
+def by_level(parents: Sequence[int]) -> Parents:
+    """The same tree, all nodes of a depth after those above it, as drafters fill it."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return _renumbered(parents, sorted(range(len(parents)), key=depths.__getitem__))
+
+
 def depth_first(parents: Sequence[int]) -> Parents:
     """The same tree, each node followed by all below its first child, then its second's, …"""
     return _walked(parents, lambda children, sizes: children)
@@ -23,12 +31,13 @@ def heavy_path(parents: Sequence[int]) -> Parents:
     return _walked(parents, lambda children, sizes: sorted(children, key=lambda node: -sizes[node]))
 
 
-def num_blocks(parents: Sequence[int], size: int = 32) -> int:
-    """How many size × size blocks of the mask, which lets a node see itself and those above it,
-    have anything in them."""
+def num_blocks(parents: Sequence[int], size: int = 32, width: int | None = None) -> int:
+    """How many blocks of size nodes × `width` others (None: as many) of the mask, which lets a node
+    see itself and those above it, have anything in them."""
+    width = size if width is None else width
     seen: list[int] = []  # by node, the blocks that it sees, a bit each
     for node, parent in enumerate(parents):
-        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node // size)
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node // width)
     rows = (seen[first : first + size] for first in range(0, len(seen), size))
     return sum(reduce(or_, row).bit_count() for row in rows)
 
@@ -39,11 +48,16 @@ def _walked(parents: Sequence[int], ranked: Callable[[list[int], list[int]], lis
     for node in range(len(parents) - 1, 0, -1):
         children[parents[node]].append(node)
         sizes[parents[node]] += sizes[node]
-    new, stack = {-1: -1}, [0]
+    stack = [0]
     order: list[int] = []
     while stack:
         node = stack.pop()
-        new[node] = len(order)
         order.append(node)
         stack += ranked(children[node][::-1], sizes)[::-1]
+    return _renumbered(parents, order)
+
+
+def _renumbered(parents: Sequence[int], order: Sequence[int]) -> Parents:
+    """The same tree, its nodes in this order."""
+    new = {-1: -1, **{node: place for place, node in enumerate(order)}}
     return tuple(new[parents[node]] for node in order)

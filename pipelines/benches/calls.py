@@ -22,7 +22,7 @@ from stree.models.mlp import Experts
 from stree.models.parts import Part
 from stree.models.side_by_side import SideBySide
 from stree.rows import Rows
-from stree.tree import TokenTree, balanced
+from stree.tree import MAX_CHILDREN, TokenTree, balanced
 from stree_kernels import ops
 from stree_pipelines.benches.profiles import profile_call
 from stree_pipelines.benches.timing import side_by_side
@@ -212,7 +212,9 @@ def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
 
 
 def _star(num_nodes: int) -> TokenTree:
-    return balanced([num_nodes - 1] if num_nodes > 1 else [], f"star-{num_nodes}")
+    """As wide as a tree may be: below the root, then a level below that."""
+    parents = (max(0, node - MAX_CHILDREN) for node in range(num_nodes - 1))
+    return TokenTree((-1, *parents), f"star-{num_nodes}")
 
 
 def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) -> HybridCache:

@@ -26,7 +26,7 @@ def require_numbers(**options: int | list[int]) -> None:
     what a tree may have."""
     for name, value in options.items():
         numbers = value if isinstance(value, list) else [value]
-        most = MAX_NODES if name == "nodes" else None
+        most = MAX_NODES if name.endswith("nodes") else None
         if not numbers or min(numbers) < 1 or (most and max(numbers) > most):
             wanted = f"numbers from 1 to {most}" if most else "numbers from 1 on"
             raise UsageError(f"--{name}: wanted {wanted}, got {value}")

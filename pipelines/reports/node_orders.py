@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
-from stree.node_order import Parents, depth_first, heavy_path, num_blocks
+from stree.node_order import num_blocks
+from stree_pipelines.benches.orders import BLOCK, ORDERS, random_tree
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
 from stree_pipelines.reports.paper_tables import OURS, Made, made
 
-NUM_TREES, BLOCK = 10, 32
-ORDERS: dict[str, Callable[[Parents], Parents]] = {
-    "as grown": tuple, "depth first": depth_first, "heavy path": heavy_path
-}  # fmt: skip
-
-
-def random_tree(num_nodes: int, seed: int) -> Parents:
-    """Each node below any before it, all alike."""
-    rng = random.Random(seed)
-    return (-1, *(rng.randrange(node) for node in range(1, num_nodes)))
+NUM_TREES = 10
 
 
 def dyspec_5(folder: Path) -> Made:

@@ -27,6 +27,7 @@ from stree_pipelines.benches import (
     calls,
     intervals,
     models,
+    orders,
     profiles,
     published,
     steps,
@@ -45,16 +46,15 @@ ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 def test_rows(tmp_path):
     rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
     options = SimpleNamespace(
-        what=["calls", "draft", "unrolled", "memory"], nodes=[1, 3, 5, 16], context=8, repeats=2,
-        drafters=["own", "head=16+rank=4"],
+        what=["orders", "calls", "draft", "unrolled", "memory"], order_nodes=[5],
+        nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
     )  # fmt: skip
     rows += bench_decode.measure("tiny", options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
-        *bench_kernels.OPS, *bench_kernels.OPS, *("target call",) * 4, "draft", "draft",
-        *("unrolled",) * 5,
-        "memory",
+        *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
+        "draft", "draft", *("unrolled",) * 5, "memory",
     ]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
@@ -64,6 +64,26 @@ def test_rows(tmp_path):
     kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
     assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
     assert lines[-1]["kept_bytes_joint"] - lines[-1]["kept_bytes"] == TAIL
+
+
+def test_attention_by_the_order_of_nodes(monkeypatch):
+    """By the twin, and by the kernel with and without what it leaves out."""
+    monkeypatch.setattr(orders, "LAYERS", 1)
+    config = models.OWN_SHAPES["tiny"]
+    plain = list(orders.orders(config, [40, 3], 4, 1, CPU))
+    assert [(row["num_nodes"], row["order"]) for row in plain] == [
+        (size, name) for size in (40, 3) for name in (*orders.ORDERS, "by level")
+    ]
+    assert all(row["us_naive"]["median"] > 0 for row in plain)
+    assert all(1 <= row["blocks"] <= row["all_blocks"] for row in plain)
+    monkeypatch.setattr(orders, "_fused", lambda device: True)
+    monkeypatch.setattr(orders, "side_by_side", lambda *a: {
+        name: {"median": 8.0} for name, run in a[0].items() if run() is None
+    })  # fmt: skip
+    monkeypatch.setattr(orders, "ORDERS", {"heavy path": orders.heavy_path})
+    heavy, level = orders.orders(config, [40], 4, 1, CPU)
+    assert heavy["us_dense"]["median"] == heavy["us_sparse"]["median"] == 8.0
+    assert heavy["blocks_read"] <= level["blocks_read"] <= level["blocks_below"]
 
 
 def test_decoding_on_a_cpu_beside_transformers(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stree import TokenTree
-from stree.node_order import depth_first, heavy_path, num_blocks
+from stree.node_order import by_level, depth_first, heavy_path, num_blocks
 
 
 def random_tree(size: int, seed: int) -> tuple[int, ...]:
@@ -45,14 +45,23 @@ def test_siblings_keep_their_order():
     assert heavy_path((-1, 0, 0, 2, 2, 1)) == (-1, 0, 1, 1, 0, 4)
 
 
-@pytest.mark.parametrize("size", [1, 4, 32])
-def test_blocks_are_counted_as_in_the_mask(size):
+def test_by_level_it_is_the_same_tree_in_the_order_of_depths():
+    for seed in range(5):
+        parents = random_tree(60, seed)
+        assert shape(by_level(parents)) == shape(parents)
+        depths = TokenTree(by_level(parents)).depths
+        assert list(depths) == sorted(TokenTree(parents).depths)
+
+
+@pytest.mark.parametrize("size, width", [(1, None), (4, None), (32, None), (32, 8), (3, 16)])
+def test_blocks_are_counted_as_in_the_mask(size, width):
+    columns = width or size
     for seed in range(5):
         parents = random_tree(70, seed)
-        mask = torch.zeros(-(-70 // size) * size, -(-70 // size) * size, dtype=torch.bool)
+        mask = torch.zeros(-(-70 // size) * size, -(-70 // columns) * columns, dtype=torch.bool)
         mask[:70, :70] = TokenTree(parents).ancestors
-        blocks = mask.unflatten(0, (-1, size)).unflatten(2, (-1, size)).any(3).any(1)
-        assert num_blocks(parents, size) == int(blocks.sum())
+        blocks = mask.unflatten(0, (-1, size)).unflatten(2, (-1, columns)).any(3).any(1)
+        assert num_blocks(parents, size, width) == int(blocks.sum())
 
 
 def test_fewer_blocks_than_as_they_were_drawn():
