@@ -15,11 +15,13 @@ from stree.drafters.naming import DrafterName
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, require_whole
+from stree.growths import as_growth, choice_of
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
+from stree.modes import Modes
 from stree.speculation_profile import load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
-from stree.tree import TokenTree, as_tree
+from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -30,12 +32,12 @@ def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | None = None,
     *,
-    tree: TokenTree | str | None = None,
+    tree: TokenTree | Modes | str | None = None,
     temperature: float = 0.0,
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048,
-    verifier: str | Verifier = "coupled",
+    verifier: str | Verifier | None = None,
     backtracking: str = "replay",
     num_prefixes: int = 0,
 ) -> Decoder:
@@ -43,14 +45,17 @@ def load(
 
     Args: drafter, also n-grams, alone or with a checkpoint: ngram, ngram:CONTEXT,
     ngram:CONTEXT,FILE, FOLDER+ngram (`stree.drafters.ngram`), or text:FOLDER, one with another
-    tokenizer (`stree.drafters.retokenised`). tree, a tree or its name; None takes
-    the one that the drafter's measured profile recommends for this kind of device and temperature
-    (no drafter at all where plain decoding was fastest), and the paper's where nothing fitting was
-    measured, or with other files than these two checkpoints; a warning says which of the two; and
-    for n-grams, which have no profile.
+    tokenizer (`stree.drafters.retokenised`). tree, a tree or its name, or several of which each
+    step has one, by measured cost, "A or B" (`Modes`), or by what each was worth, "bandit A or B"
+    (`Bandit`): a few steps of each are timed here. None takes
+    what the drafter's measured profile recommends for this kind of device and temperature
+    (no drafter at all where plain decoding was fastest), and the paper's tree where nothing fitting
+    was measured, or with other files than these two checkpoints; a warning says which of the two;
+    and for n-grams, which have no profile.
     temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
     of the weights, also by name. max_length, the longest sequence, prompt included. verifier, as
-    in `stree.verifiers.named`. backtracking, "replay" or "joint", and num_prefixes, how many
+    in `stree.verifiers.named`; None takes the one that a tree which the profile recommends was
+    measured with, else coupled. backtracking, "replay" or "joint", and num_prefixes, how many
     prefixes are kept (of a conversation two: its last prompt, and that with the answer), as in
     `BatchDecoder`.
     Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
@@ -61,7 +66,7 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)
     require_whole("max_length", max_length)
-    verifier = named(verifier)
+    verifier = None if verifier is None else named(verifier)
     require_backtracking(backtracking)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target)
@@ -73,18 +78,21 @@ def load(
         if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
-            tree, remark = _measured_tree(target_folder, drafter_folder, device, temperature, dtype)
+            tree, measured_with, remark = _measured(
+                target_folder, drafter_folder, device, temperature, dtype
+            )
+            verifier = verifier or measured_with
             if remark:
                 warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         elif tree is None:
             tree = TokenTree.paper()
         else:
-            tree = as_tree(tree)
-        if tree.num_nodes > 1:
+            tree = as_growth(tree)
+        if (tree.largest if isinstance(tree, Modes) else tree).num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
     elif tree is not None:
-        tree = as_tree(tree)
+        tree = as_growth(tree)
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
     if not eos_token_ids(model.config, tokenizer):
@@ -93,10 +101,13 @@ def load(
             "max_new_tokens; name one with GenerationConfig(eos_token_id=…)",
             stacklevel=2,
         )
-    return Decoder(
-        model, drafting, tree, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
-        backtracking=backtracking, num_prefixes=num_prefixes,
+    decoder = Decoder(
+        model, drafting, tree, max_length=max_length, tokenizer=tokenizer,
+        verifier=verifier or "coupled", backtracking=backtracking, num_prefixes=num_prefixes,
     )  # fmt: skip
+    if isinstance(tree, Modes) and not tree.costs.seconds:
+        decoder.measure_costs()
+    return decoder
 
 
 def find_device(device: torch.device | str) -> torch.device:
@@ -123,20 +134,21 @@ def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _measured_tree(
+def _measured(
     target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
-) -> tuple[TokenTree, str]:
-    """The tree to decode with, and what the user did not ask for in it."""
-    profile = load_profile(drafter)
+) -> tuple[TokenTree | Modes, str | None, str]:
+    """The tree to decode with, or the choice among several; the verifier that it was measured with,
+    if that is known; and what the user did not ask for in all that."""
+    profile, unmeasured = load_profile(drafter), (TokenTree.paper(), None)
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
-        return TokenTree.paper(), f"no speculation_profile.json, so {otherwise}"
+        return *unmeasured, f"no speculation_profile.json, so {otherwise}"
     for role, folder, sha256 in (
         (f"target ({profile.target})", target, profile.target_sha256),
         ("drafter", drafter, profile.checkpoint_sha256),
     ):
         if checkpoint_sha256(folder) != sha256:
-            return TokenTree.paper(), (
+            return *unmeasured, (
                 f"its speculation_profile.json was measured with another {role} than {folder}, so "
                 f"{otherwise}"
             )
@@ -145,13 +157,17 @@ def _measured_tree(
     found = profile.recommended(device.type, temperature, dtype_name, device=gpu)
     if found is None:
         kind = "greedy" if temperature == 0 else "sampled"
-        return TokenTree.paper(), f"no {kind} decoding was measured on {device.type}: {otherwise}"
+        return *unmeasured, f"no {kind} decoding was measured on {device.type}: {otherwise}"
     if found.tree is None:
-        return TokenTree.chain(0, "root"), (
-            f"its profile says: {found.reason} So it is not used; name a tree to use it all the "
-            "same"
-        )
-    return found.tree.to_token_tree(), ""
+        plain, reason = TokenTree.chain(0, "root"), found.reason
+        remark = f"its profile says: {reason} So it is not used; name a tree to use it all the same"
+        return plain, None, remark
+    if choice_of(found.tree.name) is None:
+        return found.tree.to_token_tree(), found.verifier, ""
+    try:
+        return as_growth(found.tree.name), found.verifier, ""
+    except NotFound as error:  # a file's tree, of which a profile has no shape
+        return *unmeasured, f"its profile recommends {error}; {otherwise}"
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:

@@ -32,7 +32,8 @@ class Record(BaseModel):
 
 
 class Tree(Record):
-    """A token tree: its name and, as its shape, every node's parent."""
+    """A token tree: its name and, as its shape, every node's parent. Of a choice among several,
+    whose name is all of theirs (`stree.growths`), a shape that holds them."""
 
     name: str
     parents: tuple[int, ...]
@@ -44,13 +45,15 @@ class Tree(Record):
 
 class Measurement(Record):
     """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
-    draft_length is the tree's depth, 0 for plain decoding; batch_size is how many prompts were
-    decoded at once."""
+    draft_length is the tree's depth, 0 for plain decoding; verifier, what judged its drafts (None
+    for plain decoding, and in profiles from before it was recorded); batch_size is how many prompts
+    were decoded at once."""
 
     benchmark: str
     temperature: float
     method: str
     tree: Tree | None
+    verifier: str | None = None
     draft_length: int
     device: str
     dtype: str
@@ -70,8 +73,9 @@ class Measurement(Record):
 
 
 class Recommendation(Record):
-    """What to decode with under these conditions: the fastest method, plain decoding (tree None)
-    when none is faster beyond noise. The figures are the fastest speculation's."""
+    """What to decode with under these conditions: the fastest method, by its tree and verifier;
+    plain decoding (tree and verifier None) when none is faster beyond noise. The figures are the
+    fastest speculation's."""
 
     device: str
     device_type: str
@@ -82,6 +86,7 @@ class Recommendation(Record):
     num_prompts: int
     method: str
     tree: Tree | None
+    verifier: str | None = None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None

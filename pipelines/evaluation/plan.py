@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stree.bandit import Bandit
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
+from stree.growths import BANDIT, OR, choice_of
 from stree.models.joint import require_backtracking
 from stree.modes import Modes
 from stree.plain_data import read_json
@@ -25,8 +25,6 @@ from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
-OR = " or "
-BANDIT = "bandit "
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,14 @@ class ChosenTree(TokenTree):
     policy: type[Modes] = Modes
 
     @classmethod
-    def named(cls, name: str) -> ChosenTree:
-        """Raises `UsageError` for what is no tree."""
-        mark = BANDIT if name.startswith(BANDIT) else ""
-        names = name.removeprefix(BANDIT).split(OR)
+    def named(cls, name: str) -> ChosenTree | None:
+        """None for what names one tree. Raises `UsageError` for what is no tree, or no choice."""
+        several = choice_of(name)
+        if several is None:
+            return None
+        policy, names = several
         choices = tuple(map(TokenTree.load, map(input_path, names)))
+        policy(choices)  # refuses what it cannot choose among
         ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
@@ -55,7 +56,7 @@ class ChosenTree(TokenTree):
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        told, policy = mark + OR.join(tree.name for tree in choices), Bandit if mark else Modes
+        told = BANDIT * name.startswith(BANDIT) + OR.join(tree.name for tree in choices)
         return cls((-1, *parents), told, choices, policy)
 
 
@@ -112,8 +113,7 @@ class EvaluationSettings:
             return None
         tree = TokenTree.chain(self.num_chain_drafts)
         if method == TREE:
-            several = OR in self.tree and not Path(self.tree).is_file()
-            tree = ChosenTree.named(self.tree) if several else TokenTree.load(self.tree)
+            tree = ChosenTree.named(self.tree) or TokenTree.load(self.tree)
         for each in choices_of(tree):
             require_tree(named(self.verifier), each)
         return tree

@@ -11,6 +11,7 @@ from stree.speculation_profile import (
     SpeculationProfile,
     SuggestedTree,
 )
+from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.context import is_cpu_name
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
@@ -95,9 +96,11 @@ def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
 
 def _measurement(row: ResultRow) -> Measurement:
     device, dtype, _ = place_of(row)
-    same = {name: getattr(row, name) for name in Measurement.model_fields if hasattr(row, name)}
+    fields = Measurement.model_fields.keys() - {"verifier"}
+    same = {name: getattr(row, name) for name in fields if hasattr(row, name)}
     return Measurement(
         **same,
+        verifier=_verifier(row),
         draft_length=row.tree.to_token_tree().max_depth if row.tree else 0,
         device=device,
         dtype=dtype,
@@ -108,6 +111,11 @@ def _measurement(row: ResultRow) -> Measurement:
     )
 
 
+def _verifier(row: ResultRow) -> str | None:
+    """None in rows from before there were several, too: what they say is no verifier's name."""
+    return row.verifier if row.verifier in VERIFIERS else None
+
+
 def _recommendations(data: RunData) -> Iterator[Recommendation]:
     """The report's, one for each temperature at which speeds can be compared."""
     device, dtype, batch_size = place_of(data.rows[0])
@@ -116,6 +124,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
         cell = data.cell(data.last, advice.fastest, data.scopes[0], temperature)
         if cell is None:
             continue
+        tree = data.tree(advice.method)
         yield Recommendation(
             device=device,
             device_type="cpu" if is_cpu_name(device) else "cuda",
@@ -125,7 +134,8 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             benchmarks=tuple(data.benchmarks),
             num_prompts=cell.num_prompts,
             method=advice.method.partition(":")[0],
-            tree=data.tree(advice.method),
+            tree=tree,
+            verifier=next((_verifier(row) for row in data.rows if tree and row.tree == tree), None),
             acceptance_length=cell["acceptance_length"],
             speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),

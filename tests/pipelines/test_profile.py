@@ -163,6 +163,21 @@ def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
     assert (greedy.speedup > 1) == (tree is not None)
 
 
+def test_the_verifier_that_won_is_named(tmp_path):
+    """Rows from before there were several say what no verifier is called."""
+    make_run(tmp_path, ("gsm8k",), (1.0,))
+    store = ResultStore(tmp_path / "eval")
+    rows = store.results()
+    for verifier, wanted in (("multi_step", "multi_step"), ("as ever", None)):
+        write_rows(store.directory / RESULTS_NAME, [
+            row.model_copy(update={"verifier": verifier if row.tree else None}) for row in rows
+        ])  # fmt: skip
+        profile = profile_of(store, tmp_path, "10000")
+        (won,) = profile.recommendations
+        assert won.tree is not None and won.verifier == wanted
+        assert {each.verifier for each in profile.measurements} == {None, wanted}
+
+
 def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):
     make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
     store = ResultStore(tmp_path / "eval")

@@ -11,6 +11,7 @@ import torch
 from tiny_run import make_workspace
 
 import stree
+from stree import Bandit, Modes
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import add_files
@@ -23,6 +24,9 @@ from stree.speculation_profile import (
 )
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
+from stree.verifiers.coupled import Coupled
+from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.naive import Naive
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +139,47 @@ def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, dra
     with pytest.warns(UserWarning, match="Measured so"):
         decoder = stree.load(workspace / "target", drafter, device="cpu")
     assert decoder.drafter is None and decoder.tree.num_nodes == 1
+
+
+def test_the_profiles_verifier_comes_with_its_tree(workspace, drafter):
+    give_profile(workspace, drafter, recommendation(WIDE, verifier="multi_step"))
+    target = workspace / "target"
+    assert isinstance(load_quietly(target, drafter).batch.verifier, MultiStep)
+    chosen = load_quietly(target, drafter, verifier="naive")
+    assert isinstance(chosen.batch.verifier, Naive) and chosen.tree == WIDE.to_token_tree()
+    assert isinstance(load_quietly(target, drafter, tree="paper").batch.verifier, Coupled)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("chain-1 or paper", Modes), ("bandit chain-1 or paper", Bandit)]
+)
+@pytest.mark.parametrize("by", ["name", "profile"])
+def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, name, policy, by):
+    give_profile(
+        workspace, drafter, recommendation(Tree(name=name, parents=TokenTree.paper().parents))
+    )
+    options = {"tree": name} if by == "name" else {}
+    decoder = load_quietly(workspace / "target", drafter, max_length=256, **options)
+    modes = decoder.batch.modes
+    assert type(modes) is policy and {tree for _, tree in modes.costs.seconds} == set(modes.trees)
+    assert [tree.name for tree in modes.trees] == ["plain", "chain-1", "paper"]
+    plain = load_quietly(workspace / "target", max_length=256)
+    settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
+    assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
+
+
+def test_several_trees_of_which_one_is_none_are_refused(workspace, drafter):
+    for name, kind, reason in (
+        ("chain-1 or nope", NotFound, "no tree 'nope'"),
+        ("bandit chain-2", UsageError, "needs two trees"),
+    ):
+        with pytest.raises(kind, match=reason):
+            stree.load(workspace / "target", drafter, tree=name, device="cpu")
+    gone = Tree(name="chain-1 or my-own", parents=(-1, 0))
+    give_profile(workspace, drafter, recommendation(gone))
+    with pytest.warns(UserWarning, match="its profile recommends no tree 'my-own'"):
+        decoder = stree.load(workspace / "target", drafter, device="cpu")
+    assert decoder.tree == TokenTree.paper()
 
 
 def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
