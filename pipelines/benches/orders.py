@@ -98,7 +98,7 @@ def _calls(
     slots, dim = context + 2 * tree.num_nodes, config.head_dim
     columns = (config.num_heads + 2 * config.num_kv_heads) * dim
     angles = torch.rand(2, slots, dim // 2, device=device)
-    sets = [
+    sets: list[tuple[Any, ...]] = [
         (
             normal(1, tree.num_nodes, columns),
             *(normal(1, config.num_kv_heads, slots, dim) for _ in range(2)),
@@ -110,8 +110,13 @@ def _calls(
         return {"naive": lambda: [naive.attend_tree(*each) for each in sets]}
     from stree_kernels.tree_attention import attend_tree
 
-    def attend(skips: bool) -> None:
-        for each in sets:
-            attend_tree(*each, skips=skips)
+    ways: dict[str, Callable[..., object]] = {
+        name: partial(attend_tree, skips=skips)
+        for name, skips in (("dense", False), ("sparse", True))
+    }
 
-    return {"dense": partial(attend, False), "sparse": partial(attend, True)}
+    def attend(way: str) -> None:
+        for each in sets:
+            ways[way](*each)
+
+    return {way: partial(attend, way) for way in ways}

@@ -224,6 +224,29 @@ def test_prefixes_keep_the_features(tree, target, drafter):
     assert kept[1][2].num_reused_tokens > len(PROMPT)
 
 
+def test_rows_that_share_a_prefix_have_its_features(target, drafter):
+    """Those that were kept of one row's prompt, in other rows, beside what each read itself."""
+    tree = TREES[2]
+    watched = watch(drafter, 3, 64, tree.num_nodes)
+    decoder = BatchDecoder(target, watched, tree, num_rows=3, max_length=64, num_prefixes=1)
+    first = decoder.admit(Request(PROMPT, GenerationConfig(1)))
+    decoder.step()
+    decoder.release(first, keep=True)
+    watched.drafts = []
+    prompts = [[*PROMPT, *more] for more in ([8], [3, 4], [8, 1, 9])]
+    rows = [decoder.admit(Request(prompt, GenerationConfig(12))) for prompt in prompts]
+    left, texts = set(rows), [[]] * 3
+    while left:
+        left -= {report.row for report in decoder.step() if report.finish_reason}
+    for row, prompt in zip(rows, prompts, strict=True):
+        out = decoder.release(row)
+        assert out.stats.num_reused_tokens == len(PROMPT)
+        texts[row] = prompt + out.tokens
+        plain = Decoder(target, max_length=64).generate(prompt, GenerationConfig(12))
+        assert out.tokens == plain.tokens
+    require_drafts_as_in_training(watched.drafts, drafter, target, texts)
+
+
 def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter):
     """Plain steps leave it the features of none but the last token."""
     watched = watch(drafter, 1, 64, 5)

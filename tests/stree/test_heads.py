@@ -12,8 +12,16 @@ import pytest
 import torch
 from captures import NothingWaits
 from enumerated import SETTINGS, block_distribution, distance, length_of
+from lanes import quick_first
 from safetensors.torch import load_file, save_file
-from toys import TableTarget, mixed_requests, right_now_and_then, tiny_config, tiny_model
+from toys import (
+    TableTarget,
+    mixed_requests,
+    reading,
+    right_now_and_then,
+    tiny_config,
+    tiny_model,
+)
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
 from stree.drafters.model import ModelDrafter
@@ -83,6 +91,30 @@ def test_it_drafts_as_its_masked_twin_does(tree, verifier):
         assert [each.tokens for each in plain.generate(roots)] == [
             each.tokens for each in outputs[0]
         ]
+
+
+@pytest.mark.parametrize("tree", quick_first([(TokenTree.paper(),)], [(BeamTree.of(3, 3, 9),)]))
+def test_a_drafter_that_reads_features_drafts_as_its_masked_twin_does(tree, captured_on_cpu):
+    target = tiny_model(1)
+    whole = reading(target)
+    masked = Masked(whole.config).double().eval()
+    masked.load_state_dict(whole.state_dict())
+    requests = mixed_requests(5, [tree], seed=4)
+    mine, twins, blind = (
+        BatchDecoder(target, drafter, tree, num_rows=3, max_length=80).generate(requests)
+        for drafter in (
+            with_head(whole, ids=torch.tensor(IDS)), masked,
+            with_head(right_now_and_then(target), ids=torch.tensor(IDS)),
+        )
+    )  # fmt: skip
+    roots = [request_without_tree(each) for each in requests]
+    plain = BatchDecoder(target, num_rows=3, max_length=80).generate(roots)
+    assert [each.tokens for each in mine] == [each.tokens for each in plain]
+    accepted, by_twin, unread = (
+        [each.stats.accepted_per_call for each in outputs] for outputs in (mine, twins, blind)
+    )
+    assert accepted == by_twin != unread  # so features are read
+    assert sum(map(sum, accepted)) > 5
 
 
 def request_without_tree(request):

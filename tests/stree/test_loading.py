@@ -151,9 +151,9 @@ def test_the_profiles_verifier_comes_with_its_tree(workspace, drafter):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("chain-1 or paper", Modes), ("bandit chain-1 or paper", Bandit)]
+    ("name", "policy", "by"),
+    [("chain-1 or paper", Modes, "name"), ("bandit chain-1 or paper", Bandit, "profile")],
 )
-@pytest.mark.parametrize("by", ["name", "profile"])
 def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, name, policy, by):
     give_profile(
         workspace, drafter, recommendation(Tree(name=name, parents=TokenTree.paper().parents))

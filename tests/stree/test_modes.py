@@ -156,17 +156,20 @@ class Alternating(Modes):
         return self.trees[self.turn // 3 % len(self.trees)]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_switching_changes_nothing_of_what_comes_out(graphs, request):
-    """Nor of the drafts: after plain steps the drafter catches up."""
+@pytest.mark.parametrize(("graphs", "penalty"), [(False, 1.0), (True, 1.0), (True, 1.7)], ids=str)
+def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
+    """Nor of the drafts: after plain steps the drafter catches up. A penalty knows of the tokens
+    of all steps, whatever tree they had."""
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1)
     drafter = right_now_and_then(target)
     served = [
-        Request([7 * i % 61, 2, i], GenerationConfig(20 + i, temperature=i % 2, seed=i))
+        Request([7 * i % 61, 2, i], GenerationConfig(
+            20 + i, temperature=i % 2, seed=i, repetition_penalty=1.0 if i % 3 else penalty,
+        ))
         for i in range(9)
-    ]
+    ]  # fmt: skip
     modes = Alternating([CHAIN, WIDE, TokenTree.paper()])
     decoder = BatchDecoder(target, drafter, modes, num_rows=3, max_length=96)
     plain = Decoder(target, max_length=96)

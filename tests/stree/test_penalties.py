@@ -25,7 +25,7 @@ from stree.verifiers.traversal import Traversal
 
 TREES = [
     TokenTree.chain(3), TokenTree.paper(), TokenTree.load("beam-3-3-9"),
-    TokenTree.load("dyspec-3-3-9"),
+    TokenTree.load("dyspec-3-3-9"), TokenTree.load("expand-3-2-1"),
 ]  # fmt: skip
 SETTINGS = [
     GenerationConfig(temperature=1.0, repetition_penalty=1.8),
@@ -97,6 +97,15 @@ def test_output_distribution_is_the_targets(verifier, settings):
         blocks = block_distribution(*tables, tree, setting, verifier)
         assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
         assert distance(blocks, target, setting, tree.max_depth + 1) <= 1e-10, (seed, tree)
+
+
+@pytest.mark.parametrize("verifier", [MultiStep, Traversal])
+def test_output_distribution_of_an_expansion_is_the_targets(verifier):
+    target, drafter, _, _ = random_case(1, [TokenTree.chain(1)])
+    tables, tree = (TableTarget(target), TableDrafter(drafter)), TokenTree.load("expand-2-1")
+    blocks = block_distribution(*tables, tree, SETTINGS[0], verifier)
+    assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
+    assert distance(blocks, target, SETTINGS[0], 3) <= 1e-10
 
 
 MISTAKES = {

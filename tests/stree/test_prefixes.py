@@ -61,6 +61,26 @@ def test_a_conversation_reads_each_turn_once(temperature, graphs, attn_layers, r
         assert all(after >= before + 8 for before, after in itertools.pairwise(reused))
 
 
+@pytest.mark.parametrize("temperature", quick_first([(1.0,)], [(0.0,)]))
+def test_what_a_prefix_holds_is_penalised_though_it_is_not_read(temperature, captured_on_cpu):
+    target = tiny_model(1)
+    drafter = right_now_and_then(target)
+    generation = GenerationConfig(13, temperature, repetition_penalty=1.7, seed=5)
+    kept, read, plain, unpenalised = (
+        turns(decoder, 3, setting, keep=True)
+        for decoder, setting in (
+            *((BatchDecoder(target, drafter, TokenTree.paper(), num_rows=2, max_length=128,
+                            num_prefixes=count), generation) for count in (3, 0)),
+            *((BatchDecoder(target, num_rows=1, max_length=128), each)
+              for each in (generation, GenerationConfig(13, temperature, seed=5))),
+        )
+    )  # fmt: skip
+    assert [out.tokens for out in kept] == [out.tokens for out in plain]
+    assert [out.tokens for out in read] == [out.tokens for out in plain]
+    assert [out.tokens for out in unpenalised] != [out.tokens for out in plain]
+    assert kept[2].stats.num_reused_tokens > 15 and not read[2].stats.num_reused_tokens
+
+
 def test_a_system_prompt_is_read_once_for_many_rows():
     target = tiny_model(1)
     drafter = right_now_and_then(target)

@@ -46,7 +46,7 @@ def block_law(tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiS
 
     def run(choose):
         everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
-        everyone.set(0, setting)
+        everyone.set(0, setting, CONTEXT[:-1], len(tables[0]))
         everyone.begin(0, 1, CONTEXT[-1])
         cache.rows[0].committed = list(CONTEXT[:-1])
         drafter = Drawn(tables[1], choose)
@@ -80,6 +80,20 @@ def test_output_distribution_is_the_targets(name, verifier):
         law = block_law((target, table), tree, setting, verifier)
         assert sum(law.values()) == pytest.approx(1, abs=1e-12)
         assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"), [("dyspec-1-2-3", MultiStep), ("dyspec-2-1-3", Traversal)]
+)
+def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, monkeypatch):
+    tree = TokenTree.load(name)
+    target, drafter, _, _ = random_case(2, [balanced([3])])
+    setting = GenerationConfig(temperature=1.0, repetition_penalty=1.8)
+    law = block_law((target, drafter), tree, setting, verifier)
+    assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+    monkeypatch.setattr(SlotForest, "drafts_of", lambda self, rows, tokens: None)
+    law = block_law((target, drafter), tree, setting, verifier)
+    assert distance(law, target, setting, tree.max_depth + 1) > 1e-4
 
 
 MISTAKES = {

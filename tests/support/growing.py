@@ -30,7 +30,7 @@ class Growing(TableDrafter):
                 ])
                 for row, nodes in enumerate(level.nodes.tolist())
             ])  # fmt: skip
-            logits.append(rows.kept(after))
+            logits.append(rows.kept(after, forest.drafts_at(rows, forest.pool, number)))
             count = level.nodes.shape[1]
             self.choose(forest, rows, level, logits[-1], finite[:, done : done + count])
             forest.rate(number, logits[-1], rows, forest.pool, None)
