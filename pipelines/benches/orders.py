@@ -111,9 +111,8 @@ def _calls(
     from stree_kernels.tree_attention import attend_tree
 
     ways: dict[str, Callable[..., object]] = {
-        name: partial(attend_tree, skips=skips)
-        for name, skips in (("dense", False), ("sparse", True))
-    }
+        "dense": partial(attend_tree, skips=False), "sparse": partial(attend_tree, skips=True)
+    }  # fmt: skip
 
     def attend(way: str) -> None:
         for each in sets:
