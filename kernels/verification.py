@@ -139,7 +139,8 @@ def accept_drafts(
         sampling.seed, widest, num_nodes, (report.shape[1] - 2) // 2,
         NODES=nodes_block, WIDEST=triton.next_power_of_2(widest),
         FLAGS=triton.next_power_of_2(num_flags),
-        BESIDE=min(options["PIECES"], max(1, WALKED // nodes_block)), **options,
+        BESIDE=min(options["PIECES"], max(1, WALKED // nodes_block)),
+        **{**options, "num_warps": min(16, max(4, nodes_block // 64))},
     )  # fmt: skip
 
 

@@ -213,7 +213,7 @@ def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
 
 def _star(num_nodes: int) -> TokenTree:
     """As wide as a tree may be: below the root, then a level below that."""
-    parents = (max(0, node - MAX_CHILDREN) for node in range(num_nodes - 1))
+    parents = (max(0, node - MAX_CHILDREN) for node in range(1, num_nodes))
     return TokenTree((-1, *parents), f"star-{num_nodes}")
 
 
