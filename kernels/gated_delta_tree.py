@@ -222,16 +222,17 @@ def gated_delta_kernel(
             v_pointer + batch * v_batch_stride + place[:, None] * v_stride + value[None, :],
             mask=known[:, None] & in_p[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
+        if pairs is None:
+            b = tl.load(
+                b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
+            )
+            beta = tl.sigmoid(b.to(tl.float32))
         k_scale, q_scale = _inverse_length(k, EPS), _inverse_length(q, EPS) * SCALE
         # All that takes whole keys comes first: they, and the state, are most of the registers
         seen = mixed_product(k, state, PRECISION, MIXED)
         wanted = v - seen * (tl.exp(log_decay) * k_scale)[:, None]
         y = mixed_product(q, state, PRECISION, MIXED) * tl.exp(log_decay)[:, None]
         if pairs is None:
-            b = tl.load(
-                b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
-            )
-            beta = tl.sigmoid(b.to(tl.float32))
             decays = k_scale[None, :] * _decays(
                 ancestors, tree_size, node, known, log_decay, node, known, log_decay
             )
