@@ -81,14 +81,14 @@ def test_there_is_something_to_test():
     assert {path.stem for path in STRATEGY_FILES} == {"fsdp2", "zero-2", "zero-3"}
 
 
-def test_the_drafter_that_reads_features_is_that_of_the_study_otherwise():
+def test_the_drafter_that_reads_features_is_that_of_the_chats_otherwise():
     plain, reading = (
         parse(CONFIGS / f"distill/{name}.yaml") for name in ("chat-75m", "chat-75m-features")
     )
     features = reading["model"].pop("features")
     assert plain["model"].pop("features") is None
-    drafter = HybridConfig.from_dict(dict(reading["model"]["drafter"]))
     target = architecture("target/chat-75m.yaml")
+    drafter = drafter_config_from(target, reading["model"]["drafter_layers"])
     added = FeatureConfig(**features).added_to(drafter, target)
     assert added.feature_layers == default_layers(target.num_layers)
     require_ahead(added)
@@ -110,8 +110,18 @@ def test_the_shipped_target_is_at_most_16_mb():
     assert 2 * count_parameters(architecture("target/python-docs.yaml")) <= 15.9e6
 
 
-def test_the_chat_drafter_is_at_most_an_eighth_of_its_target():
+def test_the_chat_drafter_is_one_recurrent_layer_of_its_target():
     options = parse(CONFIGS / "distill/chat-75m.yaml")
+    assert options["model"]["drafter"] is None
+    target = architecture("target/chat-75m.yaml")
+    drafter = drafter_config_from(target, options["model"]["drafter_layers"])
+    assert drafter.attn_layers == () and drafter.num_layers == 1
+    steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
+    assert steps == [16, 50, 160, 500, 1600]
+
+
+def test_the_chat_drafter_from_scratch_is_at_most_an_eighth_of_its_target():
+    options = parse(CONFIGS / "distill/chat-75m-scratch.yaml")
     drafter = HybridConfig.from_dict(dict(options["model"]["drafter"]))
     target = architecture("target/chat-75m.yaml")
     assert 60e6 <= count_parameters(target) <= 120e6
