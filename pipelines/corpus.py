@@ -5,7 +5,7 @@ language reference's prose that pydoc carries become questions and answers, some
 Every module and every topic is in one of three files only: `train.jsonl`, `valid.jsonl` (ShareGPT
 rows) and `prompts.jsonl` (benchmark rows: id, category, turns, reference). With --html the HTML
 documentation (python3-doc in Debian) becomes `manual.jsonl`, of training modules only: four times
-as much text, which the target in checkpoints/ was trained on, too.
+as much text, to train a target on.
 """
 
 from __future__ import annotations

@@ -162,3 +162,38 @@ def test_long_text_goes_on_in_further_turns_and_loses_nothing():
         assert "`m`" in row["conversations"][0]["value"]  # never begins with "go on"
     answers = [t["value"] for row in rows for t in row["conversations"] if t["from"] == "gpt"]
     assert "".join("".join(answers).split()) == "".join(text.split())
+
+
+PAGE = """<html><head><title>left out</title></head><body><div class="related">left out</div>
+<section id="module-json"><h1>19.2. json — encoder<a class="headerlink">¶</a></h1>
+<p>A module of <em>text</em>
+that is long enough.</p>
+<dl class="py function"><dt class="sig" id="json.loads">json.loads(s)</dt>
+<dd><p>Return what a text of JSON
+holds.</p><pre>&gt;&gt;&gt; json.loads("1")
+1</pre><div class="versionchanged"><p>left out</p></div>
+<dl class="field-list"><dt>s</dt><dd><p>the text that is read</p></dd></dl></dd></dl>
+<p>What follows is the section's again.</p></section></body></html>"""
+
+
+def test_pages_of_the_manual_become_conversations_of_training_modules(tmp_path, capsys):
+    assert corpus.split_of("csv") == "train" and corpus.split_of("json") != "train"
+    (tmp_path / "html").mkdir()
+    (tmp_path / "html/json.html").write_text(PAGE)
+    (tmp_path / "html/csv.html").write_text(PAGE.replace("json", "csv"))
+    count = corpus.build_manual(tmp_path / "html", tmp_path / "out")
+    rows = rows_of(tmp_path / "out/manual.jsonl")
+    assert count == len(rows)
+    said = [turn["value"] for row in rows for turn in row["conversations"]]
+    assert "csv — encoder" in said[0] and "loads" in said[2] and len(said) == 4
+    assert said[1] == (
+        "A module of text that is long enough.\n\nWhat follows is the section's again."
+    )
+    assert said[3] == (
+        'Return what a text of JSON holds.\n\n>>> csv.loads("1")\n1\n\nthe text that is read'
+    )
+
+
+def test_a_folder_without_pages_is_told(tmp_path):
+    with pytest.raises(BadData, match="no pages of Python's HTML documentation"):
+        corpus.build_manual(tmp_path, tmp_path)
