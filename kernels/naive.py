@@ -33,13 +33,23 @@ _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)  # what the words of a key grow by
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for anything narrower, else the dtype itself."""
-    return torch.promote_types(torch.float32, dtype)
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in its accumulation dtype."""
+    return _as(x, accumulation_dtype(x.dtype))
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which is an operation even where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _per_head(grouped: Tensor, num_heads: int) -> Tensor:
     """(..., G, X) → (..., H, X) in the accumulation dtype."""
     repeats = num_heads // grouped.shape[-2]
-    grouped = grouped.to(accumulation_dtype(grouped.dtype))
+    grouped = widened(grouped)
     return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=-2)
 
 
@@ -140,31 +150,36 @@ def tree_scan(
     Returns y (B, Q, H, P) in x's dtype. The state is not written: see `replay`.
     """
     batch, num_nodes, num_heads = dt.shape
-    num_new, out_dtype, dtype = C.shape[1], x.dtype, accumulation_dtype(x.dtype)
-    x_groups, b_groups, c_groups = (part.shape[2] for part in (x, B, C))
+    num_new, out_dtype = C.shape[1], x.dtype
+    x_groups, b_groups, c_groups = x.shape[2], B.shape[2], C.shape[2]
     # (B · G, nodes, …): heads of a group are rows of one product
-    x, B, C = (part.to(dtype).transpose(1, 2).flatten(0, 1) for part in (x, B, C))
-    dt, ancestors = dt.to(dtype), ancestors.to(dtype)
-    decays = (dt * A.to(dtype)).transpose(1, 2)
-    log_decay = torch.bmm(decays, ancestors.mT)  # (B, H, N), from the root
-    from_root = log_decay[..., num_nodes - num_new :, None]
-    # No decay along a path is positive; off the mask it can be, and overflow
-    weights = (from_root - log_decay[:, :, None]).clamp_(max=0).exp_()
-    weights *= dt.transpose(1, 2)[:, :, None]
-    weights *= ancestors[:, None, num_nodes - num_new :]
+    x, B, C = (widened(part).transpose(1, 2).flatten(0, 1) for part in (x, B, C))
+    dtype = x.dtype
+    dt, A, ancestors = (_as(part, dtype) for part in (dt, A, ancestors))
+    log_decay = (dt * A).transpose(1, 2)
+    weights = dt.transpose(1, 2)[:, :, None]
+    if num_nodes == 1:  # a root has no ancestors to sum over
+        from_root = log_decay[..., None]
+    else:
+        log_decay = torch.bmm(log_decay, ancestors.mT)  # (B, H, N), from the root
+        from_root = log_decay[..., num_nodes - num_new :, None]
+        # No decay along a path is positive; off the mask it can be, and overflow
+        decays = (from_root - log_decay[:, :, None]).clamp_(max=0).exp_()
+        weights = decays.mul_(weights).mul_(ancestors[:, None, num_nodes - num_new :])
     groups = math.lcm(b_groups, c_groups)
     scores = torch.bmm(_repeated(C, groups // c_groups), _repeated(B, groups // b_groups).mT)
-    weights.view(batch * groups, -1, num_new, num_nodes).mul_(scores[:, None])
-    state = state.to(dtype).view(batch * c_groups, -1, state.shape[-1])
-    from_state = torch.bmm(C, state.mT).unflatten(-1, (num_heads // c_groups, -1)).transpose(1, 2)
-    y = from_state.reshape(batch, num_heads, num_new, -1) * from_root.exp()
+    weights = weights.reshape(batch * groups, -1, num_new, num_nodes) * scores[:, None]
+    state = _as(state, dtype).view(batch * c_groups, -1, state.shape[-1])
+    from_state = torch.bmm(C, state.mT).view(*C.shape[:2], num_heads // c_groups, -1)
+    y = from_state.transpose(1, 2).reshape(batch, num_heads, num_new, -1) * from_root.exp()
     y = y.reshape(batch * x_groups, -1, y.shape[-1])
     y = y.baddbmm_(weights.view(batch * x_groups, -1, num_nodes), x)
     y = y.view(batch, x_groups, -1, num_new, y.shape[-1])
     if D is not None:
-        new = x.unflatten(0, (batch, x_groups))[:, :, None, num_nodes - num_new :]
-        y = y.addcmul_(new, D.to(dtype).view(x_groups, -1, 1, 1))
-    return y.flatten(1, 2).transpose(1, 2).to(out_dtype)
+        new = x.narrow(1, num_nodes - num_new, num_new).view(batch, x_groups, 1, num_new, -1)
+        y = y.addcmul_(new, _as(D, dtype).view(x_groups, -1, 1, 1))
+    y = y.flatten(1, 2).transpose(1, 2)
+    return _as(y, out_dtype)
 
 
 def replay(
@@ -178,17 +193,20 @@ def replay(
     (B, K, Gb, S) along the path; counts (B, K) bool, the nodes that are accepted, None for all.
     A row without an accepted node keeps its state.
     """
-    x, dt, B = (part.to(state.dtype) for part in (x, dt, B))
+    x, dt, B, A = (_as(part, state.dtype) for part in (x, dt, B, A))
     if counts is not None:  # where(), not a product: an uncounted slot may hold anything, NaN too
         x, B = (torch.where(counts[..., None, None], part, 0.0) for part in (x, B))
         dt = torch.where(counts[..., None], dt, 0.0)
     batch, length, groups = B.shape[:3]
-    log_decay = dt * A.to(state.dtype)
-    total = log_decay.sum(1)
-    steps = (total[:, None] - log_decay.cumsum(1)).exp_() * dt
+    log_decay = dt * A
+    if length == 1:
+        total, steps = log_decay, dt
+    else:
+        total = log_decay.sum(1, keepdim=True)
+        steps = (total - log_decay.cumsum(1)).exp_() * dt
     x = x[:, :, :, None] * steps.view(batch, length, x.shape[2], -1, 1)  # (B, K, Gx, H / Gx, P)
     x = x.view(batch, length, groups, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B · Gb, …, K)
-    state.mul_(total.exp_()[..., None, None])
+    state.mul_(total.exp_().view(batch, -1, 1, 1))
     state.view(batch * groups, -1, state.shape[-1]).baddbmm_(x, B.transpose(1, 2).flatten(0, 1))
 
 
@@ -235,16 +253,15 @@ def mamba_tree(
     """
     num_new = projected.shape[1]
     places = conv_places(rows, shape.tail, topology, steering, 0, first, num_new)
-    kept = projected[..., shape.d_inner :]
-    if first == 0:
-        kept = torch.cat([_at(rows, places.newest), kept], dim=1)
-    _write(rows, places, kept)
-    x, dt, B, C = _scan_inputs(_at(rows, places.windows), weights, shape)
-    A, path = -weights.A_log.to(dt.dtype).exp(), places.path
+    line = torch.cat([_at(rows, places.before), projected[..., shape.d_inner :]], dim=1)
+    _write(rows, places, line)
+    x, dt, B, C = _scan_inputs(_seen(line, places.windows, shape.width), weights, shape)
+    A, path = _negative(weights.A_log), places.path
     if first == 0:
         replay(state, x[:, :path], dt[:, :path], A, B[:, :path], places.counts)
+        x, dt, B = x[:, path:], dt[:, path:], B[:, path:]
     ancestors = ancestors_of(topology, steering, first, num_new, dt.dtype)
-    x, dt, B, C = x[:, path:], dt[:, path:], B[:, path:], C[:, path + first :]
+    C = C.narrow(1, path + first, num_new)
     y = tree_scan(x, dt, A, B, C, weights.D, ancestors, state).flatten(-2)
     if shape.gated:
         y = gated(y, projected[..., : shape.d_inner])
@@ -259,20 +276,39 @@ def mamba_replay(
     Args as in `mamba_tree`. Returns the new tail, (B, W − 1, C + H), which the caller writes.
     """
     places = path_places(rows, shape.tail, steering)
-    x, dt, B, _ = _scan_inputs(_at(rows, places.windows), weights, shape)
-    replay(state, x, dt, -weights.A_log.to(dt.dtype).exp(), B, places.counts)
-    return _at(rows, places.newest)
+    line = _at(rows, places.before)
+    x, dt, B, _ = _scan_inputs(_seen(line, places.windows, shape.width), weights, shape)
+    replay(state, x, dt, _negative(weights.A_log), B, places.counts)
+    return _kept(line, places)
+
+
+def _negative(A_log: Tensor) -> Tensor:
+    """A (H,)."""
+    return widened(A_log).exp().neg_()
 
 
 def _at(rows: Tensor, places: Tensor) -> Tensor:
-    """What rows (2, B, R, C) hold at places (…), counted through the first three dims: (…, C)."""
-    found = rows.flatten(0, 2).index_select(0, places.flatten())
-    return found.view(*places.shape, rows.shape[-1])
+    """What rows (…, C) hold at places (…), counted through all but their last dim: (…, C)."""
+    channels = rows.shape[-1]
+    found = rows.reshape(-1, channels).index_select(0, places.reshape(-1))
+    return found.view(*places.shape, channels)
 
 
-def _write(rows: Tensor, places: ConvPlaces, kept: Tensor) -> None:
-    """Write what is kept of new nodes, (B, n, C), and of the tail before those of a new tree."""
-    there = rows[:, :, places.written : places.written + kept.shape[1]]
+def _seen(line: Tensor, windows: Tensor | None, width: int) -> Tensor:
+    """What a conv sees of lines (B, L, C), as `ConvPlaces` says: (B, …, W, C)."""
+    return line.unfold(1, width, 1).mT if windows is None else _at(line, windows)
+
+
+def _kept(line: Tensor, places: ConvPlaces) -> Tensor:
+    """What is kept of lines (B, L, C), as `ConvPlaces` says."""
+    kept = places.kept
+    return line[:, kept:] if isinstance(kept, int) else _at(line, kept)
+
+
+def _write(rows: Tensor, places: ConvPlaces, line: Tensor) -> None:
+    """Write what is kept of lines to the rows."""
+    kept = _kept(line, places)
+    there = rows.narrow(2, places.written, kept.shape[1])
     there.index_copy_(0, places.half, kept[None])
 
 
@@ -281,7 +317,7 @@ def _scan_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (B, n, Gx, P), dt (B, n, H), B (B, n, Gb, S) and C (B, n, Gc, S) of n nodes, given what
     `rows` keeps of the inputs that the conv sees at each, (B, n, W, C + H)."""
-    inputs = conv_channels(seen[..., : shape.num_channels], shape)
+    inputs = conv_channels(seen.narrow(-1, 0, shape.num_channels), shape)
     convolved = F.silu(_convolve(inputs, weights.conv, weights.conv_bias))
     dt = positive_dt(seen[:, :, -1, shape.num_channels :], weights, shape)
     x, B, C = split_channels(convolved, shape)
@@ -290,9 +326,9 @@ def _scan_inputs(
 
 def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(B, n, C) of the inputs (B, n, W, C) that a conv sees, oldest first, in their dtype."""
-    dtype = accumulation_dtype(seen.dtype)
-    y = (seen.to(dtype) * weight.to(dtype).t()).sum(2)
-    return (y if bias is None else y + bias.to(dtype)).to(seen.dtype)
+    y = (widened(seen) * widened(weight).t()).sum(2)
+    y = y if bias is None else y + widened(bias)
+    return _as(y, seen.dtype)
 
 
 def short_conv_tree(
@@ -319,15 +355,16 @@ def short_conv_tree(
     places = conv_places(
         rows, weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1]
     )
-    if first == 0:
-        inputs = torch.cat([_at(rows, places.newest), inputs], dim=1)
-    _write(rows, places, inputs)
-    return gate * _convolve(_at(rows, places.windows[:, places.path :]), weight, bias)
+    line = torch.cat([_at(rows, places.before), inputs], dim=1)
+    _write(rows, places, line)
+    seen = _seen(line, places.windows, weight.shape[1])[:, places.path :]
+    return gate * _convolve(seen, weight, bias)
 
 
 def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
     """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
-    return _at(rows, path_places(rows, tail, steering).newest)
+    places = path_places(rows, tail, steering)
+    return _kept(_at(rows, places.before), places)
 
 
 def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
@@ -347,20 +384,14 @@ def conv_channels(projected: Tensor, shape: MixerShape) -> Tensor:
 def split_channels(convolved: Tensor, shape: MixerShape) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, Gx, P), B (…, Gb, S) and C (…, Gc, S) of the conv's output."""
     x_groups, b_groups, c_groups = shape.scan_groups
-    x, B, C = convolved.split(
-        [x_groups * shape.head_dim, b_groups * shape.d_state, c_groups * shape.d_state], dim=-1
-    )
-    return (
-        x.unflatten(-1, (x_groups, -1)),
-        B.unflatten(-1, (b_groups, -1)),
-        C.unflatten(-1, (c_groups, -1)),
-    )
+    x, B, C = convolved.split_with_sizes(shape.conv_dims, dim=-1)
+    at = x.shape[:-1]
+    return x.view(*at, x_groups, -1), B.view(*at, b_groups, -1), C.view(*at, c_groups, -1)
 
 
 def positive_dt(dt: Tensor, weights: MixerWeights, shape: MixerShape) -> Tensor:
     """dt (…, H) after bias, softplus and clamp, in the accumulation dtype."""
-    dtype = accumulation_dtype(dt.dtype)
-    dt = F.softplus(dt.to(dtype) + weights.dt_bias.to(dtype))
+    dt = F.softplus(widened(dt) + widened(weights.dt_bias))
     return dt if shape.dt_limit == (0.0, math.inf) else dt.clamp(*shape.dt_limit)
 
 
@@ -412,15 +443,16 @@ def attend_tree(
     heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
     num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
     places = attention_places(
-        topology, steering, first, num_new, bound, rotary, num_heads // num_kv_heads, qkv.dtype
+        topology, steering, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype
     )
-    rotated, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    q, k = rotate(rotated, *places.rotary).split([num_heads, num_kv_heads], dim=1)
-    for cache, new in ((keys, k), (values, v)):
+    rotated = rotate(heads.narrow(1, 0, num_heads + num_kv_heads), *places.rotary)
+    new = rotated.narrow(1, num_heads, num_kv_heads), heads.narrow(1, -num_kv_heads, num_kv_heads)
+    for cache, each in zip((keys, values), new, strict=True):
         if places.moves is not None:
             _move(cache, places.moves)
-        cache.scatter_(2, places.slots.expand(new.shape), new)
-    keys, values = keys[:, :, : places.bound], values[:, :, : places.bound]
+        cache.scatter_(2, places.slots, each)
+    q = rotated.narrow(1, 0, num_heads)
+    keys, values = (each.narrow(2, 0, places.bound) for each in (keys, values))
     y = tree_attention(q, keys, values, places.mask, places.unused, scale)
     y = y.transpose(1, 2).flatten(2)
     return y if out is None else out.copy_(y)
@@ -428,8 +460,9 @@ def attend_tree(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding on halves: x (…, D), cos and sin as `whole_heads` gives them."""
-    wide = x.to(cos.dtype)
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    wide = _as(x, cos.dtype)
+    y = torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin)
+    return _as(y, x.dtype)
 
 
 def tree_attention(
@@ -474,16 +507,18 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, groups: int = 1, gate: Tensor | None = None
 ) -> Tensor:
     """Root-mean-square norm of x·silu(gate), (…, D) in x's dtype, over groups of channels."""
-    wide = x.to(accumulation_dtype(x.dtype))
+    wide = widened(x)
     if gate is not None:
-        wide = wide * F.silu(gate.to(wide.dtype))
+        wide = wide * F.silu(widened(gate))
     grouped = wide if groups == 1 else wide.unflatten(-1, (groups, -1))
     # Fewer operations than mean() or F.rms_norm, which count where rows are few
-    mean = (grouped * grouped).sum(-1, keepdim=True).div_(grouped.shape[-1])
-    normed = grouped * mean.add_(eps).rsqrt_()
-    normed = (normed if groups == 1 else normed.flatten(-2)).to(x.dtype)
-    if weight.dtype == x.dtype:
-        return weight * normed
+    norm = torch.linalg.vector_norm(grouped, dim=-1, keepdim=True)
+    mean = torch.full_like(norm, eps).addcmul_(norm, norm, value=1 / grouped.shape[-1])
+    normed = grouped * mean.rsqrt_()
+    normed = normed if groups == 1 else normed.flatten(-2)
+    if weight.dtype == x.dtype == normed.dtype:
+        return normed * weight
+    normed = normed.to(x.dtype)
     # Rounded before it is scaled, and a scale in more bits than x is not rounded before
     dtype = torch.promote_types(weight.dtype, x.dtype)
     return (weight.to(dtype) * normed).to(x.dtype)
@@ -501,8 +536,7 @@ def gate_normed(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated(y: Tensor, gate: Tensor) -> Tensor:
     """y·silu(gate) in y's dtype."""
-    dtype = accumulation_dtype(y.dtype)
-    return (y.to(dtype) * F.silu(gate.to(dtype))).to(y.dtype)
+    return (widened(y) * F.silu(widened(gate))).to(y.dtype)
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_k: int) -> Tensor:
@@ -516,8 +550,7 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_
 
 def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
     """y·sigmoid(gate) in y's dtype."""
-    dtype = accumulation_dtype(y.dtype)
-    return (y.to(dtype) * gate.to(dtype).sigmoid()).to(y.dtype)
+    return (widened(y) * widened(gate).sigmoid()).to(y.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -527,8 +560,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     """`linear` in fp32 or wider, from what is not rounded first."""
-    dtype = accumulation_dtype(x.dtype)
-    return F.linear(x.to(dtype), weight.to(dtype))
+    return F.linear(widened(x), widened(weight))
 
 
 def laid(weight: Tensor) -> Tensor:

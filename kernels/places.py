@@ -54,17 +54,21 @@ def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
 class ConvPlaces:
     """For a convolution over rows (2, B, W − 1 + N, …) of [committed tail, nodes], twice.
 
-    Places are counted through rows' first three dims. newest (B, W − 1), the last inputs along the
-    accepted path; windows (B, K + n, W), what the convolution sees at the path's K nodes (0 of a
-    tree that grows) and at n of the tree's, oldest first; path, that K; counts (B, K), which of the
-    path count (None: all). half (1,), which of the two the tree is written to, and written, from
-    which slot on: a new tree's tail comes before its nodes.
+    It goes over a line a sequence: what rows hold at `before` (B, …), counted through their first
+    three dims, and then the new nodes. Of a new tree that is the tail and the accepted path's K
+    nodes, of a tree that grows the tail and its nodes so far.
+    windows (B, K + n, W), what it sees at the path's nodes (none of a tree that grows) and at n of
+    the tree's, oldest first, counted through all lines; None where these stand in order, so that it
+    sees each with the ones right before. path, K; counts (B, K), which of the path count (None:
+    all). kept, what of a line is written to half (1,) of the rows, from slot `written` on: places
+    (B, …) counted through all lines, or the number of those in front that is not.
     """
 
-    newest: Tensor
-    windows: Tensor
+    before: Tensor
+    windows: Tensor | None
     path: int
     counts: Tensor | None
+    kept: Tensor | int
     half: Tensor
     written: int
 
@@ -86,32 +90,52 @@ def conv_places(
         # Whatever the windows of padding hold: a node's last input is its own
         windows[..., -1] = torch.arange(tail + start, tail + first + num_new, device=windows.device)
         if first:
-            half = steering.parity
-            nodes = _counted(rows, half, windows)
-            return ConvPlaces(nodes, nodes, 0, None, half, tail + first)
-        last = path_places(rows, tail, steering)
-        nodes = _counted(rows, last.half, windows)
-        return replace(last, windows=torch.cat([last.windows, nodes], dim=1))
+            before = torch.arange(tail + first, device=windows.device).expand(len(windows), -1)
+            before = _counted(before, rows.shape[2], steering.parity)
+            windows = _counted(windows, tail + first + num_new)
+            return ConvPlaces(
+                before, windows, 0, None, tail + first, steering.parity, tail + first
+            )  # fmt: skip
+        last = path_places(rows, tail, steering, num_new)
+        if last.counts is None:
+            windows = windows + last.path
+        else:  # what is newest of the path is where that ends
+            lengths = steering.path_length[:, None, None]
+            windows = windows + torch.where(windows < tail, lengths, last.path)
+        ordered = torch.arange(last.path + num_new, device=windows.device)[:, None]
+        ordered = ordered + torch.arange(tail + 1, device=windows.device)
+        if on_host(windows) and bool((windows == ordered[last.path :]).all()):
+            return last
+        along = ordered[: last.path].expand(len(windows), -1, -1)
+        windows = torch.cat([along, windows], dim=1)
+        return replace(last, windows=_counted(windows, tail + last.path + num_new))
 
     return once(steering, ("conv", rows.shape[:3], tail, start, first, num_new), find)
 
 
-def path_places(rows: Tensor, tail: int, steering: Steering) -> ConvPlaces:
-    """For the accepted path alone."""
+def path_places(rows: Tensor, tail: int, steering: Steering, num_new: int = 0) -> ConvPlaces:
+    """For the accepted path, and as many new nodes in order, of which the first comes after it."""
     path, counts = accepted_path(steering)
     steps = torch.arange(tail, device=path.device)
-    line = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
-    line = _counted(rows, steering.parity, line)
-    newest = line.gather(1, steering.path_length[:, None] + steps)
-    windows = line.unfold(1, tail + 1, 1)
-    return ConvPlaces(newest, windows, path.shape[1], counts, 1 - steering.parity, 0)
+    before = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
+    before = _counted(before, rows.shape[2], steering.parity)
+    length = path.shape[1]
+    kept: Tensor | int = length
+    if counts is not None:
+        newest = steering.path_length[:, None] + steps
+        new = torch.arange(tail + length, tail + length + num_new, device=path.device)
+        ends = torch.cat([newest, new.expand(len(path), -1)], dim=1)
+        kept = _counted(ends, tail + length + num_new)
+    return ConvPlaces(before, None, length, counts, kept, 1 - steering.parity, 0)
 
 
-def _counted(rows: Tensor, half: Tensor, slots: Tensor) -> Tensor:
-    """Slots (B, …) of one half of rows (2, B, R, …), counted through all three."""
-    batch, num_slots = rows.shape[1:3]
-    sequences = torch.arange(batch, device=slots.device).view(-1, *[1] * (slots.dim() - 1))
-    return slots + (half * batch + sequences) * num_slots
+def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
+    """Places (B, …) in lines of a length, counted through all B of them; half (1,), of those."""
+    batch = len(places)
+    if batch == 1:
+        return places if isinstance(half, int) else places + half * length
+    sequences = torch.arange(batch, device=places.device).view(-1, *[1] * (places.dim() - 1))
+    return places + (half * batch + sequences) * length
 
 
 def ancestors_of(
@@ -131,9 +155,10 @@ class AttentionPlaces:
     """For attention to a cache (B, Hkv, L, D).
 
     moves, rows and slots of accepted keys to be moved, and the slots that they go to; None when
-    all stay. slots (B, 1, Q, 1), the new nodes'. rotary (2, B, 1, Q, D), see `whole_heads`. bound,
-    how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by node, None
-    when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when all do.
+    all stay. slots (B, Hkv, Q, D), the new nodes'. rotary (2, B, 1, Q, D), see `whole_heads`.
+    bound, how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by
+    node, None when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when
+    none does.
     """
 
     moves: Index | None
@@ -151,10 +176,10 @@ def attention_places(
     num_new: int,
     bound: int,
     rotary: Tensor,
-    groups: int,
+    num_heads: tuple[int, int],
     dtype: torch.dtype,
 ) -> AttentionPlaces:
-    """Args as in `naive.attend_tree`; groups, G; dtype, of the mask."""
+    """Args as in `naive.attend_tree`; num_heads, of queries and of keys; dtype, of the mask."""
 
     def find() -> AttentionPlaces:
         length, moves, most = steering.length, None, bound
@@ -173,9 +198,11 @@ def attention_places(
         if visible is not None:
             mask = torch.zeros(visible.shape, dtype=dtype, device=length.device)
             mask = mask.masked_fill_(~visible, -torch.inf).repeat(1, groups, 1)[:, None]
-        return AttentionPlaces(moves, slots[:, None, :, None], angles, most, mask, unused)
+        slots = slots[:, None, :, None].expand(-1, num_kv_heads, -1, angles.shape[-1])
+        return AttentionPlaces(moves, slots, angles, most, mask, unused)
 
-    return once(steering, ("attention", first, num_new, bound, groups, dtype), find)
+    num_kv_heads, groups = num_heads[1], num_heads[0] // num_heads[1]
+    return once(steering, ("attention", first, num_new, bound, num_heads, dtype), find)
 
 
 def whole_heads(rotary: Tensor) -> Tensor:

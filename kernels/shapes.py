@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,11 +44,11 @@ class MixerShape:
     dt_limit: tuple[float, float] = (0.0, math.inf)
     gated: bool = False
 
-    @property
+    @cached_property
     def d_inner(self) -> int:
         return self.num_heads * self.head_dim
 
-    @property
+    @cached_property
     def xbc_dims(self) -> tuple[int, int, int]:
         """Projected channels of x, B and C."""
         return (
@@ -56,30 +57,30 @@ class MixerShape:
             self.c_groups * self.d_state,
         )
 
-    @property
+    @cached_property
     def num_channels(self) -> int:
         """Projected channels of x, B and C together."""
         return sum(self.xbc_dims)
 
-    @property
+    @cached_property
     def num_kept(self) -> int:
         """Channels that a call keeps of a node: x, B, C and dt."""
         return self.num_channels + self.num_heads
 
-    @property
+    @cached_property
     def scan_groups(self) -> tuple[int, int, int]:
         """Groups of x, B and C as conv and scan see them."""
         if self.repeat_before_conv:
             return self.num_heads, self.num_heads, self.c_groups
         return self.x_groups, self.b_groups, self.c_groups
 
-    @property
+    @cached_property
     def conv_dims(self) -> tuple[int, int, int]:
         """Channels of x, B and C as conv and scan see them."""
         x_groups, b_groups, c_groups = self.scan_groups
         return x_groups * self.head_dim, b_groups * self.d_state, c_groups * self.d_state
 
-    @property
+    @cached_property
     def tail(self) -> int:
         """Committed inputs that the conv looks back on."""
         return self.width - 1

@@ -16,8 +16,8 @@ from stree.models.parts import (
     RMSNorm,
     Sequences,
     TreeCall,
+    project,
     project_parts,
-    project_together,
     put,
 )
 from stree_kernels import naive, ops
@@ -37,6 +37,7 @@ class Attention(Part):
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
         width, kv_width = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.width = width + 2 * kv_width  # of q, k and v side by side
         d_input, bias = d_input or config.d_model, config.attention_bias
         self.q_proj = nn.Linear(d_input, width, bias=bias)
         self.k_proj = nn.Linear(d_input, kv_width, bias=bias)
@@ -85,16 +86,18 @@ class Attention(Part):
     def tree(
         self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
     ) -> Tensor:
-        projected = project_together(x, self.reading())
+        read, last = self.packed
+        projected = project(x, read)
         if adapters is not None:
             projected = projected + torch.cat([own(x) for own in adapters], dim=-1)
-        return project_parts(self.mix(projected, cache, call), self.o_proj)
+        return project_parts(self.mix(projected, cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: AttentionCache, call: TreeCall, out: Tensor | None = None
     ) -> Tensor:
-        width = sum(each.out_features for each in (self.q_proj, self.k_proj, self.v_proj))
-        qkv, gate = projected[..., :width], projected[..., width:]
+        qkv = projected
+        if self.gated:
+            qkv, gate = projected.split([self.width, projected.shape[-1] - self.width], dim=-1)
         if self.normed:
             scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
             qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)

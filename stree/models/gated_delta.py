@@ -21,8 +21,8 @@ from stree.models.parts import (
     Sequences,
     TreeCall,
     lay_channels_together,
+    project,
     project_parts,
-    project_together,
     put,
 )
 from stree_kernels import naive, naive_gated_delta, ops
@@ -86,8 +86,8 @@ class GatedDeltaNet(Part):
         return self._finish(y, x)
 
     def tree(self, x: Tensor, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
-        projected = project_together(x, self.reading())
-        return project_parts(self.mix(projected, cache, call), self.out_proj)
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: GatedDeltaCache, call: TreeCall, out: Tensor | None = None

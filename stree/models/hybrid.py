@@ -30,6 +30,7 @@ from stree.models.mamba import Mamba2
 from stree.models.mlp import Experts
 from stree.models.parts import (
     Extension,
+    Part,
     RMSNorm,
     Sequences,
     TreeCall,
@@ -122,6 +123,8 @@ class HybridModel(nn.Module):
             self.lm_head = nn.Linear(width, config.head_size, bias=False)
         ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
         self.register_buffer("head_ids", ids)
+        self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
+        self._packed_at: list[int] | None = None
         if self.device.type != "meta":
             self._initialise()
 
@@ -305,6 +308,19 @@ class HybridModel(nn.Module):
         for each in [*self.model.layers, *self.model.shared_blocks]:
             cast(Layer | SharedTransformer, each).pack()
         lay_for_products(self.head_weight)
+        parts = [module for module in self.modules() if isinstance(module, Part)]
+        self._read = [
+            projection for part in parts for product in part.products() for projection in product
+        ]
+        self._packed_at = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        """Where the weights lie that are packed."""
+        return [
+            each.data_ptr()
+            for projection in self._read for each in projection._parameters.values()
+            if each is not None
+        ]  # fmt: skip
 
     def new_cache(
         self, max_length: int, max_nodes: int, batch: int = 1, backtracking: str = "replay"
@@ -430,6 +446,8 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
         features takes what a drafter reads of the nodes.
         """
+        if self._addresses() != self._packed_at:
+            self.pack()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
         model: dict[str, Any] = dict(
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,

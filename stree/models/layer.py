@@ -111,6 +111,7 @@ class Layer(nn.Module):
                 self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config))
                 if kind in MIXERS:
                     self.slots[kind] = first_slot + len(self.slots)
+        self._parts = {block: self._parts_of(block) for block in self.blocks}
 
     def part(self, kind: str) -> Any:
         return getattr(self, PART_NAMES.get(kind, kind))
@@ -118,6 +119,9 @@ class Layer(nn.Module):
     def parts(self, block: Block) -> list[tuple[Any, int | None]]:
         """What runs in a block, with the places of their caches; several mixers count as one part,
         which knows those itself."""
+        return self._parts[block]
+
+    def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
         parts = [(self.part(kind), self.slots.get(kind)) for kind in block.parts]
         mixers = [(part, slot) for part, slot in parts if slot is not None]
         if len(mixers) < 2 or len(mixers) < len(parts):

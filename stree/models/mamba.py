@@ -136,7 +136,8 @@ class Mamba2(Part):
         return self._finish(y, z)
 
     def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
-        return project_parts(self.mix(project(x, self.in_proj), cache, call), self.out_proj)
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
-from stree.models.parts import Part, Pass, joined_of, project, project_parts, project_together
+from stree.models.parts import Part, Pass, project, project_parts
 from stree_kernels import naive, naive_experts, ops
 from stree_kernels.shapes import Router
 
@@ -49,16 +49,16 @@ class MLP(Part):
         return self._finish(y, x)
 
     def tree(self, x: Tensor, cache: None, call: Pass, adapter: Any = None) -> Tensor:
-        read = self._read()
-        if len(read) == 2 and adapter is not None and self.up_proj.bias is None:
+        read, down = self.packed
+        if self.kind != "relu2" and adapter is not None and read.bias is None:
             low, up = ops.linear(x, adapter.down.weight), adapter.up.weight
-            y = ops.linear_adapted(x, joined_of(read).weight, low, up, self.kind)
-        elif self.kind == "swiglu" and adapter is None and self.up_proj.bias is None:
-            y = ops.linear_swiglu(x, joined_of(read).weight)
+            y = ops.linear_adapted(x, read.weight, low, up, self.kind)
+        elif self.kind == "swiglu" and adapter is None and read.bias is None:
+            y = ops.linear_swiglu(x, read.weight)
         else:
-            y = project(x, read[0]) if len(read) == 1 else project_together(x, read)
+            y = project(x, read)
             y = ops.activated(y if adapter is None else y + adapter(x), self.kind)
-        return self._finish(project_parts(y, self.down_proj), x)
+        return self._finish(project_parts(y, down), x)
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""

@@ -183,7 +183,10 @@ class Part(nn.Module):
 
     With a memory, `tree` is the product of `reading`, then `mix(projected, cache, call, out)`, then
     that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere.
+    packed, what `tree` reads: a `Joined` for each of `products`, since the last `pack`.
     """
+
+    packed: tuple[Joined, ...] = ()
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
         """Its projections; those of one input stand together, and are one product in a call."""
@@ -206,11 +209,9 @@ class Part(nn.Module):
 
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them. Values and shapes stay."""
-        for together in self.products():
-            if len(together) > 1:
-                joined_of(together)
-            else:
-                lay_for_products(together[0].weight)
+        products = self.products()
+        before = self.packed or (None,) * len(products)
+        self.packed = tuple(map(joined, products, before))
         self.pack_own()
 
     def pack_own(self) -> None:
@@ -239,48 +240,43 @@ def lay_for_products(weight: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """Several projections' weights one above the other, as `lay_for_products` stores one, and their
-    biases."""
+    """Projections' weights one above the other, as `lay_for_products` stores one, and their biases.
+    What calls read instead of the projections themselves, so that it takes them no look-ups."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-def project(x: Tensor, projection: nn.Linear) -> Tensor:
-    """(…, E) of x (…, D)."""
-    y = ops.linear(x, projection.weight)
-    return y if projection.bias is None else y + projection.bias
+def project(x: Tensor, to: Joined | nn.Linear) -> Tensor:
+    """(…, E) of x (…, D), of joined projections side by side."""
+    y = ops.linear(x, to.weight)
+    return y if to.bias is None else y + to.bias
 
 
-def project_parts(x: Tensor, projection: nn.Linear) -> Tensor:
+def project_parts(x: Tensor, to: Joined | nn.Linear) -> Tensor:
     """`project`, as parts of a sum (S, …, E)."""
-    parts = ops.linear_parts(x, projection.weight)
-    if projection.bias is not None:
-        parts[0] += projection.bias
+    parts = ops.linear_parts(x, to.weight)
+    if to.bias is not None:
+        parts[0] += to.bias
     return parts
 
 
-def project_together(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
-    """Several projections of x (…, D) side by side, in one product."""
-    joined = joined_of(projections)
-    y = ops.linear(x, joined.weight)
-    return y if joined.bias is None else y + joined.bias
+def joined(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
+    """Weights and biases of projections, joined; as `before`, if they still lie there.
 
-
-def joined_of(projections: Sequence[nn.Linear]) -> Joined:
-    """Weights and biases of several projections, joined, again where they have moved since.
-
-    The projections' own become views: no memory is doubled, and whatever writes them in place
-    writes the joined ones.
+    Those of several become views: no memory is doubled, and whatever writes them in place writes
+    the joined ones.
     """
-    joined: Joined | None = projections[0].__dict__.get("joined")
-    if joined is None or not _lie_in(joined, projections):
-        bias = None
-        if any(each.bias is not None for each in projections):
-            bias = _one_above_the_other([_bias_of(each) for each in projections])
-        weight = _one_above_the_other([each.weight for each in projections])
-        projections[0].__dict__["joined"] = joined = Joined(weight, bias)
-    return joined
+    first = projections[0]
+    if len(projections) == 1:
+        lay_for_products(first.weight)
+        return Joined(first.weight, first.bias)
+    if before is not None and _lie_in(before, projections):
+        return before
+    bias = None
+    if any(each.bias is not None for each in projections):
+        bias = _one_above_the_other([_bias_of(each) for each in projections])
+    return Joined(_one_above_the_other([each.weight for each in projections]), bias)
 
 
 def _bias_of(projection: nn.Linear) -> Tensor:

@@ -42,7 +42,8 @@ class ShortConv(Part):
         return self.out_proj(C * y)
 
     def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
-        return project_parts(self.mix(project(x, self.in_proj), cache, call), self.out_proj)
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: ShortConvCache, call: TreeCall, out: Tensor | None = None

@@ -13,30 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.parts import Joined, Sequences, TreeCall, joined_of, project_together
+from stree.models.parts import Joined, Sequences, TreeCall, joined, project
 from stree_kernels import ops
 
 
-@dataclass(frozen=True)
+@dataclass
 class SideBySide:
-    """Several mixers as one part of a layer; mixers, each with the place of its cache."""
+    """Several mixers as one part of a layer; mixers, each with the place of its cache, and packed,
+    their first and last products, since the last `pack`."""
 
     mixers: list[tuple[Any, int]]
+    packed: tuple[Joined, Joined] | tuple[None, None] = (None, None)
 
     def __call__(self, x: Tensor, context: Sequences) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
     def tree(self, x: Tensor, cache: None, call: TreeCall) -> Tensor:
-        reading, closing = self._reading(), self._closing()
+        (read, last), closing = self.packed, self._closing()
+        assert read is not None and last is not None
         widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
-        projected = project_together(x, reading).split(widths, dim=-1)
+        projected = project(x, read).split(widths, dim=-1)
         inner = [each.in_features for each in closing]
         y = x.new_empty(*x.shape[:-1], sum(inner))
         for (mixer, slot), own, out in zip(
             self.mixers, projected, y.split(inner, dim=-1), strict=True
         ):
             mixer.mix(own, call.caches[slot], call, out)
-        parts = ops.linear_parts(y, next_to_each_other(closing).weight)
+        parts = ops.linear_parts(y, last.weight)
         for each in closing:
             if each.bias is not None:
                 parts[0] += each.bias
@@ -44,8 +47,8 @@ class SideBySide:
 
     def pack(self) -> None:
         """See `Part.pack`."""
-        joined_of(self._reading())
-        next_to_each_other(self._closing())
+        read, last = self.packed
+        self.packed = joined(self._reading(), read), next_to_each_other(self._closing(), last)
         for mixer, _ in self.mixers:
             mixer.pack_own()
 
@@ -64,18 +67,17 @@ class SideBySide:
         return [mixer.closing() for mixer, _ in self.mixers]
 
 
-def next_to_each_other(projections: Sequence[nn.Linear]) -> Joined:
-    """Weights of projections whose results are summed, (E, D₁ + D₂ + …), again where they have
-    moved since; as `joined_of`, the projections' own become views."""
+def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
+    """Weights of projections whose results are summed, (E, D₁ + D₂ + …); as `before`, if they still
+    lie there. As those of `joined`, the projections' own become views."""
     sizes = [each.in_features for each in projections]
-    joined: Joined | None = projections[0].__dict__.get("side_by_side")
-    if joined is None or not all(
+    if before is not None and all(
         own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()
         and own.weight.dtype == piece.dtype
-        for own, piece in zip(projections, joined.weight.split(sizes, dim=1), strict=True)
+        for own, piece in zip(projections, before.weight.split(sizes, dim=1), strict=True)
     ):  # fmt: skip
-        weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
-        for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
-            own.weight.data = piece
-        projections[0].__dict__["side_by_side"] = joined = Joined(weight, None)
-    return joined
+        return before
+    weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
+    for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
+        own.weight.data = piece
+    return Joined(weight, None)

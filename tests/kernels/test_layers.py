@@ -96,3 +96,9 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     cache.reset()
     attention.o_proj.weight.mul_(2)
     assert not torch.equal(model.tree_forward(nodes, tree, cache), changed)
+    cache.reset()
+    model.load_state_dict(before, assign=True)
+    torch.testing.assert_close(model.tree_forward(nodes, tree, cache), wanted)
+    model.model.layers[0].mamba.out_proj.weight.zero_()  # of one that is not joined, too
+    cache.reset()
+    assert not torch.allclose(model.tree_forward(nodes, tree, cache), wanted)

@@ -107,6 +107,7 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
     """A prompt in two pieces, two trees with a path accepted of each, and more prompt behind them:
     every output is that of a pass over the tokens that lead to it."""
     mixer, cache, tree = ours(shape), new_cache(shape), TokenTree.paper()
+    mixer.pack()
     topology, num_nodes = topology_of([tree], shape.width), tree.num_nodes
     history = tokens(1, 11, seed=1)
     wanted = mixer(history, Sequences())
