@@ -756,25 +756,28 @@ def accept_choices(
     the trees' depth.
     """
     longest = (report.shape[1] - 2) // 2
-    node = torch.zeros(len(tokens), 1, dtype=torch.long, device=tokens.device)
-    walking, count = active[:, None], active.long()[:, None]
-    for step in range(longest):
-        choice = best.gather(1, node)
-        for written, value in (
-            (path[:, step : step + 1], node),
-            (report[:, 2 + longest + step :][:, :1], node),
-            (report[:, 2 + step :][:, :1], choice),
-            (block[:, 1 + step :][:, :1], choice),
-            (root, choice),
-        ):
-            written.copy_(torch.where(walking, value, written))
-        matching = (parents == node) & (tokens == choice)
-        walking = walking & matching.any(1, keepdim=True)
-        node = torch.where(walking, matching.long().argmax(1, keepdim=True), node)
-        count = count + walking
+    node = torch.zeros_like(root)
+    nodes, choices, walked = [node], [best[:, :1]], [active[:, None]]
+    for _ in range(longest - 1):
+        matching, child = ((parents == node) & (tokens == choices[-1])).max(1, keepdim=True)
+        walked.append(walked[-1] & matching)
+        node = torch.where(walked[-1], child, node)
+        nodes.append(node)
+        choices.append(best.gather(1, node))
+    accepted, chosen, walking = (torch.cat(each, 1) for each in (nodes, choices, walked))
+    count = walking.sum(1, keepdim=True)
+    for written, value in (
+        (path[:, :longest], accepted),
+        (report[:, 2 + longest :], accepted),
+        (report[:, 2 : 2 + longest], chosen),
+        (block[:, 1 : 1 + longest], chosen),
+        (root, chosen[:, -1:]),  # a row that goes no further stays at its last node
+        (block[:, :1], count),
+    ):
+        there = walking if value.shape == walking.shape else walking[:, :1]
+        torch.where(there, value, written, out=written)
     path_length.copy_(count[:, 0])
-    block[:, :1] = torch.where(active[:, None], count, block[:, :1])
-    position.add_(count[:, 0])
+    position.add_(path_length)
     code = highest.isfinite().all(1).long()
     if finite is not None:
         code = torch.where((code == 1) & ~finite.flatten(1).all(1), -1, code)

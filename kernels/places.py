@@ -43,10 +43,11 @@ def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
     None for all of them."""
     path, lengths = steering.path, steering.path_length
     if on_host(path):
-        path = path[:, : max(1, int(lengths.max()))]
+        known = lengths.tolist()
+        path = path.narrow(1, 0, max(1, *known))
+        if min(known) == path.shape[1]:
+            return path, None
     counts = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
-    if on_host(path) and bool(counts.all()):
-        return path, None
     return torch.where(counts, path, 0), counts
 
 
@@ -188,16 +189,16 @@ def attention_places(
             length = length + steering.path_length
         nodes = first + num_new
         depths = topology.depths.index_select(0, steering.variant)[:, first:nodes]
-        angles = whole_heads(rotary[:, length[:, None] + depths][:, :, None])
+        positions = length[:, None] + depths
+        angles = rotary.index_select(1, positions.flatten())
+        angles = whole_heads(angles.view(2, len(length), 1, num_new, -1))
         slots = length[:, None] + torch.arange(first, nodes, device=length.device)
         if on_host(length):
-            most = min(bound, int(length.max()) + nodes)
+            most = min(bound, max(length.tolist()) + nodes)
         chosen = topology.ancestors.index_select(0, steering.variant)[:, first:nodes, :nodes]
-        visible, unused = visible_slots(length, chosen, most)
-        mask = None
-        if visible is not None:
-            mask = torch.zeros(visible.shape, dtype=dtype, device=length.device)
-            mask = mask.masked_fill_(~visible, -torch.inf).repeat(1, groups, 1)[:, None]
+        mask, unused = attention_mask(length, chosen, most, dtype)
+        if mask is not None:
+            mask = mask.repeat(1, groups, 1)[:, None]
         slots = slots[:, None, :, None].expand(-1, num_kv_heads, -1, angles.shape[-1])
         return AttentionPlaces(moves, slots, angles, most, mask, unused)
 
@@ -214,33 +215,42 @@ def whole_heads(rotary: Tensor) -> Tensor:
 
 def moved_slots(length: Tensor, path: Tensor, path_length: Tensor) -> Index | None:
     """Rows, and slots from and to which a path's keys move; None when all are where they belong."""
+    if on_host(path):
+        lengths = path_length.tolist()
+        paths = path.narrow(1, 0, max(lengths)).tolist()
+        if all(
+            nodes[:count] == list(range(count)) for nodes, count in zip(paths, lengths, strict=True)
+        ):
+            return None
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     steps = torch.arange(path.shape[1], device=path.device)
     path = torch.where(steps < path_length[:, None], path, steps)
     source, target = length[:, None] + path, length[:, None] + steps
     if on_host(path):
         moving = path != steps
-        if not bool(moving.any()):
-            return None
         rows, source, target = rows.expand_as(path)[moving], source[moving], target[moving]
     return rows, source, target
 
 
-def visible_slots(
-    length: Tensor, ancestors: Tensor, num_slots: int
+def attention_mask(
+    length: Tensor, ancestors: Tensor, num_slots: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(B, Q, L) bool: committed slots are seen by all nodes, the tree's by their descendants; and
-    (B, 1, L, 1) bool, those past both. None where the host knows that all are seen, or none unused.
+    """(B, Q, L), 0 for slots that a node sees and −∞ for others: committed ones are seen by all
+    nodes, the tree's by their descendants; and (B, 1, L, 1) bool, slots past both. None where the
+    host knows that all are seen, or none unused.
 
     Args: length (B,), ancestors (B, Q, N) bool.
     """
     num_nodes = ancestors.shape[-1]
-    table = torch.nn.functional.pad(ancestors, (1, 1))
-    table[..., 0] = True
+    hidden = torch.where(ancestors, 0.0, -torch.inf).to(dtype)
+    if on_host(length) and all(each == num_slots - num_nodes for each in length.tolist()):
+        if num_nodes == 1 or bool(ancestors.all()):
+            return None, None
+        return torch.nn.functional.pad(hidden, (num_slots - num_nodes, 0)), None
+    # A column for the committed slots, and one for those past the tree
+    table = torch.nn.functional.pad(hidden, (1, 1))
+    table[..., -1] = -torch.inf
     slots = torch.arange(num_slots, device=ancestors.device)
     column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
-    visible = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
-    unused = (column > num_nodes)[:, None, :, None]
-    if on_host(length) and not bool(unused.any()):
-        return (None if bool(visible.all()) else visible), None
-    return visible, unused
+    mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
+    return mask, (column > num_nodes)[:, None, :, None]

@@ -53,7 +53,8 @@ class Eager:
         bound, forest = position + forest.num_nodes, forest.own()
         longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
-            longest = max(1, int(torch.where(rows.active, rows.block[:, 0], 0).max()))
+            counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
+            longest = max([1, *(count for active, count in counts if active)])
             longest_path = None
         proposal = self.step.draft(rows, forest, longest, bound)
         mark("draft")

@@ -101,7 +101,7 @@ class Rows:
         penalised = any(each.repetition_penalty != 1 for each in generations)
 
         def view(tensor: Tensor) -> Tensor:
-            return tensor.narrow(0, first, count)
+            return tensor if len(tensor) == count else tensor.narrow(0, first, count)
 
         return Rows(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),

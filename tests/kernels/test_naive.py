@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from stree.tree import TokenTree, balanced
 from stree_kernels import naive
-from stree_kernels.places import visible_slots
+from stree_kernels.places import attention_mask
 
 TREES = [
     TokenTree.chain(0), TokenTree.chain(6), TokenTree.paper(), balanced([9]), balanced([2, 3, 2]),
@@ -99,19 +99,20 @@ def test_segment_conv(length):
         torch.testing.assert_close(got, torch.cat(parts, dim=1))
 
 
+@pytest.mark.parametrize("lengths", [[5, 0], [5, 5]], ids=["ragged", "full"])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")
-def test_tree_attention_and_the_move(tree):
-    N, heads, kv_heads, dim, slots = tree.num_nodes, 4, 2, 6, 40
-    lengths = [5, 0]
+def test_tree_attention_and_the_move(tree, lengths):
+    N, heads, kv_heads, dim = tree.num_nodes, 4, 2, 6
+    slots = 40 if lengths == [5, 0] else 5 + N  # where all rows fill them, no slot is unused
     q = normal(2, N, heads, dim)
     keys, values = normal(2, kv_heads, slots, dim, seed=1), normal(2, kv_heads, slots, dim, seed=2)
     for row, length in enumerate(lengths):
         keys[row, :, length + N :] = values[row, :, length + N :] = torch.nan
-    visible, unused = visible_slots(torch.tensor(lengths), tree.ancestors.expand(2, -1, -1), slots)
-    mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-    y = naive.tree_attention(
-        q.transpose(1, 2), keys, values, mask.repeat(1, heads // kv_heads, 1)[:, None], unused
-    )
+    ancestors = tree.ancestors.expand(2, -1, -1)
+    mask, unused = attention_mask(torch.tensor(lengths), ancestors, slots, q.dtype)
+    if mask is not None:
+        mask = mask.repeat(1, heads // kv_heads, 1)[:, None]
+    y = naive.tree_attention(q.transpose(1, 2), keys, values, mask, unused)
     y = y.transpose(1, 2)
     for row, length in enumerate(lengths):
         for node in range(N):
