@@ -24,7 +24,15 @@ from stree_kernels.places import (
     moved_slots,
     path_places,
 )
-from stree_kernels.shapes import Added, MixerShape, MixerWeights, Sampling, Steering, Topology
+from stree_kernels.shapes import (
+    Added,
+    MixerShape,
+    MixerWeights,
+    Sampling,
+    Steering,
+    Stream,
+    Topology,
+)
 
 _WORD = 2**32 - 1
 _PHILOX = (0xD2511F53, 0xCD9E8D57)  # what words 0 and 2 of a counter are multiplied by
@@ -553,9 +561,14 @@ def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
     return (widened(y) * widened(gate).sigmoid()).to(y.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (…, D) by a weight (E, D) → (…, E) in x's dtype."""
-    return F.linear(x, weight)
+def norm(stream: Stream) -> Tensor:
+    """The norm (B, Q, D) of a stream."""
+    return stream.norm_by(embed_norm, add_rms_norm)
+
+
+def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
+    """x (…, D), or the norm of a stream, by a weight (E, D) → (…, E) in x's dtype."""
+    return F.linear(norm(x) if isinstance(x, Stream) else x, weight)
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
@@ -589,8 +602,9 @@ def activated(y: Tensor, kind: str) -> Tensor:
     return F.gelu(gate) * up
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """x (…, D) by gate and up one above the other, (2·I, D), and SwiGLU of both → (…, I)."""
+def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
+    """x (…, D), or the norm of a stream, by gate and up one above the other, (2·I, D), and SwiGLU
+    of both → (…, I)."""
     return swiglu(linear(x, weight))
 
 

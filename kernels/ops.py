@@ -33,6 +33,7 @@ from stree_kernels.shapes import (
     Router,
     Sampling,
     Steering,
+    Stream,
     Topology,
 )
 
@@ -190,9 +191,14 @@ def sigmoid_gated(y: Tensor, gate: Tensor) -> Tensor:
     return _module("pointwise", y).sigmoid_gated(y, gate)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def norm(stream: Stream) -> Tensor:
+    """See `naive.norm`."""
+    return _module("short_products", stream.source).norm(stream)
+
+
+def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
     """See `naive.linear`."""
-    return _module("products", x).linear(x, weight)
+    return _module("short_products", weight).linear(x, weight)
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
@@ -207,7 +213,7 @@ def laid(weight: Tensor) -> Tensor:
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """See `naive.linear_parts`."""
-    return _module("products", x).linear_parts(x, weight)
+    return _module("short_products", x).linear_parts(x, weight)
 
 
 def activated(y: Tensor, kind: str) -> Tensor:
@@ -215,9 +221,9 @@ def activated(y: Tensor, kind: str) -> Tensor:
     return _module("pointwise", y).activated(y, kind)
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     """See `naive.linear_swiglu`."""
-    return _module("products", x).linear_swiglu(x, weight)
+    return _module("short_products", weight).linear_swiglu(x, weight)
 
 
 def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:

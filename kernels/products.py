@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear`, by shares where rows are few."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    multiprocessors, _ = _device_of(x)
+    multiprocessors, _ = device_of(x)
     enough = rows <= FEW or (rows <= MANY and outputs >= rows * multiprocessors)
     if enough and _fits(x, weight, outputs):
         return _by_shares(x, weight, outputs)
@@ -91,7 +91,7 @@ def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, in several parts for more than `FEW` rows."""
     outputs, inputs = weight.shape
-    multiprocessors, _ = _device_of(x)
+    multiprocessors, _ = device_of(x)
     if FEW < x.numel() // inputs <= MANY:
         for parts in PARTS:
             wide_enough = outputs <= multiprocessors // parts * MOST_OUTPUTS
@@ -131,7 +131,7 @@ def mixed_precision_of(dtype: torch.dtype) -> str:
 
 
 def _fits(x: Tensor, weight: Tensor, outputs: int) -> bool:
-    multiprocessors, shared_bytes = _device_of(x)
+    multiprocessors, shared_bytes = device_of(x)
     return (
         x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
         and 1 < outputs <= MOST_OUTPUTS * multiprocessors and shared_bytes >= SHARED_BYTES
@@ -157,7 +157,7 @@ def _by_shares(
         out = x.new_empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype)
     else:
         out = x.new_empty(parts, *x.shape[:-1], outputs, dtype=torch.float32)
-    share = triton.cdiv(outputs, _device_of(x)[0] // parts)
+    share = triton.cdiv(outputs, device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
     tiling = TILINGS[rows <= FEW, gated is not None]
@@ -180,7 +180,7 @@ def _by_shares(
     return out
 
 
-def _device_of(tensor: Tensor) -> tuple[int, int]:
+def device_of(tensor: Tensor) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory of each."""
     if not tensor.is_cuda:
         return 4, SHARED_BYTES  # in the interpreter

@@ -7,7 +7,8 @@ K slots of an accepted path, Z trees.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -205,6 +206,59 @@ class Steering:
     def of_a_call(self) -> Steering:
         """The same for one call, whose layers share what they find out."""
         return replace(self, shared={})
+
+
+@dataclass
+class Stream:
+    """A residual stream ahead of a norm, of Q nodes of B sequences, width D: what it consists of,
+    until whoever reads the norm first has added that up.
+
+    source, the rows (B, Q, D); or an embedding (V, D), with its tokens (B, Q), or those (B, N) at
+    nodes (B, Q), −1 for none; written: launches of the same step write the nodes (`launch.py`).
+    added, what is still to be added to it; scale (D,) and eps of the norm. With beside (B, Q, E),
+    the norm is that of both next to each other, by a scale (D + E,).
+    """
+
+    source: Tensor
+    scale: Tensor | None = None  # None: the sum itself is read
+    eps: float = 0.0
+    added: Added = None
+    tokens: Tensor | None = None
+    nodes: Tensor | None = None
+    written: bool = False
+    beside: Tensor | None = None
+    normed: Tensor | None = field(default=None, init=False)  # (B, Q, D + E), where it has been made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and Q."""
+        rows = self.source if self.tokens is None else self.tokens
+        batch, num_nodes = (rows if self.nodes is None else self.nodes).shape[:2]
+        return batch, num_nodes
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether there is nothing to look up or to add any more: source is the stream."""
+        return self.added is None and self.tokens is None
+
+    def settle(self, total: Tensor) -> None:
+        """Take note of the stream (B, Q, D), which has been added up."""
+        self.source, self.added, self.tokens, self.nodes = total, None, None, None
+
+    def norm_by(self, embed_norm: Callable[..., Any], add_rms_norm: Callable[..., Any]) -> Tensor:
+        """The norm (B, Q, D + E), made by one of these ops when first asked for."""
+        if self.normed is not None:
+            return self.normed
+        if self.tokens is None:
+            total, y = add_rms_norm(self.source, self.added, self.scale, self.eps, self.beside)
+        else:
+            added = None if self.added is None else self.added[0]
+            total, y = embed_norm(
+                self.source, self.tokens, self.nodes, self.scale, self.eps, self.written, added
+            )
+        self.settle(total)
+        self.normed = y
+        return y
 
 
 @dataclass(frozen=True)

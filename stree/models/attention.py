@@ -21,7 +21,7 @@ from stree.models.parts import (
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Steering, Topology
+from stree_kernels.shapes import Steering, Stream, Topology
 
 Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 
@@ -84,12 +84,12 @@ class Attention(Part):
         return self._finish(y, x)
 
     def tree(
-        self, x: Tensor, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
+        self, x: Stream, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
     ) -> Tensor:
         read, last = self.packed
         projected = project(x, read)
         if adapters is not None:
-            projected = projected + torch.cat([own(x) for own in adapters], dim=-1)
+            projected = projected + torch.cat([own(ops.norm(x)) for own in adapters], dim=-1)
         return project_parts(self.mix(projected, cache, call), last)
 
     def mix(

@@ -27,7 +27,7 @@ from stree.models.parts import (
 )
 from stree_kernels import naive, naive_gated_delta, ops
 from stree_kernels.gated_delta_scan import gated_delta_scan
-from stree_kernels.shapes import GatedDeltaWeights
+from stree_kernels.shapes import GatedDeltaWeights, Stream
 
 
 class GatedDeltaNet(Part):
@@ -85,7 +85,7 @@ class GatedDeltaNet(Part):
         cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
 
-    def tree(self, x: Tensor, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 

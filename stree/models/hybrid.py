@@ -463,8 +463,9 @@ class HybridModel(nn.Module):
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
-        x, hidden = call.add_norm(x, y, self.model.norm)
-        call.enter(self.config.num_layers, x)
+        stream, _ = call.add_norm(x, y, self.model.norm)
+        hidden = ops.norm(stream)
+        call.enter(self.config.num_layers, stream)
         return call.end(hidden)
 
     @torch.no_grad()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stree.errors import UsageError
-from stree.models.parts import TreeCall
-from stree_kernels.shapes import Steering, Topology
+from stree.models.parts import TreeCall, rows_of
+from stree_kernels.shapes import Steering, Stream, Topology
 
 BACKTRACKING = ("replay", "joint")
 
@@ -109,9 +109,9 @@ class JointCall(TreeCall):
         cache.end_joint()
         return torch.cat(y, dim=1) if out is None else out
 
-    def enter(self, layer: int, x: Tensor) -> None:
+    def enter(self, layer: int, x: Tensor | Stream) -> None:
         """The features are the tree's nodes'."""
-        super().enter(layer, x[:, self.path_nodes :])
+        super().enter(layer, rows_of(x)[:, self.path_nodes :])
 
     def end(self, hidden: Tensor) -> Tensor:
         self.steering.length.add_(self.steering.path_length)

@@ -11,9 +11,10 @@ from stree.models.config import MIXERS, Block, HybridConfig
 from stree.models.gated_delta import GatedDeltaNet
 from stree.models.mamba import Mamba2
 from stree.models.mlp import MLP, Experts
-from stree.models.parts import Pass, RMSNorm, Sequences
+from stree.models.parts import RMSNorm, Sequences
 from stree.models.short_conv import ShortConv
 from stree.models.side_by_side import SideBySide
+from stree_kernels.shapes import Stream
 
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
 PART_NAMES = {
@@ -79,7 +80,7 @@ class SharedUse(nn.Module):
         self.mlp_adapter = Adapter(width, rank, inner)
         self.out = nn.Linear(width, width, bias=False)
 
-    def run(self, block: Any, normed: Tensor, slot: int, call: Pass) -> Tensor:
+    def run(self, block: Any, normed: Any, slot: int, call: Any) -> Tensor:
         """What the shared block makes of the stream beside the embeddings, which its norm has
         normed, to be added to the stream."""
         adapters = None
@@ -143,7 +144,7 @@ class Layer(nn.Module):
         """Its own parts with a memory, each with the place of its cache."""
         return [(slot, self.part(kind)) for kind, slot in self.slots.items() if kind != "shared"]
 
-    def run(self, x: Tensor | None, y: Any, call: Pass) -> tuple[Tensor, Any]:
+    def run(self, x: Tensor | Stream | None, y: Any, call: Any) -> tuple[Any, Any]:
         """The residual stream x, to which y is still to be added, before and after the layer."""
         for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
             norm = getattr(self, norm_name)
@@ -155,9 +156,9 @@ class Layer(nn.Module):
                 x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
                 y = self.shared_use.run(shared, both, self.slots["shared"], call)
                 _, normed = call.add_norm(x, y, norm)
+            y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
             if norm_name == NORM_NAMES[0]:
                 call.enter(self.index, x)
-            y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
         assert x is not None and y is not None
         return x, y
 

@@ -28,7 +28,7 @@ from stree.models.parts import (
 )
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
-from stree_kernels.shapes import MixerWeights
+from stree_kernels.shapes import MixerWeights, Stream
 
 
 class Mamba2(Part):
@@ -135,7 +135,7 @@ class Mamba2(Part):
         cache.tail = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
-    def tree(self, x: Tensor, cache: MambaCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: MambaCache, call: TreeCall) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 

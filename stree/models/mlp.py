@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.parts import Part, Pass, project, project_parts
 from stree_kernels import naive, naive_experts, ops
-from stree_kernels.shapes import Router
+from stree_kernels.shapes import Router, Stream
 
 
 class MLP(Part):
@@ -48,17 +48,19 @@ class MLP(Part):
         y = self.down_proj(naive.activated(y if adapter is None else y + adapter(x), self.kind))
         return self._finish(y, x)
 
-    def tree(self, x: Tensor, cache: None, call: Pass, adapter: Any = None) -> Tensor:
+    def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read, down = self.packed
         if self.kind != "relu2" and adapter is not None and read.bias is None:
-            low, up = ops.linear(x, adapter.down.weight), adapter.up.weight
-            y = ops.linear_adapted(x, read.weight, low, up, self.kind)
+            normed, up = ops.norm(x), adapter.up.weight
+            low = ops.linear(normed, adapter.down.weight)
+            y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
         elif self.kind == "swiglu" and adapter is None and read.bias is None:
             y = ops.linear_swiglu(x, read.weight)
         else:
             y = project(x, read)
-            y = ops.activated(y if adapter is None else y + adapter(x), self.kind)
-        return self._finish(project_parts(y, down), x)
+            y = ops.activated(y if adapter is None else y + adapter(ops.norm(x)), self.kind)
+        y = project_parts(y, down)
+        return self._finish(y, ops.norm(x)) if self.gated else y
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""
@@ -100,8 +102,8 @@ class Experts(Part):
     def forward(self, x: Tensor, context: Pass) -> Tensor:
         return self._parts(x, naive.linear_wide, naive_experts)[0]
 
-    def tree(self, x: Tensor, cache: None, call: Pass) -> Tensor:
-        return self._parts(x, ops.linear_wide, ops)
+    def tree(self, x: Stream, cache: None, call: Pass) -> Tensor:
+        return self._parts(ops.norm(x), ops.linear_wide, ops)
 
     def _parts(self, x: Tensor, linear_wide: Any, module: Any) -> Tensor:
         """Parts of a sum (S, …, D), by a product and the ops of a module."""

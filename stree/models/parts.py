@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Added, Steering, Topology
+from stree_kernels.shapes import Added, Steering, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features
@@ -128,27 +128,29 @@ class TreeCall:
             if self.inputs is not None:
                 self.embedded = self.embedded + self.inputs
 
-    def enter(self, layer: int, x: Tensor) -> None:
+    def enter(self, layer: int, x: Tensor | Stream) -> None:
         """Told of the stream ahead of each layer."""
         if self.features is not None:
-            self.features.take(layer - 1, x)
+            self.features.take(layer - 1, rows_of(x))
 
     def total(self, y: Tensor) -> Tensor:
         return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
     def add_norm(
-        self, x: Tensor | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Before the first block there is no stream yet: it begins with the embeddings."""
-        x = self.embedded if x is None else x
+        self, x: Tensor | Stream | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
+    ) -> tuple[Stream, Stream]:
+        """Before the first block there is no stream yet: it begins with the embeddings. It is added
+        up and normed when a part reads it."""
+        x, scale = self.embedded if x is None else rows_of(x), (norm.weight, norm.eps)
         if x is None:
-            return ops.embed_norm(
-                self.embedding, self.tokens, self.nodes, norm.weight, norm.eps,
-                self.topology.written, self.inputs,
-            )  # fmt: skip
-        return ops.add_rms_norm(x, y, norm.weight, norm.eps, beside)
+            added = None if self.inputs is None else self.inputs[None]
+            written = self.topology.written
+            stream = Stream(self.embedding, *scale, added, self.tokens, self.nodes, written)
+        else:
+            stream = Stream(x, *scale, y, beside=beside)
+        return stream, stream
 
-    def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+    def run(self, part: Any, x: Stream, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
 
     def over_nodes(
@@ -172,6 +174,14 @@ class TreeCall:
 
 
 Pass = Sequences | TreeCall
+
+
+def rows_of(x: Tensor | Stream) -> Tensor:
+    """A stream (B, Q, D) that parts have read."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.is_sum
+    return x.source
 
 
 # Parts
@@ -247,8 +257,8 @@ class Joined:
     bias: Tensor | None
 
 
-def project(x: Tensor, to: Joined | nn.Linear) -> Tensor:
-    """(…, E) of x (…, D), of joined projections side by side."""
+def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
+    """(…, E) of x (…, D), or of the norm of a stream, of joined projections side by side."""
     y = ops.linear(x, to.weight)
     return y if to.bias is None else y + to.bias
 

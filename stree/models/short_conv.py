@@ -11,6 +11,7 @@ from stree.models.cache import ShortConvCache
 from stree.models.config import HybridConfig
 from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts, put
 from stree_kernels import naive, ops
+from stree_kernels.shapes import Stream
 
 
 class ShortConv(Part):
@@ -41,7 +42,7 @@ class ShortConv(Part):
         cache.tail = seen[:, -tail:]
         return self.out_proj(C * y)
 
-    def tree(self, x: Tensor, cache: ShortConvCache, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: ShortConvCache, call: TreeCall) -> Tensor:
         read, last = self.packed
         return project_parts(self.mix(project(x, read), cache, call), last)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stree.models.parts import Joined, Sequences, TreeCall, joined, project
 from stree_kernels import ops
+from stree_kernels.shapes import Stream
 
 
 @dataclass
@@ -28,15 +29,15 @@ class SideBySide:
     def __call__(self, x: Tensor, context: Sequences) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
-    def tree(self, x: Tensor, cache: None, call: TreeCall) -> Tensor:
+    def tree(self, x: Stream, cache: None, call: TreeCall) -> Tensor:
         (read, last), closing = self.packed, self._closing()
         assert read is not None and last is not None
         widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
-        projected = project(x, read).split(widths, dim=-1)
+        projected = project(x, read)
         inner = [each.in_features for each in closing]
-        y = x.new_empty(*x.shape[:-1], sum(inner))
+        y = projected.new_empty(*projected.shape[:-1], sum(inner))
         for (mixer, slot), own, out in zip(
-            self.mixers, projected, y.split(inner, dim=-1), strict=True
+            self.mixers, projected.split(widths, dim=-1), y.split(inner, dim=-1), strict=True
         ):
             mixer.mix(own, call.caches[slot], call, out)
         parts = ops.linear_parts(y, last.weight)

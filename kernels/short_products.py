@@ -1,0 +1,170 @@
+"""Matrix products of a tree's few rows with a small weight, with the norm before them (Triton).
+
+What limits a small model's products is not how fast the weight arrives, but a launch and loads that
+wait for one another. So in `short_kernel` a program reads its rows of the weight whole, and before
+the launch ahead has ended: they are in its registers when the inputs come. The norm of the inputs,
+and the sum or the embeddings that it is of, are no launch of their own: every program makes them
+anew. A sum over a row is made in several parts at once, of which each step waits for the last one.
+
+Up to `FEW` rows; a row's result does not depend on how many others there are. What does not fit the
+registers of all multiprocessors at once is for `products.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels import gather, pointwise, products
+from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.pointwise import normed, silu_times
+from stree_kernels.products import device_of, precision_of, product
+from stree_kernels.shapes import Stream
+
+FEW = 16  # rows
+LONGEST = 1024  # row of a weight
+TILE = 16384  # numbers of a weight that 4 warps keep
+TOGETHER = 4  # programs of 4 warps that a multiprocessor has registers for
+SPLIT = 4  # parts of a sum
+
+
+def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
+    """`naive.linear` in one launch where it fits."""
+    if _fits(x, weight):
+        return _product(x, weight)
+    return products.linear(norm(x) if isinstance(x, Stream) else x, weight)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`naive.linear_parts`, as `linear` in one part where that fits."""
+    return _product(x, weight)[None] if _fits(x, weight) else products.linear_parts(x, weight)
+
+
+def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
+    """`naive.linear_swiglu` in one launch where it fits."""
+    if _fits(x, weight, gated=True):
+        return _product(x, weight, gated=True)
+    return products.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
+
+
+def norm(stream: Stream) -> Tensor:
+    """`naive.norm` in one launch."""
+    return stream.norm_by(gather.embed_norm, pointwise.add_rms_norm)
+
+
+def _fits(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> bool:
+    outputs, inputs = weight.shape
+    if isinstance(x, Stream) and (x.beside is not None or isinstance(x.added, tuple)):
+        return False
+    rows = math.prod(x.shape) if isinstance(x, Stream) else x.numel() // inputs
+    if rows > FEW or inputs > LONGEST or weight.element_size() != 2:
+        return False
+    most_outputs = TILE // _block(inputs) * TOGETHER * device_of(weight)[0]
+    whole = weight.is_contiguous() and (isinstance(x, Stream) or x.is_contiguous())
+    return whole and (2 if gated else 1) < outputs <= most_outputs
+
+
+def _product(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> Tensor:
+    outputs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
+    block_inputs = _block(inputs)
+    share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
+    block_outputs = max(16, triton.next_power_of_2(share))
+    stream = x if isinstance(x, Stream) else Stream(x.view(1, -1, inputs))
+    source, tokens, nodes, added = stream.source, stream.tokens, stream.nodes, stream.added
+    shape, total = stream.shape, None
+    if not stream.is_sum:
+        total = source.new_empty(*shape, inputs)
+    assert source.stride(-1) == 1 and (added is None or added.stride(3) == 1)
+    rows, out = math.prod(shape), weight.new_empty(*shape, outputs)
+    short_kernel[(triton.cdiv(outputs, share),)](
+        source, source.stride(-2), added, *((0, 0, 0) if added is None else added.stride()[:3]),
+        stream.scale, total,
+        tokens, 0 if tokens is None else tokens.stride(0),
+        nodes, 0 if nodes is None else nodes.stride(0),
+        weight, out, rows, shape[1], outputs, inputs, share, stream.eps,
+        PARTS=0 if added is None else len(added), WRITTEN=stream.written, GATED=gated,
+        BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
+        SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
+        num_warps=4 if block_outputs * block_inputs * (1 + gated) <= TILE else 8,
+        **overlapping(weight),
+    )  # fmt: skip
+    if total is not None:
+        stream.settle(total)
+    return out if isinstance(x, Stream) else out.view(*x.shape[:-1], outputs)
+
+
+def _block(inputs: int) -> int:
+    return max(16 * SPLIT, triton.next_power_of_2(inputs))
+
+
+@triton.jit(do_not_specialize=["rows", "per_row"])
+def short_kernel(
+    source, source_stride, added, part_stride, sequence_stride, place_stride, scale, total,
+    tokens, token_stride, nodes, node_stride,
+    weight, out, rows, per_row, outputs, inputs, share, eps,
+    PARTS: tl.constexpr, WRITTEN: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK_OUTPUTS)
+    output = tl.program_id(0) * share + at
+    mine = (at < share) & (output < outputs)
+    k = tl.arange(0, BLOCK_INPUTS)
+    in_k = k < inputs
+    row = tl.arange(0, BLOCK_ROWS)
+    known = row < rows
+    there = known[:, None] & in_k[None, :]
+    weight += output.to(tl.int64)[:, None] * inputs + k[None, :]
+    in_tile = mine[:, None] & in_k[None, :]
+    tile = tl.load(weight, mask=in_tile, other=0.0)
+    if GATED:
+        up_tile = tl.load(weight + outputs.to(tl.int64) * inputs, mask=in_tile, other=0.0)
+    if scale is not None:
+        factor = load_kept(scale + k, in_k)
+
+    sequence, place = (row // per_row).to(tl.int64), row % per_row
+    line = row.to(tl.int64)
+    if WRITTEN:
+        follow(OVERLAPS)
+    if tokens is not None:
+        node = place
+        if nodes is not None:
+            node = tl.maximum(tl.load(nodes + sequence * node_stride + place, known, other=0), 0)
+    if not WRITTEN:
+        follow(OVERLAPS)
+    if tokens is not None:
+        line = tl.load(tokens + sequence * token_stride + node, mask=known, other=0)
+    values = load_kept(source + line[:, None] * source_stride + k[None, :], there)
+    if PARTS > 0:
+        added += sequence[:, None] * sequence_stride + place[:, None] * place_stride + k[None, :]
+        more = tl.load(added, mask=there, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            more += tl.load(added + part * part_stride, mask=there, other=0.0)
+        more = more.to(values.dtype).to(tl.float32)
+        values = (values.to(tl.float32) + more).to(values.dtype)
+    if total is not None:
+        total += row[:, None] * inputs + k[None, :]
+        if tl.program_id(0) == 0:
+            store_kept(total, values, there)
+    if scale is not None:
+        values = normed(values.to(tl.float32), factor[None, :], inputs, eps, values.dtype)
+    y = _sums(tile, values, SPLIT, PRECISION).to(out.dtype.element_ty)
+    if GATED:
+        y = silu_times(y, _sums(up_tile, values, SPLIT, PRECISION).to(y.dtype))
+    at = out + row[None, :] * outputs + output[:, None]
+    tl.store(at, y, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def _sums(tile, values, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """(outputs, rows) of (outputs, inputs) and (rows, inputs)."""
+    if SPLIT == 1:
+        return product(tile, tl.trans(values), PRECISION)
+    else:
+        shape: tl.constexpr = tile.shape[1] // SPLIT
+        left = tl.permute(tl.reshape(tile, [tile.shape[0], SPLIT, shape]), 1, 0, 2)
+        right = tl.permute(tl.reshape(values, [values.shape[0], SPLIT, shape]), 1, 2, 0)
+        return tl.sum(product(left, right, PRECISION), axis=0)
