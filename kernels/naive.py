@@ -26,6 +26,7 @@ from stree_kernels.places import (
 )
 from stree_kernels.shapes import (
     Added,
+    Gated,
     MixerShape,
     MixerWeights,
     Sampling,
@@ -581,9 +582,9 @@ def laid(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t() if weight.device.type == "cpu" else weight.contiguous()
 
 
-def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`linear`, as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
-    return linear(x, weight)[None]
+    return linear(x.norm_by(gated_rms_norm) if isinstance(x, Gated) else x, weight)[None]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

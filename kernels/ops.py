@@ -26,6 +26,7 @@ from stree_kernels.shapes import (
     Added,
     Derived,
     Drafts,
+    Gated,
     GatedDeltaShape,
     GatedDeltaWeights,
     MixerShape,
@@ -211,9 +212,9 @@ def laid(weight: Tensor) -> Tensor:
     return _module("products", weight).laid(weight)
 
 
-def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """See `naive.linear_parts`."""
-    return _module("short_products", x).linear_parts(x, weight)
+    return _module("short_products", weight).linear_parts(x, weight)
 
 
 def activated(y: Tensor, kind: str) -> Tensor:

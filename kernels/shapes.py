@@ -262,6 +262,22 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Gated:
+    """What a mixer gives, y (B, Q, C), ahead of its gate (B, Q, C) and of the norm of y·silu(gate),
+    over groups of channels, with scale (C,) and eps."""
+
+    y: Tensor
+    gate: Tensor
+    scale: Tensor
+    eps: float
+    groups: int
+
+    def norm_by(self, gated_rms_norm: Callable[..., Tensor]) -> Tensor:
+        """The norm (B, Q, C), made by this op."""
+        return gated_rms_norm(self.y, self.gate, self.scale, self.eps, self.groups)
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How each of B sequences chooses its tokens, on the device.
 

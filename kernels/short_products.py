@@ -3,8 +3,9 @@
 What limits a small model's products is not how fast the weight arrives, but a launch and loads that
 wait for one another. So in `short_kernel` a program reads its rows of the weight whole, and before
 the launch ahead has ended: they are in its registers when the inputs come. The norm of the inputs,
-and the sum or the embeddings that it is of, are no launch of their own: every program makes them
-anew. A sum over a row is made in several parts at once, of which each step waits for the last one.
+and the sum, the embeddings or the gate that are before it, are no launch of their own: every
+program makes them anew. A sum over a row is made in several parts at once, because each step of
+one waits for the last.
 
 Up to `FEW` rows; a row's result does not depend on how many others there are. What does not fit the
 registers of all multiprocessors at once is for `products.py`.
@@ -22,7 +23,7 @@ from stree_kernels import gather, pointwise, products
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times
 from stree_kernels.products import device_of, precision_of, product
-from stree_kernels.shapes import Stream
+from stree_kernels.shapes import Gated, Stream
 
 FEW = 16  # rows
 LONGEST = 1024  # row of a weight
@@ -38,9 +39,13 @@ def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
     return products.linear(norm(x) if isinstance(x, Stream) else x, weight)
 
 
-def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, as `linear` in one part where that fits."""
-    return _product(x, weight)[None] if _fits(x, weight) else products.linear_parts(x, weight)
+    if _fits(x, weight):
+        return _product(x, weight)[None]
+    if isinstance(x, Gated):
+        x = x.norm_by(pointwise.gated_rms_norm)
+    return products.linear_parts(x, weight)
 
 
 def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
@@ -55,10 +60,14 @@ def norm(stream: Stream) -> Tensor:
     return stream.norm_by(gather.embed_norm, pointwise.add_rms_norm)
 
 
-def _fits(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> bool:
+def _fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> bool:
     outputs, inputs = weight.shape
     if isinstance(x, Stream) and (x.beside is not None or isinstance(x.added, tuple)):
         return False
+    if isinstance(x, Gated):
+        group, x = inputs // x.groups, x.y
+        if group != inputs and group != triton.next_power_of_2(group):
+            return False
     rows = math.prod(x.shape) if isinstance(x, Stream) else x.numel() // inputs
     if rows > FEW or inputs > LONGEST or weight.element_size() != 2:
         return False
@@ -67,25 +76,34 @@ def _fits(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> bool:
     return whole and (2 if gated else 1) < outputs <= most_outputs
 
 
-def _product(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> Tensor:
+def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> Tensor:
     outputs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     block_inputs = _block(inputs)
     share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
     block_outputs = max(16, triton.next_power_of_2(share))
-    stream = x if isinstance(x, Stream) else Stream(x.view(1, -1, inputs))
+    gate, group = None, block_inputs
+    if isinstance(x, Stream):
+        stream, shape = x, x.shape
+    elif isinstance(x, Gated):
+        stream, shape = Stream(x.y.view(1, -1, inputs), x.scale, x.eps), x.y.shape[:-1]
+        gate = x.gate.flatten(0, -2)
+        if x.groups > 1:
+            group = inputs // x.groups
+    else:
+        stream, shape = Stream(x.view(1, -1, inputs)), x.shape[:-1]
     source, tokens, nodes, added = stream.source, stream.tokens, stream.nodes, stream.added
-    shape, total = stream.shape, None
-    if not stream.is_sum:
-        total = source.new_empty(*shape, inputs)
-    assert source.stride(-1) == 1 and (added is None or added.stride(3) == 1)
+    total = None if stream.is_sum else source.new_empty(*shape, inputs)
+    assert source.stride(-1) == 1 and not isinstance(added, tuple)
+    assert added is None or added.stride(3) == 1
+    assert gate is None or gate.stride(1) == 1
     rows, out = math.prod(shape), weight.new_empty(*shape, outputs)
     short_kernel[(triton.cdiv(outputs, share),)](
         source, source.stride(-2), added, *((0, 0, 0) if added is None else added.stride()[:3]),
-        stream.scale, total,
+        stream.scale, gate, 0 if gate is None else gate.stride(0), total,
         tokens, 0 if tokens is None else tokens.stride(0),
         nodes, 0 if nodes is None else nodes.stride(0),
-        weight, out, rows, shape[1], outputs, inputs, share, stream.eps,
-        PARTS=0 if added is None else len(added), WRITTEN=stream.written, GATED=gated,
+        weight, out, rows, stream.shape[1], outputs, inputs, share, stream.eps,
+        PARTS=0 if added is None else len(added), WRITTEN=stream.written, GATED=gated, GROUP=group,
         BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
         num_warps=4 if block_outputs * block_inputs * (1 + gated) <= TILE else 8,
@@ -93,7 +111,7 @@ def _product(x: Tensor | Stream, weight: Tensor, *, gated: bool = False) -> Tens
     )  # fmt: skip
     if total is not None:
         stream.settle(total)
-    return out if isinstance(x, Stream) else out.view(*x.shape[:-1], outputs)
+    return out
 
 
 def _block(inputs: int) -> int:
@@ -102,10 +120,11 @@ def _block(inputs: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "per_row"])
 def short_kernel(
-    source, source_stride, added, part_stride, sequence_stride, place_stride, scale, total,
+    source, source_stride, added, part_stride, sequence_stride, place_stride,
+    scale, gate, gate_stride, total,
     tokens, token_stride, nodes, node_stride,
     weight, out, rows, per_row, outputs, inputs, share, eps,
-    PARTS: tl.constexpr, WRITTEN: tl.constexpr, GATED: tl.constexpr,
+    PARTS: tl.constexpr, WRITTEN: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +169,18 @@ def short_kernel(
         if tl.program_id(0) == 0:
             store_kept(total, values, there)
     if scale is not None:
-        values = normed(values.to(tl.float32), factor[None, :], inputs, eps, values.dtype)
+        wide = values.to(tl.float32)
+        if gate is not None:
+            z = tl.load(gate + line[:, None] * gate_stride + k[None, :], mask=there, other=0.0)
+            wide *= z.to(tl.float32) * tl.sigmoid(z.to(tl.float32))
+        if GROUP == BLOCK_INPUTS:
+            values = normed(wide, factor[None, :], inputs, eps, values.dtype)
+        else:
+            groups: tl.constexpr = BLOCK_INPUTS // GROUP
+            wide = tl.reshape(wide, [BLOCK_ROWS, groups, GROUP])
+            wide *= tl.rsqrt(tl.sum(wide * wide, axis=2) / GROUP + eps)[:, :, None]
+            wide = tl.reshape(wide, [BLOCK_ROWS, BLOCK_INPUTS]).to(values.dtype).to(tl.float32)
+            values = (factor.to(tl.float32)[None, :] * wide).to(values.dtype)
     y = _sums(tile, values, SPLIT, PRECISION).to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, _sums(up_tile, values, SPLIT, PRECISION).to(y.dtype))

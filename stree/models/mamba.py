@@ -28,7 +28,7 @@ from stree.models.parts import (
 )
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
-from stree_kernels.shapes import MixerWeights, Stream
+from stree_kernels.shapes import Gated, MixerWeights, Stream
 
 
 class Mamba2(Part):
@@ -141,7 +141,7 @@ class Mamba2(Part):
 
     def mix(
         self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Gated:
         def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.state)
             rest: tuple[Any, ...] = (self.weights, self.shape, *where, to)
@@ -152,5 +152,6 @@ class Mamba2(Part):
         y = call.over_nodes(cache, scan, projected)
         z, norm = projected[..., : self.shape.d_inner], self.norm
         if self._gates_first:
-            return put(ops.gated_rms_norm(y, z, norm.weight, norm.eps, norm.groups), out)
+            gated = Gated(y, z, norm.weight, norm.eps, norm.groups)
+            return gated if out is None else put(gated.norm_by(ops.gated_rms_norm), out)
         return put(ops.gated(norm(y), z), out)

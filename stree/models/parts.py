@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Added, Steering, Stream, Topology
+from stree_kernels.shapes import Added, Gated, Steering, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features
@@ -192,7 +192,8 @@ class Part(nn.Module):
     call)` for tree nodes, and with a memory `extend(x, cache, context)`.
 
     With a memory, `tree` is the product of `reading`, then `mix(projected, cache, call, out)`, then
-    that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere.
+    that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere, or ahead of
+    its gate and norm (`Gated`).
     packed, what `tree` reads: a `Joined` for each of `products`, since the last `pack`.
     """
 
@@ -263,8 +264,8 @@ def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
     return y if to.bias is None else y + to.bias
 
 
-def project_parts(x: Tensor, to: Joined | nn.Linear) -> Tensor:
-    """`project`, as parts of a sum (S, …, E)."""
+def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
+    """`project` of x (…, D), or of the norm of what is gated, as parts of a sum (S, …, E)."""
     parts = ops.linear_parts(x, to.weight)
     if to.bias is not None:
         parts[0] += to.bias

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import naive, short_products
-from stree_kernels.shapes import Stream
+from stree_kernels.shapes import Gated, Stream
 
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROUNDINGS = 2 if DEVICE == "cuda" else 4  # the interpreter cuts off
@@ -73,6 +73,21 @@ def test_the_norm_is_no_launch(batch, num_nodes, width, kind, dtype, op, monkeyp
     assert relative_error(stream.source, exact.source) < TOLERANCE[dtype] * ROUNDINGS
     again = getattr(short_products, op)(stream, weight)  # of the sum that is there by now
     assert torch.equal(again, got)
+
+
+@each_dtype
+@pytest.mark.parametrize("groups, width", [(1, 90), (3, 192), (8, 128), (3, 90)])
+@pytest.mark.parametrize("batch, num_nodes", [(1, 1), (2, 5), (1, 20)])
+def test_nor_is_a_gated_one(batch, num_nodes, groups, width, dtype):
+    """Unless there are many rows, or groups of a width that is no power of two."""
+    y = normal(batch, num_nodes, width, dtype=dtype)
+    gate = normal(batch, num_nodes, width + 40, seed=1, dtype=dtype)[..., :width]
+    scale, weight = normal(width, seed=2), normal(50, width, seed=3, dtype=dtype)
+    got = short_products.linear_parts(Gated(y, gate, scale, 1e-5, groups), weight)
+    exact = Gated(y.double(), gate.double(), scale.double(), 1e-5, groups)
+    wanted = naive.linear_parts(exact, weight.double())
+    assert got.shape == wanted.shape and got.dtype == dtype
+    assert relative_error(got, wanted) < 2 * ROUNDINGS * TOLERANCE[dtype]
 
 
 @each_op
