@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
-from stree_kernels.pointwise import normed, warps
-
-BLOCK = 1024
+from stree_kernels.pointwise import normed, two_sums, warps, with_parts
+from stree_kernels.shapes import Steering, Stream
 
 
 def embed_norm(
@@ -59,16 +58,20 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 
 
 def take_roots(
-    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
 ) -> Tensor:
-    """`naive.take_roots` in one launch; last strides are 1."""
-    assert hidden.stride(2) == block.stride(1) == tokens.stride(1) == 1
-    batch, _, width = hidden.shape
-    out = hidden.new_empty(batch, 1, width)
-    root_kernel[(triton.cdiv(width, BLOCK), batch)](
-        hidden, hidden.stride(0), hidden.stride(1), block, block.stride(0),
-        active.view(torch.uint8), tokens, tokens.stride(0), path_length, out, width,
-        BLOCK=BLOCK, num_warps=4, **overlapping(hidden),
+    """`naive.take_roots` in one launch; last strides are 1, and the stream is rows and parts."""
+    source, (added, also) = stream.source, two_sums(stream.added)
+    assert stream.tokens is None and block.stride(1) == tokens.stride(1) == 1
+    assert all(each is None or each.is_contiguous() for each in (source, added, also))
+    batch, num_nodes, width = source.shape
+    out = source.new_empty(batch, 1, width)
+    root_kernel[(batch,)](
+        source, added, also, source.numel(), stream.scale, stream.eps, num_nodes, width,
+        block, block.stride(0), active.view(torch.uint8), tokens, tokens.stride(0),
+        steering.length, steering.path_length, steering.parity, out,
+        PARTS=0 if added is None else len(added), MORE_PARTS=0 if also is None else len(also),
+        BLOCK=triton.next_power_of_2(width), num_warps=warps(width), **overlapping(source),
     )  # fmt: skip
     return out
 
@@ -121,17 +124,29 @@ def rows_at_kernel(
 
 @triton.jit
 def root_kernel(
-    hidden, batch_stride, stride, block, block_stride, active, tokens, token_stride, path_length,
-    out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    source, added, also, part_stride, scale, eps, num_nodes, width,
+    block, block_stride, active, tokens, token_stride, lengths, path_lengths, parities, out,
+    PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    factor = load_kept(scale + at, mask)
     follow(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    count = tl.load(block + row * block_stride)
-    count = tl.where(tl.load(active + row) != 0, count, 0)
+    block += row * block_stride
+    count = tl.where(tl.load(active + row) != 0, tl.load(block), 0)
     last = tl.maximum(count, 1)
-    value = tl.load(hidden + row * batch_stride + (last - 1) * stride + at, mask=at < width)
-    tl.store(out + row * width + at, value, mask=at < width)
-    if tl.program_id(0) == 0:
-        tl.store(tokens + row * token_stride, tl.load(block + row * block_stride + last))
-        tl.store(path_length + row, count)
+    at += (row * num_nodes + last - 1) * width
+    value = load_kept(source + at, mask)
+    if PARTS > 0:
+        if also is not None:
+            also += at
+        value = with_parts(value, added + at, also, part_stride, mask, PARTS, MORE_PARTS)
+    y = normed(value.to(tl.float32)[None, :], factor[None, :], width, eps, value.dtype)
+    at = row * width + tl.arange(0, BLOCK)
+    tl.store(out + at[None, :], y, mask=mask[None, :])
+    tl.store(tokens + row * token_stride, tl.load(block + last))
+    tl.store(lengths + row, tl.load(lengths + row) + tl.load(path_lengths + row))
+    tl.store(path_lengths + row, count)
+    if row == 0:
+        tl.store(parities, 1 - tl.load(parities))

@@ -10,6 +10,7 @@ Sums run in fp32, or in fp64 when the inputs are. The derivation is in README.md
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -702,6 +703,14 @@ def choose_children(
         values.copy_(slots[:, :-1])
 
 
+def draw_children(x: Tensor | Stream, weight: Tensor, depths: Tensor, *others: Any) -> Tensor:
+    """`choose_children` by the logits (B, n, K) of a head (K, D), which are returned, given rows x
+    (B, n, D) or a stream ahead of its norm."""
+    logits = linear(x, weight)
+    choose_children(logits, depths, *others)
+    return logits
+
+
 def embed_norm(
     weight: Tensor,
     tokens: Tensor,
@@ -729,17 +738,19 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 
 
 def take_roots(
-    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
 ) -> Tensor:
-    """Begin drafts after each row's last certain token, its tree's root.
+    """End the call that reads certain tokens, and begin drafts after each row's last, its root.
 
-    Args: hidden (B, M, D) after each of the tokens of block (B, 1 + M), how many are certain, and
-    the tokens; active (B,) bool; tokens (B, N), whose first are written; path_length (B,), written:
-    the certain ones are all accepted, in active rows.
-    Returns hidden (B, 1, D) after the roots.
+    Args: stream of B rows after each of the tokens of block (B, 1 + M), how many are certain, and
+    the tokens; active (B,) bool; tokens (B, N), whose first are written; steering, of which all is
+    written that `advance` writes, and path_length: the certain ones are all accepted, in active
+    rows. Returns the norm (B, 1, D) after the roots.
     """
+    hidden = norm(stream)
+    advance(steering)
     count = torch.where(active, block[:, 0], 0)
-    path_length.copy_(count)
+    steering.path_length.copy_(count)
     count = count.clamp(min=1)[:, None]
     tokens[:, :1] = block.gather(1, count)
     return hidden.gather(1, (count - 1)[..., None].expand(-1, -1, hidden.shape[2]))

@@ -278,6 +278,28 @@ def choose_children(
     module.choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
 
 
+def draw_children(
+    x: Tensor | Stream,
+    weight: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """See `naive.draw_children`."""
+    if fused(weight.device, weight.dtype):
+        head = importlib.import_module("stree_kernels.head")
+        if head.fits(x, weight, places, values):
+            return head.draw_children(x, weight, depths, sampling, places, tokens, finite, ids)
+    logits = linear(x, weight)
+    choose_children(logits, depths, sampling, places, tokens, finite, nodes, values, ids)
+    return logits
+
+
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
     """See `naive_growth.build_topology`."""
     _growth(parents).build_topology(parents, max_depth, topology)
@@ -314,10 +336,10 @@ def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) ->
 
 
 def take_roots(
-    hidden: Tensor, block: Tensor, active: Tensor, tokens: Tensor, path_length: Tensor
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
 ) -> Tensor:
     """See `naive.take_roots`."""
-    return _module("gather", hidden).take_roots(hidden, block, active, tokens, path_length)
+    return _module("gather", stream.source).take_roots(stream, block, active, tokens, steering)
 
 
 def accept_choices(best: Tensor, highest: Tensor, *others: Tensor | None) -> None:

@@ -24,10 +24,7 @@ def add_rms_norm(
     x: Tensor, added: Added, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`naive.add_rms_norm` in one launch of up to two sums; all tensors contiguous."""
-    also = None
-    if isinstance(added, tuple):
-        added, *others = added
-        also = others[0] if len(others) == 1 else torch.cat(others)
+    added, also = two_sums(added)
     for each in (x, added, also, beside):
         assert each is None or each.is_contiguous()
     own, width = x.shape[-1], len(weight)
@@ -41,6 +38,14 @@ def add_rms_norm(
         num_warps=warps(width), **overlapping(x),
     )  # fmt: skip
     return total, out
+
+
+def two_sums(added: Added) -> tuple[Tensor | None, Tensor | None]:
+    """What is to be added to a stream, as parts of up to two sums."""
+    if not isinstance(added, tuple):
+        return added, None
+    first, *others = added
+    return first, others[0] if len(others) == 1 else torch.cat(others)
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -157,17 +162,11 @@ def norm_kernel(
     if gate is not None:
         z = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
-        more = tl.load(added + row * x_stride + at, mask=own, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            more += tl.load(added + part * part_stride + row * x_stride + at, mask=own, other=0.0)
+        line = row * x_stride + at
         if also is not None:
-            more = more.to(tl.float32)
-            for part in tl.static_range(MORE_PARTS):
-                there = also + part * part_stride + row * x_stride + at
-                more += tl.load(there, mask=own, other=0.0).to(tl.float32)
-        more = more.to(value.dtype).to(tl.float32)
-        value = (value.to(tl.float32) + more).to(value.dtype)
-        store_kept(total + row * x_stride + at, value, own)
+            also += line
+        value = with_parts(value, added + line, also, part_stride, own, PARTS, MORE_PARTS)
+        store_kept(total + line, value, own)
     wide = value.to(tl.float32)
     if gate is not None and not GATE_AFTER:
         wide = wide * (z * tl.sigmoid(z))
@@ -175,6 +174,22 @@ def norm_kernel(
     if GATE_AFTER:
         y = (y.to(tl.float32) * (z * tl.sigmoid(z))).to(value.dtype)
     tl.store(out + row * out_stride + at, y, mask=mask)
+
+
+@triton.jit
+def with_parts(
+    values, added, also, part_stride, there, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr
+):
+    """What is added to them comes in parts, of one sum or of two, and is rounded once."""
+    more = tl.load(added, mask=there, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        more += tl.load(added + part * part_stride, mask=there, other=0.0)
+    if MORE_PARTS > 0:
+        more = more.to(tl.float32)
+        for part in tl.static_range(MORE_PARTS):
+            more += tl.load(also + part * part_stride, mask=there, other=0.0).to(tl.float32)
+    more = more.to(values.dtype).to(tl.float32)
+    return (values.to(tl.float32) + more).to(values.dtype)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stree_kernels import gather, pointwise, products
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
-from stree_kernels.pointwise import normed, silu_times
+from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import device_of, precision_of, product
 from stree_kernels.shapes import Gated, Stream
 
@@ -34,14 +34,15 @@ SPLIT = 4  # parts of a sum
 
 def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
     """`naive.linear` in one launch where it fits."""
-    if _fits(x, weight):
+    x = _as_normed(x)
+    if fits(x, weight):
         return _product(x, weight)
     return products.linear(norm(x) if isinstance(x, Stream) else x, weight)
 
 
 def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, as `linear` in one part where that fits."""
-    if _fits(x, weight):
+    if fits(x, weight):
         return _product(x, weight)[None]
     if isinstance(x, Gated):
         x = x.norm_by(pointwise.gated_rms_norm)
@@ -50,7 +51,8 @@ def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
 
 def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     """`naive.linear_swiglu` in one launch where it fits."""
-    if _fits(x, weight, gated=True):
+    x = _as_normed(x)
+    if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)
     return products.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
 
@@ -60,7 +62,12 @@ def norm(stream: Stream) -> Tensor:
     return stream.norm_by(gather.embed_norm, pointwise.add_rms_norm)
 
 
-def _fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> bool:
+def _as_normed(x: Tensor | Stream) -> Tensor | Stream:
+    """A stream's norm, where that has been made."""
+    return x.normed if isinstance(x, Stream) and x.normed is not None else x
+
+
+def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> bool:
     outputs, inputs = weight.shape
     if isinstance(x, Stream) and (x.beside is not None or isinstance(x.added, tuple)):
         return False
@@ -71,14 +78,14 @@ def _fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) ->
     rows = math.prod(x.shape) if isinstance(x, Stream) else x.numel() // inputs
     if rows > FEW or inputs > LONGEST or weight.element_size() != 2:
         return False
-    most_outputs = TILE // _block(inputs) * TOGETHER * device_of(weight)[0]
+    most_outputs = TILE // block_of(inputs) * TOGETHER * device_of(weight)[0]
     whole = weight.is_contiguous() and (isinstance(x, Stream) or x.is_contiguous())
     return whole and (2 if gated else 1) < outputs <= most_outputs
 
 
 def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> Tensor:
     outputs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
-    block_inputs = _block(inputs)
+    block_inputs = block_of(inputs)
     share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
     block_outputs = max(16, triton.next_power_of_2(share))
     gate, group = None, block_inputs
@@ -114,7 +121,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
     return out
 
 
-def _block(inputs: int) -> int:
+def block_of(inputs: int) -> int:
     return max(16 * SPLIT, triton.next_power_of_2(inputs))
 
 
@@ -159,11 +166,7 @@ def short_kernel(
     values = load_kept(source + line[:, None] * source_stride + k[None, :], there)
     if PARTS > 0:
         added += sequence[:, None] * sequence_stride + place[:, None] * place_stride + k[None, :]
-        more = tl.load(added, mask=there, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            more += tl.load(added + part * part_stride, mask=there, other=0.0)
-        more = more.to(values.dtype).to(tl.float32)
-        values = (values.to(tl.float32) + more).to(values.dtype)
+        values = with_parts(values, added, None, part_stride, there, PARTS, 0)
     if total is not None:
         total += row[:, None] * inputs + k[None, :]
         if tl.program_id(0) == 0:
@@ -181,15 +184,15 @@ def short_kernel(
             wide *= tl.rsqrt(tl.sum(wide * wide, axis=2) / GROUP + eps)[:, :, None]
             wide = tl.reshape(wide, [BLOCK_ROWS, BLOCK_INPUTS]).to(values.dtype).to(tl.float32)
             values = (factor.to(tl.float32)[None, :] * wide).to(values.dtype)
-    y = _sums(tile, values, SPLIT, PRECISION).to(out.dtype.element_ty)
+    y = short_product(tile, values, SPLIT, PRECISION).to(out.dtype.element_ty)
     if GATED:
-        y = silu_times(y, _sums(up_tile, values, SPLIT, PRECISION).to(y.dtype))
+        y = silu_times(y, short_product(up_tile, values, SPLIT, PRECISION).to(y.dtype))
     at = out + row[None, :] * outputs + output[:, None]
     tl.store(at, y, mask=mine[:, None] & known[None, :])
 
 
 @triton.jit
-def _sums(tile, values, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def short_product(tile, values, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     """(outputs, rows) of (outputs, inputs) and (rows, inputs)."""
     if SPLIT == 1:
         return product(tile, tl.trans(values), PRECISION)

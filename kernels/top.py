@@ -71,8 +71,6 @@ def _choose(
     assert logits.stride(2) == 1 and depths.is_contiguous()
     piece = PIECE if sampling is None else SAMPLED_PIECE
     pieces = triton.cdiv(vocabulary, piece)
-    block = triton.next_power_of_2(pieces * count)
-    counts = dict(COUNT=count, UNROLLED=count if count <= MOST_UNROLLED else 1)
     shape = (batch * per_row, pieces, count)
     values = logits.new_empty(shape, dtype=torch.float32 if sampling is None else torch.float64)
     candidates = logits.new_empty(shape, dtype=torch.int32)
@@ -83,16 +81,45 @@ def _choose(
     piece_kernel[(batch * per_row, pieces)](
         logits, logits.stride(0), logits.stride(1), ids, per_row, depths, *chosen_by,
         values, candidates, sums, vocabulary,
-        PIECE=piece, num_warps=4, **counts, **overlapping(logits),
+        COUNT=count, UNROLLED=_unrolled(count), PIECE=piece, num_warps=4, **overlapping(logits),
     )  # fmt: skip
-    merge_kernel[(batch * per_row,)](
+    merge(
+        values, candidates, sampling, places, tokens, highest,
+        finite, per_row, sums, nodes, paths,
+    )  # fmt: skip
+
+
+def merge(
+    values: Tensor,
+    candidates: Tensor,
+    sampling: Sampling | None,
+    places: Tensor | None,
+    tokens: Tensor,
+    highest: Tensor | None,
+    finite: Tensor | None,
+    per_row: int,
+    sums: Tensor | None = None,
+    nodes: Tensor | None = None,
+    paths: Tensor | None = None,
+) -> None:
+    """Of each row's `count` best scores by piece, values (B·n, pieces, count), with their tokens,
+    candidates, the `count` best of all; sums (B·n, pieces), for how probable paths are."""
+    num_rows, pieces, count = values.shape
+    block = triton.next_power_of_2(pieces * count)
+    merge_kernel[(num_rows,)](
         values, candidates, per_row, places, tokens, tokens.stride(0),
         highest, finite, 0 if finite is None else finite.stride(0), pieces * count,
-        sums, chosen_by[0], nodes, 0 if nodes is None else nodes.stride(0),
+        sums, None if sampling is None else sampling.temperature,
+        nodes, 0 if nodes is None else nodes.stride(0),
         paths, 0 if paths is None else paths.stride(0), pieces,
+        COUNT=count, UNROLLED=_unrolled(count),
         BLOCK_PIECES=triton.next_power_of_2(pieces), BLOCK=block,
-        num_warps=min(8, max(1, block // 1024)), **counts, **overlapping(logits),
+        num_warps=min(8, max(1, block // 256)), **overlapping(values),
     )  # fmt: skip
+
+
+def _unrolled(count: int) -> int:
+    return count if count <= MOST_UNROLLED else 1
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def uniform(seed, position, place):
 
 @triton.jit
 def token_noise(seed, position, token):
-    """Gumbel noise of a block of tokens; seed and position are numbers."""
+    """Gumbel noise of a block of tokens; seed and position are numbers, or blocks that fit it."""
     c0 = (token >> 1).to(tl.uint32)
     c1 = c0 * 0 + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = c0 * 0 + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)

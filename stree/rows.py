@@ -117,6 +117,11 @@ class Rows:
             return None
         return Sampling(self.temperature, self.seed, self.position)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether `kept` changes logits of any row."""
+        return self.filtered or self.penalised
+
     def remember(self) -> None:
         """Take note of the tokens of the last step's blocks, where penalties ask what there was."""
         if not self.penalised:

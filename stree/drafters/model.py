@@ -12,7 +12,7 @@ from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
-from stree_kernels.shapes import Topology
+from stree_kernels.shapes import Stream, Topology
 
 
 class ModelDrafter:
@@ -102,11 +102,13 @@ class ModelDrafter:
         chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
         inputs = None if self.inputs is None else self.inputs[:batch, :longest]
-        hidden = model.tree_hidden(block[:, 1:], chains, cache, bound=bound, inputs=inputs)
+        stream = model.tree_stream(
+            block[:, 1:], chains, cache, ends=False, bound=bound, inputs=inputs
+        )
         tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
         if forest.pool is not None:
             tokens = forest.pool
-        hidden = ops.take_roots(hidden, block, rows.active, tokens, cache.path_length)
+        hidden: Tensor | Stream = ops.take_roots(stream, block, rows.active, tokens, cache.steering)
         finite = torch.empty(batch, forest.num_drawn_from, dtype=torch.bool, device=tokens.device)
         read = drawn = 0
         drawn_from = []
@@ -116,17 +118,21 @@ class ModelDrafter:
                 forest.grow(number)
                 inner = forest.inner_topology(width)
                 if inputs is not None:
-                    inputs = self._inputs_of_drafts(hidden, forest, number)
-                hidden = model.tree_hidden(
+                    inputs = self._inputs_of_drafts(_normed(hidden), forest, number)
+                hidden = model.tree_stream(
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )
                 read += count
-            drafts = forest.drafts_at(rows, tokens, number)
-            logits = rows.kept(model.head_logits(hidden), drafts, model.head_ids)
-            ops.choose_children(
-                logits, level.noise_at(keep_logits), rows.sampling, level.places, tokens,
-                finite[:, drawn : drawn + count], level.nodes, forest.values, model.head_ids,
+            chosen = (
+                level.noise_at(keep_logits), rows.sampling, level.places, tokens,
+                finite[:, drawn : drawn + count], level.nodes, forest.values,
             )  # fmt: skip
+            if rows.leaves_out:
+                drafts = forest.drafts_at(rows, tokens, number)
+                logits = rows.kept(model.head_logits(_normed(hidden)), drafts, model.head_ids)
+                ops.choose_children(logits, *chosen, model.head_ids)
+            else:
+                logits = model.draw_children(hidden, *chosen)
             forest.rate(number, logits, rows, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
@@ -141,3 +147,7 @@ class ModelDrafter:
             forest = Forest.of([TokenTree.chain(length - 1)] * batch, self.model.device)
             self._chains[batch, length] = forest.topology(self.model.config.d_conv)
         return self._chains[batch, length]
+
+
+def _normed(hidden: Tensor | Stream) -> Tensor:
+    return ops.norm(hidden) if isinstance(hidden, Stream) else hidden

@@ -40,7 +40,7 @@ from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.places import whole_heads
-from stree_kernels.shapes import Topology
+from stree_kernels.shapes import Sampling, Stream, Topology
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -271,6 +271,26 @@ class HybridModel(nn.Module):
             return hidden
         return _product()(hidden, self.head_down.weight.to(hidden.dtype))
 
+    def draw_children(
+        self,
+        stream: Tensor | Stream,
+        depths: Tensor,
+        sampling: Sampling | None,
+        places: Tensor,
+        tokens: Tensor,
+        finite: Tensor,
+        nodes: Tensor | None,
+        values: Tensor | None,
+    ) -> Tensor:
+        """`ops.draw_children` by the model's head: logits (B, n, K) after hidden states (B, n, D),
+        or of a stream ahead of the final norm."""
+        if self.config.head_rank:
+            stream = ops.linear(stream, self.head_down.weight)
+        return ops.draw_children(
+            stream, self.head_weight, depths, sampling, places, tokens, finite, nodes, values,
+            self.head_ids,
+        )  # fmt: skip
+
     @torch.no_grad()
     def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
         """Let the head be over the tokens ids (K,), ascending (None: as it is), with what it can
@@ -446,6 +466,35 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
         features takes what a drafter reads of the nodes.
         """
+        call, stream = self._run_tree(
+            tokens, topology, cache, first, bound, nodes, inputs=inputs, features=features
+        )
+        hidden = ops.norm(stream)
+        call.enter(self.config.num_layers, stream)
+        return call.end(hidden)
+
+    @torch.no_grad()
+    @on_own_gpu
+    def tree_stream(self, *arguments: Any, ends: bool = True, **options: Any) -> Stream:
+        """The same, with replay, as a stream ahead of the final norm, for `draw_children`; or for
+        `ops.take_roots`, which ends the call itself."""
+        call, stream = self._run_tree(*arguments, **options)
+        if ends:
+            call.end(stream.source)
+        return stream
+
+    def _run_tree(
+        self,
+        tokens: Tensor,
+        topology: Topology,
+        cache: HybridCache,
+        first: int = 0,
+        bound: int | None = None,
+        nodes: Tensor | None = None,
+        *,
+        inputs: Tensor | None = None,
+        features: Features | None = None,
+    ) -> tuple[TreeCall, Stream]:
         if self._addresses() != self._packed_at:
             self.pack()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
@@ -463,10 +512,7 @@ class HybridModel(nn.Module):
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
-        stream, _ = call.add_norm(x, y, self.model.norm)
-        hidden = ops.norm(stream)
-        call.enter(self.config.num_layers, stream)
-        return call.end(hidden)
+        return call, call.add_norm(x, y, self.model.norm)[0]
 
     @torch.no_grad()
     @on_own_gpu

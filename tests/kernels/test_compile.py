@@ -17,7 +17,7 @@ KERNELS = {
     "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "pairs_kernel",
     "topology_kernel", "pick_kernel", "up_kernel", "down_kernel", "route_kernel",
-    "short_conv_kernel", "short_kernel",
+    "short_conv_kernel", "short_kernel", "head_kernel",
 }  # fmt: skip
 
 

@@ -6,9 +6,10 @@ is two units in the last place.
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal, relative_error
+from kernel_cases import DEVICE, normal, relative_error, steering_of
 
 from stree_kernels import gather, naive, pointwise
+from stree_kernels.shapes import Stream
 
 TOLERANCE = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -88,18 +89,26 @@ def test_a_node_that_is_none_stands_for_the_first():
 def test_take_roots(width, dtype):
     """Rows with 1, 3 and 5 certain tokens, and an idle one that claims more than there are."""
     lengths = [1, 3, 5, 9]
-    hidden = torch.full((4, 5, width + 2), torch.nan, device=DEVICE, dtype=dtype)
+    x = torch.full((4, 5, width), torch.nan, device=DEVICE, dtype=dtype)
     for row, length in enumerate(lengths[:3]):
-        hidden[row, length - 1, :width] = normal(width, dtype=dtype)
-    hidden[3, 0, :width] = 1
+        x[row, length - 1] = normal(width, seed=row, dtype=dtype)
+    x[3, 0] = normal(width, seed=3, dtype=dtype)
+    parts = torch.where(x.isnan(), x, normal(2, 4, 5, width, seed=5).to(dtype)).float()
+    scale = normal(width, seed=6, dtype=dtype)
     block = torch.tensor([[length, 20, 21, 22, 23, 24] for length in lengths], device=DEVICE)
     active = torch.tensor([True, True, True, False], device=DEVICE)
-    for module in (naive, gather):
-        tokens = torch.full((4, 6), -7, device=DEVICE)[:, :4]
-        path_length = torch.full((4,), -7, device=DEVICE)
-        got = module.take_roots(hidden[..., :width], block, active, tokens, path_length)
-        for row, length in enumerate(lengths[:3]):
-            assert torch.equal(got[row, 0], hidden[row, length - 1, :width])
-            assert tokens[row].tolist() == [19 + length, -7, -7, -7]
-        assert tokens[3].tolist() == [20, -7, -7, -7] and (got[3] == 1).all()
-        assert path_length.tolist() == [1, 3, 5, 0]
+    one = parts[:1].to(dtype)
+    for added in (None, parts, one, (parts, one)):
+        wanted = naive.norm(Stream(x, scale, 1e-5, added))
+        for module in (naive, gather):
+            tokens = torch.full((4, 6), -7, device=DEVICE)[:, :4]
+            steering = steering_of([5, 6, 7, 8], [[0], [0, 1], [], [2, 3, 4]], 1, 5)
+            stream = Stream(x, scale, 1e-5, added)
+            got = module.take_roots(stream, block, active, tokens, steering)
+            for row, length in enumerate((1, 3, 5, 1)):
+                exact = wanted[row, length - 1].double()
+                assert relative_error(got[row, 0], exact) < 4 * TOLERANCE[dtype]
+                assert tokens[row].tolist() == [19 + length, -7, -7, -7]
+            assert steering.length.tolist() == [6, 8, 7, 11]
+            assert steering.path_length.tolist() == [1, 3, 5, 0]
+            assert steering.parity.tolist() == [0]

@@ -38,6 +38,7 @@ from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
+from stree_kernels import ops
 
 IDS = [0, 3, 4, 7, 11, 12, 13, 20, 21, 22, 23, 30, 31, 33, 40, 41, 42, 50, 55, 60]
 
@@ -49,6 +50,11 @@ class Masked(HybridModel):
         ids = torch.tensor(IDS)
         logits = super().head_logits(hidden)
         return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits[..., ids])
+
+    def draw_children(self, hidden, *others):
+        logits = self.head_logits(hidden if isinstance(hidden, torch.Tensor) else ops.norm(hidden))
+        ops.choose_children(logits, *others)
+        return logits
 
 
 def drafters() -> tuple[HybridModel, HybridModel, HybridModel]:

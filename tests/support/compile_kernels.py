@@ -37,6 +37,7 @@ from stree_kernels.shapes import (
     Router,
     Sampling,
     Steering,
+    Stream,
 )
 
 
@@ -222,7 +223,11 @@ def main() -> None:
                 for own in (None, ids) if count == 3 else (None,):
                     ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
-            ops.take_roots(hidden, block, active, tokens, cache.path_length)
+            stream = Stream(hidden, model.model.norm.weight, 1e-5, hidden[None])
+            ops.take_roots(stream, block, active, tokens, cache.steering)
+            for count, by in ((3, None), (3, sampling), (1, sampling)):
+                places = torch.full((*inner.shape, count), -1)
+                model.draw_children(stream, levels, by, places, tokens, finite, inner, None)
         for num_nodes in {1, *options.nodes}:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
