@@ -14,6 +14,7 @@ registers of all multiprocessors at once is for `products.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -88,6 +89,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
     block_inputs = block_of(inputs)
     share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
     block_outputs = max(16, triton.next_power_of_2(share))
+    shape: Sequence[int]
     gate, group = None, block_inputs
     if isinstance(x, Stream):
         stream, shape = x, x.shape

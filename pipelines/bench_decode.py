@@ -3,6 +3,7 @@
 python pipelines/bench_decode.py runs/bench/8b.jsonl --shape 8b
 python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[calls]" --context 8192
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
+python pipelines/bench_decode.py runs/bench/chat.jsonl --shape chat --what "[draft,draft_profiles]"
 python pipelines/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \\
     --drafters "[own,head=32768,rank=256,head=32768+rank=256]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
@@ -49,15 +50,16 @@ TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
     "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
-    "kernels/test_gated_delta.py", "kernels/test_verification.py", "stree/test_graphs.py",
+    "kernels/test_gated_delta.py", "kernels/test_verification.py", "kernels/test_short_products.py",
+    "kernels/test_head.py", "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context, need less"
 WHAT = (
-    "calls", "profiles", "draft", "unrolled", "memory", "steps", "graphs", "rows", "joint", "serve",
-    "orders",
+    "calls", "profiles", "draft", "draft_profiles", "unrolled", "memory", "steps", "graphs", "rows",
+    "joint", "serve", "orders",
 )  # fmt: skip
-CAPTURED = ("profiles", "steps", "graphs", "rows", "joint", "serve")
+CAPTURED = ("profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 
 
 @torch.no_grad()
@@ -169,6 +171,11 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
         for kind in options.drafters:
             named = {} if kind == OWN else {"drafter": kind}
             for row in calls.draft(random_drafter(shape, device, kind), context, repeats):
+                yield {**row, **named}
+    if "draft_profiles" in options.what:
+        for kind in options.drafters:
+            named = {} if kind == OWN else {"drafter": kind}
+            for row in calls.draft_profiles(random_drafter(shape, device, kind), context, 5):
                 yield {**row, **named}
     if "unrolled" in options.what:
         yield from calls.unrolled(target, context, max(5, repeats // 5))

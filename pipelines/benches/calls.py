@@ -64,23 +64,36 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
 def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
     """µs of one draft of the paper's tree, greedy and sampled, and what a level of it reads."""
     tree, config = TokenTree.paper(), drafter.config
-    model = ModelDrafter(drafter, 1, context + 64, tree.num_nodes)
-    model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
-    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
-    rows.begin(0, context, 1)
-    longest, bound = tree.max_depth + 1, model.cache.num_slots
-    sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
-    functions = {
-        name: partial(model.draft, settings, forest, longest, bound, False)
-        for name, settings in (("draft", rows), ("draft_sampled", sampled))
-    }
-    times = side_by_side(functions, drafter.device, repeats)
+    times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
     return [dict(
         what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
         num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
         head_rank=config.head_rank, level_bytes=level_bytes(drafter),
         **{f"us_{name}": each for name, each in times.items()},
     )]  # fmt: skip
+
+
+def draft_profiles(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
+    """Where the time of such a draft goes, by kernel; CUDA only."""
+    tree, rows = TokenTree.paper(), []
+    for name, function in _drafts(drafter, tree, context).items():
+        measured = profile_call(function, repeats)
+        rows.append(dict(what=f"profile of {name}", num_nodes=tree.num_nodes, **measured))
+    return rows
+
+
+def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
+    """Drafts of a tree after so many tokens, greedy and sampled."""
+    model = ModelDrafter(drafter, 1, context + 64, tree.num_nodes)
+    model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
+    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
+    rows.begin(0, context, 1)
+    longest, bound = tree.max_depth + 1, model.cache.num_slots
+    sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
+    return {
+        name: partial(model.draft, settings, forest, longest, bound, False)
+        for name, settings in (("draft", rows), ("draft_sampled", sampled))
+    }
 
 
 def level_bytes(drafter: HybridModel) -> int:

@@ -9,9 +9,13 @@ import torch
 from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 
+from stree.drafters.model import ModelDrafter
+from stree.forest import Forest
+from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
+from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
 
@@ -102,3 +106,45 @@ def test_weights_are_packed_once_and_moved_ones_are_noticed(fused, mixers):
     model.model.layers[0].mamba.out_proj.weight.zero_()  # of one that is not joined, too
     cache.reset()
     assert not torch.allclose(model.tree_forward(nodes, tree, cache), wanted)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@torch.no_grad()
+def test_drafts_of_a_small_model(fused, sampled):
+    """In 16 bits its norms are no launches, and its head is multiplied where its tokens are chosen.
+    Embeddings are large and few, so that rounding decides nothing; in the second draft one of the
+    rows is idle."""
+    config = HybridConfig(
+        vocab_size=24, d_model=64, num_layers=2, intermediate_size=96, tie_embeddings=True,
+        num_ssm_heads=4, ssm_head_dim=16, d_state=16, num_x_groups=2, num_b_groups=2,
+        num_c_groups=4, gated_norm_groups=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, tree = HybridModel(config).to(DEVICE).eval(), TokenTree.paper()
+    for name, weight in model.named_parameters():
+        if name.endswith("proj.weight"):
+            weight.mul_(6)
+    model.model.embed_tokens.weight.normal_()
+    forest = Forest.of([tree] * 2, model.device)
+
+    def drafts(model):
+        drafter = ModelDrafter(model, 2, 64, tree.num_nodes)
+        rows = Rows.new(2, 5, torch.device(DEVICE))
+        for row, length in enumerate((7, 12)):
+            drafter.read(row, torch.arange(length, device=DEVICE))
+            rows.set(row, GenerationConfig(temperature=0.5 * sampled, seed=row))
+            rows.begin(row, length, 3)
+        rows.sampled = sampled
+        for block in ([1, 3, 0, 0, 0, 0], [3, 8, 9, 10, 0, 0]):
+            rows.block[:] = torch.tensor(block, device=DEVICE)
+            proposal = drafter.draft(rows, forest, 5, 60, True)
+            assert proposal.finite.all()
+            yield proposal.tokens.clone(), proposal.logits
+            rows.active[1] = False
+        assert drafter.cache.length.tolist() == [7 + 1 + 3, 12 + 1]
+
+    wanted = list(drafts(model.double()))
+    fused["on"] = True
+    for (tokens, logits), exact in zip(drafts(model.bfloat16()), wanted, strict=True):
+        assert torch.equal(tokens, exact[0])
+        assert relative_error(logits, exact[1]) < 0.05

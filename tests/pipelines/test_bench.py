@@ -137,7 +137,7 @@ def tiny_published(monkeypatch):
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (list(FAMILIES), ["calls"]), (["granite"], ["calls", "draft", "steps"]),
+        (list(FAMILIES), ["calls"]), (["granite"], ["calls", "draft", "draft_profiles", "steps"]),
         pytest.param(list(FAMILIES), ["calls", "draft", "steps"], marks=pytest.mark.long),
     ],
 )  # fmt: skip
@@ -147,6 +147,7 @@ def test_families_are_measured_one_after_the_other(
     monkeypatch.setattr(bench_decode, "SHAPES", tuple(tiny_published))
     monkeypatch.setattr(bench_decode, "require_green", lambda tests: None)
     monkeypatch.setattr(bench_decode, "CAPTURED", ())
+    monkeypatch.setattr(calls, "profile_call", lambda call, repeats: dict(us=call() and 1.0))
     bench_decode.main([
         str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
         "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
@@ -154,6 +155,7 @@ def test_families_are_measured_one_after_the_other(
     ])  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
+    rows_of["draft_profiles"] = ["profile of draft", "profile of draft_sampled"]
     assert [(line["shape"], line["what"]) for line in lines] == [
         (name, row) for name in names for each in what for row in rows_of[each]
     ]
