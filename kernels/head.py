@@ -18,9 +18,9 @@ from torch import Tensor
 from stree_kernels import short_products, top
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.pointwise import normed, with_parts
-from stree_kernels.products import device_of, precision_of
+from stree_kernels.products import precision_of
 from stree_kernels.shapes import Sampling, Stream
-from stree_kernels.short_products import FEW, SPLIT, TILE, block_of, short_product
+from stree_kernels.short_products import FEW, SPLIT, block_of, shares_of, short_product
 from stree_kernels.uniforms import token_noise
 
 
@@ -63,8 +63,7 @@ def _multiply(
     """Logits (B, n, K), and of each row and program the `count` best scores and their tokens."""
     assert depths.is_contiguous() and (ids is None or ids.is_contiguous())
     (outputs, inputs), block_inputs = weight.shape, block_of(weight.shape[1])
-    share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
-    block_outputs = max(16, triton.next_power_of_2(share))
+    share, block_outputs, num_warps = shares_of(outputs, inputs, weight)
     stream = x if isinstance(x, Stream) else Stream(x)
     source, added, shape = stream.source, stream.added, stream.shape
     assert source.is_contiguous() and not isinstance(added, tuple)
@@ -84,7 +83,7 @@ def _multiply(
         PARTS=0 if added is None else len(added), COUNT=count,
         BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
-        num_warps=4, **overlapping(weight),
+        num_warps=num_warps, **overlapping(weight),
     )  # fmt: skip
     if total is not None:
         stream.settle(total)

@@ -29,7 +29,7 @@ from stree_kernels.shapes import Gated, Stream
 FEW = 16  # rows
 LONGEST = 1024  # row of a weight
 TILE = 16384  # numbers of a weight that 4 warps keep
-TOGETHER = 4  # programs of 4 warps that a multiprocessor has registers for
+TOGETHER = 4  # programs of 4 warps that a multiprocessor has registers for; of 8 it is one
 SPLIT = 4  # parts of a sum
 
 
@@ -79,16 +79,27 @@ def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> 
     rows = math.prod(x.shape) if isinstance(x, Stream) else x.numel() // inputs
     if rows > FEW or inputs > LONGEST or weight.element_size() != 2:
         return False
-    most_outputs = TILE // block_of(inputs) * TOGETHER * device_of(weight)[0]
+    outputs //= 1 + gated
+    *_, num_warps = shares_of(outputs, inputs, weight, gated)
+    together = device_of(weight)[0] * (TOGETHER if num_warps == 4 else 1)
     whole = weight.is_contiguous() and (isinstance(x, Stream) or x.is_contiguous())
-    return whole and (2 if gated else 1) < outputs <= most_outputs
+    return whole and 1 < outputs <= TILE // block_of(inputs) * together
+
+
+def shares_of(
+    outputs: int, inputs: int, weight: Tensor, gated: bool = False
+) -> tuple[int, int, int]:
+    """How many outputs a program has, the block that they are of, and its warps."""
+    most = TILE // block_of(inputs)
+    share = min(triton.cdiv(outputs, device_of(weight)[0]), most)
+    block_outputs = max(16, triton.next_power_of_2(share))
+    return share, block_outputs, 4 if block_outputs * block_of(inputs) * (1 + gated) <= TILE else 8
 
 
 def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> Tensor:
     outputs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     block_inputs = block_of(inputs)
-    share = min(triton.cdiv(outputs, device_of(weight)[0]), TILE // block_inputs)
-    block_outputs = max(16, triton.next_power_of_2(share))
+    share, block_outputs, num_warps = shares_of(outputs, inputs, weight, gated)
     shape: Sequence[int]
     gate, group = None, block_inputs
     if isinstance(x, Stream):
@@ -115,7 +126,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
         PARTS=0 if added is None else len(added), WRITTEN=stream.written, GATED=gated, GROUP=group,
         BLOCK_ROWS=8 if rows <= 8 else FEW, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
         SPLIT=SPLIT if block_outputs < 64 else 1, PRECISION=precision_of(weight),
-        num_warps=4 if block_outputs * block_inputs * (1 + gated) <= TILE else 8,
+        num_warps=num_warps,
         **overlapping(weight),
     )  # fmt: skip
     if total is not None:

@@ -225,7 +225,7 @@ def main() -> None:
             grow(model, sampling)
             stream = Stream(hidden, model.model.norm.weight, 1e-5, hidden[None])
             ops.take_roots(stream, block, active, tokens, cache.steering)
-            for count, by in ((3, None), (3, sampling), (1, sampling)):
+            for count, by in ((3, None), (3, sampling)):
                 places = torch.full((*inner.shape, count), -1)
                 model.draw_children(stream, levels, by, places, tokens, finite, inner, None)
         for num_nodes in {1, *options.nodes}:
