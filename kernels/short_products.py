@@ -135,7 +135,8 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
 
 
 def block_of(inputs: int) -> int:
-    return max(16 * SPLIT, triton.next_power_of_2(inputs))
+    """At least 128, so that 8 rows are spread over threads, and added up, as 16 are."""
+    return max(128, triton.next_power_of_2(inputs))
 
 
 @triton.jit(do_not_specialize=["rows", "per_row"])

@@ -116,9 +116,10 @@ def test_linear(rows, outputs, inputs, dtype):
 
 
 @each_op
-def test_a_row_does_not_depend_on_the_others(op):
-    stream, _ = streams("sum", 1, 16, 160, torch.bfloat16)
-    weight = normal(300, 160, seed=3, dtype=torch.bfloat16)
+@pytest.mark.parametrize("width", [24, 384])
+def test_a_row_does_not_depend_on_the_others(width, op):
+    stream, _ = streams("sum", 1, 16, width, torch.bfloat16)
+    weight = normal(100, width, seed=3, dtype=torch.bfloat16)
     source, added = stream.source, stream.added
     together = getattr(short_products, op)(stream, weight)
     for rows in (1, 2, 8, 13):
