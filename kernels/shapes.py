@@ -241,6 +241,11 @@ class Stream:
         """Whether there is nothing to look up or to add any more: source is the stream."""
         return self.added is None and self.tokens is None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one sum is normed, and nothing beside it."""
+        return self.beside is None and not isinstance(self.added, tuple)
+
     def settle(self, total: Tensor) -> None:
         """Take note of the stream (B, Q, D), which has been added up."""
         self.source, self.added, self.tokens, self.nodes = total, None, None, None

@@ -64,13 +64,15 @@ def norm(stream: Stream) -> Tensor:
 
 
 def _as_normed(x: Tensor | Stream) -> Tensor | Stream:
-    """A stream's norm, where that has been made."""
-    return x.normed if isinstance(x, Stream) and x.normed is not None else x
+    """A stream's norm, where that has been made or is a launch of its own in any case."""
+    if isinstance(x, Stream) and (x.normed is not None or not x.is_plain):
+        return norm(x)
+    return x
 
 
 def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> bool:
     outputs, inputs = weight.shape
-    if isinstance(x, Stream) and (x.beside is not None or isinstance(x.added, tuple)):
+    if isinstance(x, Stream) and not x.is_plain:
         return False
     if isinstance(x, Gated):
         group, x = inputs // x.groups, x.y

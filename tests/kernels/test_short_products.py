@@ -104,6 +104,28 @@ def test_other_products_follow_a_norm(rows, width, op, monkeypatch):
     assert names == ["add_rms_norm", op, op]  # several products read one norm
 
 
+@each_op
+@pytest.mark.parametrize("beside, others", [(False, 1), (True, 0), (True, 1), (False, 2)])
+def test_a_norm_of_several_is_a_launch(beside, others, op, monkeypatch):
+    """Of several sums, or of the stream and what is beside it; the product after it is short."""
+    x, also = (normal(2, 5, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    parts = normal(2, 2, 5, 64, seed=2)
+    added = (parts, *[also[None]] * others) if others else parts
+    wide = tuple(y.double() for y in added) if others else parts.double()
+    width = 128 if beside else 64
+    scale, weight = normal(width, seed=3), normal(40, width, seed=4, dtype=torch.bfloat16)
+    given = (also, also.double()) if beside else (None, None)
+    stream = Stream(x, scale, 1e-5, added, beside=given[0])
+    exact = Stream(x.double(), scale, 1e-5, wide, beside=given[1])
+    names = launched(monkeypatch)
+    got = getattr(short_products, op)(stream, weight)
+    assert names == ["add_rms_norm"]
+    wanted = getattr(naive, op)(exact, weight.double())
+    assert relative_error(got, wanted) < 4 * ROUNDINGS * TOLERANCE[torch.bfloat16]
+    assert stream.is_sum and relative_error(stream.source, exact.source) < 4 * 2**-8
+    assert torch.equal(getattr(short_products, op)(stream, weight), got) and len(names) == 1
+
+
 @each_dtype
 @pytest.mark.parametrize("outputs, inputs", [(2, 40), (96, 200), (1300, 64), (40, 1024)])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 8)], ids=str)
