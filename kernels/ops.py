@@ -322,14 +322,6 @@ def _growth(tensor: Tensor) -> Any:
     return importlib.import_module("stree_kernels.growth") if fits else naive_growth
 
 
-def embed_norm(
-    weight: Tensor, tokens: Tensor, nodes: Tensor | None, scale: Tensor, eps: float,
-    written: bool = False, added: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `naive.embed_norm`."""
-    return _module("gather", weight).embed_norm(weight, tokens, nodes, scale, eps, written, added)
-
-
 def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
     """See `naive.norm_at`."""
     return _module("gather", x).norm_at(x, nodes, scale, eps, groups)

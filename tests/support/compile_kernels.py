@@ -88,10 +88,8 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
     forest.grow(2)
     forest.inner_topology(model.config.d_conv)
     scale = torch.ones(model.config.d_model, dtype=model.dtype)
-    for added in (None, scale.expand(1, 3, -1)):
-        ops.embed_norm(
-            model.head_weight, forest.pool, level.nodes, scale, 1e-5, written=True, added=added
-        )
+    for added in (None, scale.expand(1, 1, 3, -1)):
+        ops.norm(Stream(model.head_weight, scale, 1e-5, added, forest.pool, level.nodes, True))
     ops.norm_at(torch.zeros(1, 9, 3 * len(scale), dtype=model.dtype), level.nodes, scale, 1e-5, 3)
     logits = torch.zeros(1, 3, 1024, dtype=model.dtype)
     for by in (None, sampling):
@@ -223,8 +221,11 @@ def main() -> None:
                 for own in (None, ids) if count == 3 else (None,):
                     ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
-            stream = Stream(hidden, model.model.norm.weight, 1e-5, hidden[None])
-            ops.take_roots(stream, block, active, tokens, cache.steering)
+            one, scale = hidden[None], model.model.norm.weight
+            ops.norm(Stream(hidden, scale.repeat(2), 1e-5, (one, one), beside=hidden))
+            for added in ((one, one), one):
+                stream = Stream(hidden, scale, 1e-5, added)
+                ops.take_roots(stream, block, active, tokens, cache.steering)
             for count, by in ((3, None), (3, sampling)):
                 places = torch.full((*inner.shape, count), -1)
                 model.draw_children(stream, levels, by, places, tokens, finite, inner, None)
