@@ -29,7 +29,7 @@ from stree_kernels.shapes import Gated, Stream
 FEW = 16  # rows
 LONGEST = 1024  # row of a weight
 TILE = 16384  # numbers of a weight that 4 warps keep
-TOGETHER = 4  # programs of 4 warps that a multiprocessor has registers for; of 8 it is one
+TOGETHER = 2  # programs of 4 warps a multiprocessor; of 8 it is one. 4 would fit, and sample slower
 SPLIT = 4  # parts of a sum
 
 
