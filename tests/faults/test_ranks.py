@@ -17,7 +17,7 @@ import forked
 import pytest
 import torch
 from lanes import lanes
-from ports import free_port
+from process_group import start_together
 from run_checks import (
     assert_same_run,
     assert_visible_is_whole,
@@ -41,7 +41,7 @@ class Pair:
     whole: Path
     accelerator: str
 
-    def start(self, run_dir: Path, *more: str, steps: int = STEPS, **options) -> list:
+    def start(self, run_dir: Path, *more: str, steps: int = STEPS, before=None) -> list:
         """Both ranks, as `srun` starts them."""
         (run_dir / "restarts.json").unlink(missing_ok=True)
         arguments = distill_arguments(
@@ -50,19 +50,7 @@ class Pair:
             "--trainer.accelerator", self.accelerator,
             "--trainer.devices", "2", "--trainer.strategy", "ddp", *more, steps=steps,
         )  # fmt: skip
-        port = free_port()
-        ranks = []
-        for rank in range(2):
-            meet = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            output = run_dir.with_name(f"{run_dir.name}.{rank}")
-            output.unlink(missing_ok=True)
-            ranks.append(
-                self.forks.start(
-                    forked.DISTILL, arguments, output, environment={**meet, "WORLD_SIZE": "2"},
-                    **{name: value[rank] for name, value in options.items()},
-                )
-            )  # fmt: skip
-        return ranks
+        return start_together(self.forks, 2, arguments, run_dir, before)
 
     def run(self, run_dir: Path, **options) -> list[int]:
         return [rank.wait() for rank in self.start(run_dir, **options)]

@@ -20,7 +20,6 @@ from stree_pipelines import (
     bench_kernels,
     bench_report,
     bench_training,
-    distill,
 )
 from stree_pipelines.benches import (
     batches,
@@ -386,11 +385,11 @@ def test_report_of_bars_and_fits(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_processes_are_measured_against_one(tmp_path, monkeypatch):
+def test_processes_are_measured_against_one(forks, tmp_path, monkeypatch):
     def distil(arguments):
         count = int(arguments[-1])
         log = tmp_path / "log"
-        codes = run_together(count, distill.main, ["fit", *arguments], log)
+        codes = run_together(forks, count, ["fit", *arguments], log)
         assert codes == [0] * count, Path(f"{log}.0").read_text()
 
     monkeypatch.setattr(bench_training, "_distil", distil)

@@ -95,15 +95,15 @@ def test_whoever_interrupts_is_not_a_chain(where, workspace, tmp_path, monkeypat
     assert not (tmp_path / "restarts.json").exists()
 
 
-def test_all_ranks_end_with_the_same_code(workspace, tmp_path):
+def test_all_ranks_end_with_the_same_code(workspace, forks, tmp_path):
     """Only the main process counts."""
     more = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
     arguments = distill_arguments(workspace, tmp_path / "run", *more, steps=1)
-    assert run_together(2, distill.main, arguments, tmp_path / "first") == [0, 0]
+    assert run_together(forks, 2, arguments, tmp_path / "first") == [0, 0]
     counted = json.loads((tmp_path / "run/restarts.json").read_text())
     (tmp_path / "run/restarts.json").write_text(json.dumps({**counted, "restarts": 3}))
     for checkpoint in (tmp_path / "run/checkpoints").iterdir():
         checkpoint.rename(tmp_path / checkpoint.name)
-    assert run_together(2, distill.main, arguments, tmp_path / "second") == [70, 70]
+    assert run_together(forks, 2, arguments, tmp_path / "second") == [70, 70]
     for rank in range(2):
         assert "error: 3 restarts" in (tmp_path / f"second.{rank}").read_text()

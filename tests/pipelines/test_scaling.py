@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import signalled
-import told_shares
 import torch
 from process_group import run_together
 from tiny_run import distill_arguments, make_workspace, metric_rows
@@ -51,10 +50,10 @@ def one_process(workspace, tmp_path_factory) -> Path:
     return run_dir
 
 
-def run_two_processes(arguments: list[str]) -> str:
+def run_two_processes(forks, arguments: list[str]) -> str:
     """What the first one printed."""
     log = Path(arguments[arguments.index("--run_dir") + 1] + ".log")
-    codes = run_together(2, told_shares.main, arguments, log)
+    codes = run_together(forks, 2, arguments, log, [("told_shares:install", {})] * 2)
     text = Path(f"{log}.0").read_text()
     assert codes == [0, 0], text
     return text
@@ -100,26 +99,26 @@ def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_pat
     assert metric_rows(tmp_path / "run") == steps
 
 
-def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, forks, tmp_path):
     """Two processes, then one that accumulates, then two."""
     run_dir = tmp_path / "run"
-    run_two_processes(arguments_of(workspace, run_dir, 2, *DDP, steps=2))
+    run_two_processes(forks, arguments_of(workspace, run_dir, 2, *DDP, steps=2))
     distill.main(arguments_of(workspace, run_dir, 2, steps=4))
-    run_two_processes(arguments_of(workspace, run_dir, 2, *DDP))
+    run_two_processes(forks, arguments_of(workspace, run_dir, 2, *DDP))
     assert_same_curve(run_dir, one_process)
 
 
 def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
-    workspace, one_process, tmp_path
+    workspace, one_process, forks, tmp_path
 ):
     """FSDP2 with the target sharded, too; one process; FSDP2 that accumulates."""
     run_dir = tmp_path / "run"
     sharded = (*FSDP2, "--model.target_placement", "sharded")
-    log = run_two_processes(arguments_of(workspace, run_dir, 2, *sharded, steps=2))
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *sharded, steps=2))
     assert "holds 0.50 drafter, 0.50 target" in log
     distill.main(arguments_of(workspace, run_dir, 4, steps=4))
     more = ("--model.activation_checkpointing", "true")
-    log = run_two_processes(arguments_of(workspace, run_dir, 1, *FSDP2, *more))
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 1, *FSDP2, *more))
     assert "holds 0.50 drafter, 1.00 target" in log
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
@@ -167,13 +166,13 @@ def test_a_target_beside_goes_to_a_gpu_without_a_process(monkeypatch):
 
 
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
-    workspace, one_process, tmp_path
+    workspace, one_process, forks, tmp_path
 ):
     """Not at a step at which a checkpoint is due: the signal is what saves."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = (*FSDP2, "--checkpoint.every_n_steps", "100")
     two = arguments_of(workspace, run_dir, 2, *more)
-    assert run_together(2, signalled.main, two, log) == [75, 75]
+    assert run_together(forks, 2, two, log, [("signalled:install", {})] * 2) == [75, 75]
     step = signalled.AFTER_STEPS + 1
     assert f"a signal to another rank after step {step}" in Path(f"{log}.0").read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
@@ -184,17 +183,17 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")
 @pytest.mark.parametrize(("stage", "share"), [(2, "1.00"), (3, "0.50")])
 def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
-    stage, share, workspace, one_process, tmp_path
+    stage, share, workspace, one_process, forks, tmp_path
 ):
     """ZeRO; one process; ZeRO that accumulates and computes activations twice."""
     run_dir = tmp_path / "run"
     two = ("--trainer.devices", "2", "--trainer.strategy", f"deepspeed_stage_{stage}")
     more = ("--model.target_placement", "sharded")
-    log = run_two_processes(arguments_of(workspace, run_dir, 2, *two, *more, steps=2))
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *two, *more, steps=2))
     assert f"holds {share} drafter, 0.50 target" in log
     distill.main(arguments_of(workspace, run_dir, 4, steps=4))
     more = ("--model.activation_checkpointing", "true")
-    run_two_processes(arguments_of(workspace, run_dir, 1, *two, *more))
+    run_two_processes(forks, arguments_of(workspace, run_dir, 1, *two, *more))
     assert_same_curve(run_dir, one_process)
     assert_same_export(run_dir, one_process)
 

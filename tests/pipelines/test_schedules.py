@@ -174,13 +174,13 @@ def test_a_validation_is_of_the_average(workspace):
 
 
 @pytest.mark.long
-def test_two_processes_give_the_same_exports(workspace, branching, tmp_path):
+def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_path):
     """Up to the order of sums; both micro-batches of a step at once."""
     more = (*WSD, *EMA, "--export.steps", "[1,4]", "--data.batch_size", "2")
     ddp = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
     log = tmp_path / "log"
     arguments = distill_arguments(workspace, tmp_path / "run", *more, *ddp, steps=6)
-    assert run_together(2, distill.main, arguments, log) == [0, 0], Path(f"{log}.0").read_text()
+    assert run_together(forks, 2, arguments, log) == [0, 0], Path(f"{log}.0").read_text()
     for step in (1, 4, 6):
         folder = f"drafter/step-{step:08d}"
         mine, theirs = (load_model(run / folder) for run in (tmp_path / "run", branching))

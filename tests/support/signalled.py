@@ -6,13 +6,12 @@ import os
 import signal
 from typing import Any
 
-from stree_pipelines import distill
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 
 AFTER_STEPS = 2
 
 
-def main(arguments: list[str]) -> None:
+def install() -> None:
     original = TrainingCheckpoints.on_train_batch_start
 
     def start(self: TrainingCheckpoints, trainer: Any, *rest: Any) -> None:
@@ -21,4 +20,3 @@ def main(arguments: list[str]) -> None:
             signal.raise_signal(signal.SIGTERM)
 
     TrainingCheckpoints.on_train_batch_start = start
-    distill.main(arguments)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from stree.models.hybrid import HybridModel
-from stree_pipelines import distill
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.sharding import own_part
 
 
-def main(arguments: list[str]) -> None:
+def install() -> None:
     def tell(self: Distillation) -> None:
         print(f"holds {_share(self.exported):.2f} drafter, {_share(self.target):.2f} target")
 
     Distillation.on_train_start = tell
-    distill.main(arguments)
 
 
 def _share(model: HybridModel) -> float:
