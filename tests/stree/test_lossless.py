@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,20 +48,19 @@ def tables(seed: int) -> tuple[TableTarget, TableDrafter]:
     return TableTarget(table), TableDrafter(table + torch.randn_like(table))
 
 
-def differences(kind=TableDrafter, cases: int = 40) -> int:
-    """In how many cases drafts change what is sampled; every tree has its turn."""
-    found, accepted, calls = 0, 0, 0
+def differences(kind=TableDrafter, cases: int = 40) -> Iterator[bool]:
+    """Case by case, whether drafts change what is sampled; every tree has its turn."""
+    accepted, calls = 0, 0
     for seed in range(cases):
         target, drafter = tables(seed)
         setting, prompt = random_setting(random.Random(seed)), [seed % 3, 1]
         wanted = Decoder(target).generate(prompt, setting).tokens
         decoder = Decoder(target, kind(drafter.table), TREES[seed % len(TREES)])
         got = decoder.generate(prompt, setting)
-        found += got.tokens != wanted
+        yield got.tokens != wanted
         accepted += sum(got.stats.accepted_per_call)
         calls += got.stats.num_calls
     assert accepted > 0.3 * calls  # else this shows little
-    return found
 
 
 class Repetitive(TableDrafter):
@@ -76,7 +76,7 @@ class Repetitive(TableDrafter):
 
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn])
 def test_drafts_change_nothing_of_what_is_sampled(kind):
-    assert differences(kind, cases=70) == 0
+    assert sum(differences(kind, cases=70)) == 0
 
 
 def test_repeated_drafts_change_nothing(monkeypatch):
@@ -183,7 +183,7 @@ class Stale(TableTarget):
 @pytest.mark.parametrize("mistake", [ByNode, OneBehind, Unfiltered, AlwaysFirst])
 def test_planted_mistake_of_the_verifier_is_caught(mistake, monkeypatch):
     monkeypatch.setattr(stree.verifiers.coupled, "Coupled", mistake)
-    assert differences() > 0
+    assert any(differences())
 
 
 def test_a_stale_state_is_caught(monkeypatch):
@@ -194,7 +194,7 @@ def test_a_stale_state_is_caught(monkeypatch):
         return Stale(target.table), drafter
 
     monkeypatch.setitem(globals(), "tables", stale)
-    assert differences() > 0
+    assert any(differences())
 
 
 def test_drafts_of_other_noise_are_accepted_less(monkeypatch):
@@ -272,8 +272,8 @@ def test_one_choice_follows_the_softmax():
     logits = 1.5 * torch.randn(31, dtype=torch.float64)
     for seed, start in ((0, 0), (0, 2**31), (2**62, 5)):
         best = torch.empty(0, dtype=torch.long)
-        for part in range(2):
-            positions = torch.arange(100_000)[None] + start + part * 100_000
+        for part in range(40):  # what the processor keeps near
+            positions = torch.arange(5_000)[None] + start + part * 5_000
             noise = naive.token_noise(torch.tensor([seed]), positions, 31)
             best = torch.cat([best, (logits + noise).argmax(-1)[0]])
         wanted = 2e5 * logits.softmax(-1)
