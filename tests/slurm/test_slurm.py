@@ -100,7 +100,7 @@ def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path) -> int:
 
 def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, tmp_path):
     run_dir = tmp_path / "run"
-    job = submit(run_dir, 60)
+    job = submit(run_dir, 40)
     wait_for_step(10, cluster, job, run_dir)
     saved = send_usr1(cluster, job, run_dir)
     cluster.wait_for_success(job)
@@ -108,7 +108,7 @@ def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, t
     output = cluster.output_of(job)
     assert f"SIGUSR1 after step {saved};" in output
     assert output.count("resuming from") == 1 and output.count("rows on 2 processes\n") == 2
-    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 61))
+    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 41))
 
 
 @pytest.mark.long  # twelve starts of Python
