@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 
 import forked
+import pytest
 from run_checks import assert_same_run, steps_in, table_without_timings
 from tiny_run import distill_arguments
 
@@ -47,13 +48,14 @@ def test_a_second_training_in_a_folder_is_refused(training, tmp_path):
     assert_same_run(run_dir, training.whole)
 
 
-def test_readers_beside_a_training_that_rotates(training, tmp_path, figures):
+@pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
+def test_readers_beside_a_training_that_rotates(training, tmp_path, steps, figures):
     """A save each step that keeps one, and an export each step: whoever looks meanwhile gets a
     whole checkpoint, and by `latest` the weights whose hash it gets."""
     run_dir = tmp_path / "run"
     arguments = distill_arguments(
         training.workspace, run_dir, "--checkpoint.keep_last", "1",
-        "--export.every_n_steps", "1", "--trainer.limit_val_batches", "0", steps=60,
+        "--export.every_n_steps", "1", "--trainer.limit_val_batches", "0", steps=steps,
     )  # fmt: skip
     trainer = training.forks.start(forked.DISTILL, arguments, tmp_path / "out")
     seen = set()
