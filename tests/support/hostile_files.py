@@ -176,7 +176,7 @@ def mixer_case(name: str, reason: str, **changes: Any) -> None:
     case(f"config {name}", "model", CHECKPOINT, reason)(build)
 
 
-def template_case(name: str, reason: str, template: str) -> None:
-    case(f"template {name}", "template", CHECKPOINT, reason)(
+def template_case(name: str, reason: str, template: str, entry: str = "template") -> None:
+    case(f"template {name}", entry, CHECKPOINT, reason)(
         lambda folder: with_text(folder, "chat_template.jinja", template)
     )

@@ -21,6 +21,7 @@ from stree.speculation_profile import load_profile
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
+from stree_pipelines.data import template_rendering
 from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.generated import read_answers
@@ -34,6 +35,12 @@ USAGE = "resources:"
 
 def render(path: Path) -> None:
     encode_prompt(load_tokenizer(path), [("user", "Which tree?")])
+
+
+def render_briefly(path: Path) -> None:
+    """With a fifth of the processor time: for what ends by the limit only, whatever that is."""
+    template_rendering.RENDER_CPU_S = 0.2
+    render(path)
 
 
 def evaluate(path: Path) -> None:
@@ -59,6 +66,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "model": load_model,
     "tokenizer": load_tokenizer,
     "template": render,
+    "endless template": render_briefly,
     "encoding": render,  # with a template that came with the package
     "evaluation": evaluate,
     "training state": SafeCheckpointIO().load_checkpoint,

@@ -220,6 +220,7 @@ own_template("that is a number", 3)
 own_template("that is true", True)
 own_template("that is a number by name", [{"name": "default", "template": 3}])
 
+TOO_LONG_BRIEFLY = r"more than 0\.2 s of processor time"
 TOO_LONG, TOO_LARGE = r"more than 1 s of processor time", r"more than 512 MiB"
 template_case("of 10^12 rounds", r"Range too big", "{% for i in range(10**12) %}.{% endfor %}")
 template_case(
@@ -227,10 +228,11 @@ template_case(
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
 )  # fmt: skip
 template_case(
-    "of 2^60 calls", TOO_LONG,
+    "of 2^60 calls", TOO_LONG_BRIEFLY,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "endless template",
 )  # fmt: skip
-template_case("of an endless number", TOO_LONG, "{{ 9 ** (9 ** 9) }}")
+template_case("of an endless number", TOO_LONG_BRIEFLY, "{{ 9 ** (9 ** 9) }}", "endless template")
 template_case("of 10^10 letters", TOO_LARGE, "{{ 'a' * 10**10 }}")
 template_case(
     "that doubles its text", f"{TOO_LARGE}|{TOO_LONG}",  # whichever a busy machine meets first
