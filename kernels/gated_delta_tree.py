@@ -31,8 +31,8 @@ from stree_kernels.tree_conv import convolve
 # What was fastest on an H200: nodes and value channels of a head that a program takes at a time
 BLOCK_NODES, BLOCK_VALUES = 16, 32
 FEW = 32  # nodes for which two warps are faster than four
-# Not yet timed: earlier nodes that a block takes at a time once their pairs are known
-BLOCK_KNOWN = 64
+BLOCK_KNOWN = 64  # earlier nodes that a block takes at a time once their pairs are known
+MOST_PAIRED = 256  # nodes: what is kept of pairs grows with their square, 25 MB of 48 heads
 
 
 def gated_delta_tree(
@@ -47,8 +47,8 @@ def gated_delta_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """`naive_gated_delta.gated_delta_tree` in two launches, of more than `FEW` nodes in three;
-    y (B, Q, H·V) in projected's dtype."""
+    """`naive_gated_delta.gated_delta_tree` in two launches, of more than `FEW` and at most
+    `MOST_PAIRED` nodes in three; y (B, Q, H·V) in projected's dtype."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, weights, shape, topology, steering, first)
@@ -64,7 +64,7 @@ def gated_delta_tree(
         PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
     )  # fmt: skip
     pairs = None
-    if num_new > FEW:
+    if FEW < num_new <= MOST_PAIRED:
         num_blocks = triton.cdiv(num_new, BLOCK_NODES)
         num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
         pairs = torch.empty(2, batch, shape.num_heads, num_new, first + num_new, device=kept.device)

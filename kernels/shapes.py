@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,46 +44,28 @@ class MixerShape:
     dt_limit: tuple[float, float] = (0.0, math.inf)
     gated: bool = False
 
-    @cached_property
-    def d_inner(self) -> int:
-        return self.num_heads * self.head_dim
+    # What follows from these, once: calls ask for it again and again
+    d_inner: int = field(init=False, repr=False)
+    xbc_dims: tuple[int, int, int] = field(init=False, repr=False)  # projected channels of x, B, C
+    num_channels: int = field(init=False, repr=False)  # of these together
+    num_kept: int = field(init=False, repr=False)  # that a call keeps of a node: x, B, C and dt
+    scan_groups: tuple[int, int, int] = field(init=False, repr=False)  # of x, B, C as conv and scan
+    conv_dims: tuple[int, int, int] = field(init=False, repr=False)  # see them, and their channels
+    tail: int = field(init=False, repr=False)  # committed inputs that the conv looks back on
 
-    @cached_property
-    def xbc_dims(self) -> tuple[int, int, int]:
-        """Projected channels of x, B and C."""
-        return (
-            self.x_groups * self.head_dim,
-            self.b_groups * self.d_state,
-            self.c_groups * self.d_state,
-        )
+    def __post_init__(self) -> None:
+        def know(**values: Any) -> None:
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
 
-    @cached_property
-    def num_channels(self) -> int:
-        """Projected channels of x, B and C together."""
-        return sum(self.xbc_dims)
+        def channels(x_groups: int, b_groups: int, c_groups: int) -> tuple[int, int, int]:
+            return x_groups * self.head_dim, b_groups * self.d_state, c_groups * self.d_state
 
-    @cached_property
-    def num_kept(self) -> int:
-        """Channels that a call keeps of a node: x, B, C and dt."""
-        return self.num_channels + self.num_heads
-
-    @cached_property
-    def scan_groups(self) -> tuple[int, int, int]:
-        """Groups of x, B and C as conv and scan see them."""
-        if self.repeat_before_conv:
-            return self.num_heads, self.num_heads, self.c_groups
-        return self.x_groups, self.b_groups, self.c_groups
-
-    @cached_property
-    def conv_dims(self) -> tuple[int, int, int]:
-        """Channels of x, B and C as conv and scan see them."""
-        x_groups, b_groups, c_groups = self.scan_groups
-        return x_groups * self.head_dim, b_groups * self.d_state, c_groups * self.d_state
-
-    @cached_property
-    def tail(self) -> int:
-        """Committed inputs that the conv looks back on."""
-        return self.width - 1
+        groups = self.x_groups, self.b_groups, self.c_groups
+        in_scan = (self.num_heads,) * 2 + groups[2:] if self.repeat_before_conv else groups
+        know(d_inner=self.num_heads * self.head_dim, xbc_dims=channels(*groups))
+        know(num_channels=sum(self.xbc_dims), scan_groups=in_scan, conv_dims=channels(*in_scan))
+        know(num_kept=self.num_channels + self.num_heads, tail=self.width - 1)
 
 
 @dataclass(frozen=True)

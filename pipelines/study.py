@@ -21,7 +21,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 
 import yaml
 
-from stree.errors import BadData, UsageError, exit_with_reason
+from stree.errors import BadData, NotFound, UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import PlainParser, input_path
 from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
@@ -124,6 +124,8 @@ def hold_back(study: Study, source: HeldBack) -> None:
 def _rows(path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each line with its source and its content."""
     file = Path(input_path(path))
+    if not file.is_file():
+        raise NotFound(f"no file {path}: hold_back names files of your own in the study's YAML")
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):

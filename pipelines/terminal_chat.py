@@ -82,7 +82,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def welcome(self) -> None:
-        models = described(self.decoder.target, self.decoder.drafter, self.decoder.tree)
+        models = described(self.decoder.target, self.decoder.drafter, self.decoder.growth)
         self.say(f"{models}, {placed(self.decoder.target)}")
         if not self.has_template:
             self.say("there is no chat template: each line is a text to go on after")
@@ -99,7 +99,7 @@ class Chat:
             self.say("there is no drafter, so decoding is plain anyway: see --drafter and --tree")
         elif line == "/plain":
             self.is_plain = not self.is_plain
-            self.say("plain decoding" if self.is_plain else f"decoding with {self.decoder.tree}")
+            self.say("plain decoding" if self.is_plain else f"decoding with {self.decoder.growth}")
         elif line == "/reset":
             self.messages = []
             self.say("forgotten")
@@ -145,7 +145,7 @@ class Chat:
                 stats = decoder.release(row, keep=True).stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
-        how = "plain" if self.is_plain else f"tree {decoder.tree.name}"
+        how = "plain" if self.is_plain else f"tree {decoder.modes or decoder.tree.name}"
         self.say(f"{_figures(stats)} · {how}{' · stopped' if stop else ''}")
         return self.tokenizer.decode(words.tokens, skip_special_tokens=True)
 

@@ -48,6 +48,9 @@ class Bandit(Modes):
         self._rounds = dict.fromkeys(self.arms, 0)
         self._reward = dict.fromkeys(self.arms, 0.0)
 
+    def __str__(self) -> str:
+        return f"bandit {super().__str__()}"
+
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
         self._num_rows = num_rows

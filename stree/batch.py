@@ -152,8 +152,13 @@ class BatchDecoder:
         self._asked: tuple[list[TokenTree], list[GenerationConfig]] = [], []
         self._prepared: tuple[Rows, Forest] | None = None
 
+    @property
+    def growth(self) -> TokenTree | Modes:
+        """The tree, or what chooses one in each step."""
+        return self.modes or self.tree
+
     def __repr__(self) -> str:
-        models = described(self.target, self.drafter, self.tree)
+        models = described(self.target, self.drafter, self.growth)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stree.tree import TokenTree
+
+if TYPE_CHECKING:
+    from stree.modes import Modes
 
 
 def counted(count: int, noun: str) -> str:
@@ -12,12 +15,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def described(target: Any, drafter: Any, tree: TokenTree) -> str:
-    """The models' sizes, and the tree between them."""
+def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
+    """The models' sizes, and the tree between them, or among which it is chosen."""
     if drafter is None:
         return f"the target alone, {_size(target)}"
     model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", drafter)
-    return f"{_size(target)}, drafter {_size(model)}, tree {tree.name} of {tree.num_nodes} nodes"
+    tree = f"tree {growth}"
+    if isinstance(growth, TokenTree):
+        tree = f"tree {growth.name} of {growth.num_nodes} nodes"
+    return f"{_size(target)}, drafter {_size(model)}, {tree}"
 
 
 def placed(model: Any) -> str:

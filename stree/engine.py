@@ -69,7 +69,7 @@ class Decoder:
         self.eos_token_ids = self.batch.eos_token_ids
 
     def __repr__(self) -> str:
-        models = described(self.target, self.drafter, self.tree)
+        models = described(self.target, self.drafter, self.batch.growth)
         return f"Decoder({models}, max_length {self.max_length}, {placed(self.target)})"
 
     def generate(

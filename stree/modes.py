@@ -152,7 +152,8 @@ class Modes:
             raise UsageError(
                 "modes without a tree: give one at least, to choose it or plain decoding"
             )
-        self.trees = (PLAIN, *(tree for tree in map(as_tree, trees) if tree.num_nodes > 1))
+        given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
+        self.trees = (PLAIN, *given)
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self.costs = costs or Costs()
         self.rates = AcceptRates()
@@ -167,6 +168,9 @@ class Modes:
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
+
+    def __str__(self) -> str:
+        return " or ".join(tree.name for tree in self.trees[1:])
 
     @property
     def costs(self) -> Costs:
@@ -215,7 +219,8 @@ class Modes:
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""
         self._revise()
-        return self._expected[tree]
+        found = self._expected.get(tree)
+        return self.rates.expected_tokens(tree) if found is None else found
 
     def _revise(self) -> None:
         if self._news >= REVISED_AFTER or not self._expected:

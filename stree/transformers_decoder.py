@@ -343,7 +343,9 @@ def generate(
     options: dict[str, Any] = dict(
         verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes
     )
-    made_of = (drafter, tree, options, model.device, model.dtype)
+    # Prefixes are what earlier weights made of a prompt
+    trained = sum(each._version for each in model.parameters()) if num_prefixes else 0
+    made_of = (drafter, tree, options, model.device, model.dtype, trained)
     kept = model.__dict__.get(_KEPT)
     if kept is None or kept[0] != made_of:
         model.__dict__.pop(_KEPT, None)  # its buffers go before there are others

@@ -89,7 +89,10 @@ class TokenTree:
             return cls.paper()
         path = Path(name)
         if not path.is_file():
-            raise NotFound(f"no tree {name!r}: give {FORMS}")
+            raise NotFound(
+                f'no tree {name!r}: give {FORMS}; a choice among several ("A or B") is for '
+                "stree.load, stree chat and compare.py, or stree.Modes"
+            )
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:
@@ -170,7 +173,8 @@ class TokenTree:
         return torch.tensor(rows)
 
     def __str__(self) -> str:
-        return f"{self.name} {list(self.parents)}"
+        shape = list(self.parents) if self.num_nodes <= 32 else f"of {self.num_nodes} nodes"
+        return f"{self.name} {shape}"
 
 
 @dataclass(frozen=True)

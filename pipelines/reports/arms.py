@@ -107,7 +107,9 @@ def verdict(place: Place) -> Verdict:
     gain = f"{place.called(best)} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
     if cell["speedup"] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
-    if interval is None or interval[0] <= 1:
+    if interval is None:
+        return Verdict("", f"Undecided: {gain}, of too few prompts for an interval.")
+    if interval[0] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: {gain}, which may be no gain at all.")
     ties = []  # not told apart from the best
     for name, other in timed.items():

@@ -323,7 +323,8 @@ class HybridModel(nn.Module):
         """Lay the weights out as calls over trees read them, in place; done by `new_cache`.
 
         Values, shapes and memory stay. Weights that are moved afterwards (another device, a
-        `load_state_dict(assign=True)`) are laid out again by the next call.
+        `load_state_dict(assign=True)`) are laid out again by the next call. Where a projection is
+        replaced by another module, call this.
         """
         for each in [*self.model.layers, *self.model.shared_blocks]:
             cast(Layer | SharedTransformer, each).pack()
