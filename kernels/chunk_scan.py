@@ -6,11 +6,14 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from stree_kernels import naive
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -50,7 +53,14 @@ def chunk_scan(
         )  # fmt: skip
 
 
-@torch.compiler.disable  # which would follow the import of the package, and break off in there
+def _uncompiled(function: T) -> T:
+    """For the compiler not to follow it. What says so takes a second to import, and nothing comes
+    here where PyTorch is built without GPUs."""
+    on_gpus = torch.version.cuda or torch.version.hip
+    return torch.compiler.disable(function) if on_gpus else function
+
+
+@_uncompiled  # it would follow the import of the package, and break off in there
 def _mamba_ssm_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     chunk_size: int, initial_state: Tensor | None, segment_ids: Tensor | None,

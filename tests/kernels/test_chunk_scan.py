@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stree_kernels import naive
-from stree_kernels.chunk_scan import chunk_scan, mamba_ssm_kernel
+from stree_kernels.chunk_scan import _uncompiled, chunk_scan, mamba_ssm_kernel
 
 
 def inputs(T, heads=4, groups=(4, 2, 4), P=8, S=16, batch=2, seed=0, dtype=torch.float64):
@@ -152,3 +152,13 @@ def test_mamba_ssm_kernel_agrees(dtype, heads, groups):
     y, _ = chunk_scan(**narrow, chunk_size=64, segment_ids=segment_ids.cuda())
     error = (y.double().cpu() - wanted).norm() / wanted.norm()
     assert error < (2e-3 if dtype == torch.float32 else 2e-2), error
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_the_compiler_is_asked_to_keep_out_only_where_the_kernel_can_be(cuda, monkeypatch):
+    """Asking imports it, for a second, in every command."""
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: asked.append(function) or len)
+    assert (_uncompiled(max) is len) == (cuda is not None) and len(asked) == (cuda is not None)
