@@ -8,10 +8,10 @@ triangular system that is inverted by doubling of depth (`_inverse`). The naive 
 `naive_gated_delta.gated_delta_tree`.
 
 Blocks wait for one another, but only u has to: what a block's nodes have to do with each other and
-with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` and at most
-`MOST_PAIRED` nodes a launch between the two finds that for all blocks at once (`pairs_kernel`), so
-that the last one has a few products a block left. State and replay need nothing of it, and run
-beside both.
+with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` and at
+most `MOST_PAIRED` nodes a launch between the two finds that for all blocks at once
+(`pairs_kernel`), so that the last one has a few products a block left. State and replay need
+nothing of it, and run beside both.
 """
 
 from __future__ import annotations
