@@ -17,6 +17,7 @@ from stree.files import write_atomically
 from stree.plain_data import parse_json
 from stree_pipelines.benches.intervals import logged_steps
 from stree_pipelines.command_line import CommandParser
+from stree_pipelines.estimates import size
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
 from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
@@ -160,6 +161,26 @@ def training_table(rows: list[Row]) -> Table:
         for row in sorted(rows, key=lambda row: (row["strategy"], row["num_processes"]))
     ]  # fmt: skip
     return Table("Processes, by strategy", (heads, *lines))
+
+
+def training_steps_table(rows: list[Row]) -> Table:
+    """A distillation step and its parts."""
+    parts = ("target", "drafter", "rest", "update")
+    heads = ("", "tokens/s", "TFLOP/s", "of the peak", "memory", "step, ms",
+             "target", "drafter", "heads and loss", "update")  # fmt: skip
+    lines = []
+    for row in rows:
+        used = {name: _value(each) for name, each in row["us_parts"].items()}
+        used["rest"] = row["us_rest"]
+        lines.append((
+            f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}"
+            + (", features" if row["features"] else ""),
+            f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}",
+            f"{row['of_peak']:.0%}" if "of_peak" in row else MISSING,
+            size(row["peak_bytes"]) if row["peak_bytes"] else MISSING,
+            *(f"{us / 1e3:,.1f}" for us in (_value(row["us_step"]), *(used[p] for p in parts))),
+        ))  # fmt: skip
+    return Table("A distillation step", (heads, *lines))
 
 
 def losses_figure(rows: list[Row]) -> Figure:
@@ -389,6 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("joint", backtracking_table),
         ("serve", serving_table),
         ("distill", training_table),
+        ("distillation step", training_steps_table),
     ):
         about = [row for row in rows if wanted in row or row.get("what") == wanted]
         if about:

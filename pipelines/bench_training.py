@@ -2,8 +2,12 @@
 
     python pipelines/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
 
-Target and data are random. All runs have the same rows a step in the same micro-batches; a process
-alone accumulates what several share, so that their losses should be one curve.
+    python pipelines/bench_training.py runs/bench/8b.jsonl --what "[step]" --shape 8b \
+        --batch_size 4 --sequence_length 2048 --features "[5,16,31]"
+
+Target and data are random. All runs of several processes have the same rows a step in the same
+micro-batches; a process alone accumulates what several share, so that their losses should be one
+curve. A step is timed in its parts, with what memory it takes and its share of the GPU's peak.
 """
 
 from __future__ import annotations
@@ -30,17 +34,20 @@ from stree_pipelines import distill
 from stree_pipelines.benches.intervals import interval
 from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
-from stree_pipelines.benches.timing import require_green, save_rows
+from stree_pipelines.benches.timing import require_green, save_rows, write_rows
+from stree_pipelines.benches.training_step import step_row
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.dry_run import MemoryNeeds, model_line
 from stree_pipelines.estimates import training_memory
 from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.training.features import FeatureConfig
 from stree_pipelines.training.sharding import require_supported
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
 TESTS = ["pipelines/test_losses.py", "pipelines/test_scaling.py"]
 ALONE = ("auto", 1)
+WHAT = ("processes", "step")
 
 
 def measure(
@@ -114,6 +121,18 @@ def describe(
     needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
 
 
+def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One row: a step of a drafter that is cut from a target of this shape."""
+    with tempfile.TemporaryDirectory() as name:
+        save_model(random_model(TARGETS[shape], device), Path(name) / "target")
+        features = FeatureConfig(options.features) if options.features else None
+        yield dict(shape=shape, features=options.features) | step_row(
+            str(Path(name) / "target"), options.batch_size, options.sequence_length,
+            options.steps, device, features=features, target_dtype="bfloat16",
+            compile_layers=device.type == "cuda",
+        )  # fmt: skip
+
+
 def _make_workspace(
     folder: Path, shape: str, sequence_length: int, device: torch.device
 ) -> list[str]:
@@ -144,6 +163,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_training.py", description=__doc__)
     parser.add_argument("out", type=str, help="file to write, JSON lines")
     parser.add_argument("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
+    parser.add_argument("--what", type=list[str], default=["processes"],
+                        help=f"of {', '.join(WHAT)}")  # fmt: skip
+    parser.add_argument("--features", type=list[int], default=[],
+                        help="target layers whose states the drafter reads, for step")  # fmt: skip
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
@@ -165,6 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
+    if not options.what or set(options.what) - set(WHAT):
+        raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got {options.what}")
     require_results_file(options.out)
     if options.dry_run:
         for line in describe(
@@ -179,8 +204,12 @@ def main(arguments: list[str] | None = None) -> None:
             f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
         )
     require_green(TESTS)
-    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
     rows = []
+    if "step" in options.what:
+        rows += write_rows(options.out, measure_step(options.shape, options, device), device)
+    if "processes" not in options.what:
+        return
+    print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")
     for row in measure(
         options.shape, options.strategies, options.processes, options.batch_size,
         options.sequence_length, options.steps, options.more, device,

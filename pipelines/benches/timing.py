@@ -81,13 +81,16 @@ def require_green(tests: list[str]) -> None:
         raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
 
 
-def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device) -> None:
+def write_rows(
+    path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device
+) -> list[dict[str, Any]]:
     """Print rows, each when it is there, and save all that there are so far."""
-    done = []
+    done: list[dict[str, Any]] = []
     for row in rows:
         done.append(row)
         save_rows(path, done, device)
         print(" ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
+    return done
 
 
 def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:

@@ -124,6 +124,10 @@ class Training(pl.LightningModule):
             if self._average_state is not None:
                 self.weight_average.load_state_dict(self._average_state)
                 self._average_state = None
+        self.prepare_layers()
+
+    def prepare_layers(self) -> None:
+        """Once, where the models are: layers that keep their inputs only, and compiled ones."""
         if self.activation_checkpointing:
             for layer in self.exported.model.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from torch import nn
 from stree import generate
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.mlp import Experts
+from stree.models.slicing import slice_drafter
 from stree_pipelines import (
     bench_cpu,
     bench_decode,
@@ -31,6 +32,7 @@ from stree_pipelines.benches import (
     published,
     steps,
     timing,
+    training_step,
 )
 from stree_pipelines.estimates import num_parameters
 
@@ -414,6 +416,34 @@ def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "4, ddp" in said and "0.91" in said and "missed" not in said and "bar " not in said
     assert (tmp_path / "losses.svg").exists()
+
+
+def test_a_step_of_training_in_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_step, "SEGMENT", 16)
+    monkeypatch.setattr(training_step, "PROMPT", 4)
+    options = SimpleNamespace(batch_size=1, sequence_length=32, steps=1, features=[1])
+    made = bench_training.measure_step("tiny", options, CPU)
+    (row,) = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
+    assert row["counted_tokens"] == 24
+    assert row["us_step"]["median"] > 0 and set(row["us_parts"]) == {"target", "drafter", "update"}
+    bench_report.main([str(tmp_path)])
+    assert "tiny, 1 × 32, features" in (tmp_path / "bars.md").read_text()
+
+
+def test_operations_of_a_training_step():
+    """Each product's weights, twice forwards and four times backwards."""
+    target = models.random_model(bench_training.TINY, CPU)
+    drafter = slice_drafter(target, [0])
+    layers, heads = zip(*(_weights(each) for each in (target, drafter)), strict=True)
+    counted = training_step.num_operations(target, drafter, 100, 30)
+    assert counted == 100 * (2 * layers[0] + 6 * layers[1]) + 30 * (2 * heads[0] + 6 * heads[1])
+
+
+def _weights(model):
+    """Of the products in the layers, and of the head."""
+    products = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
+    head = model.head_weight
+    return sum(each.numel() for each in products if each is not head), head.numel()
 
 
 @pytest.mark.long
