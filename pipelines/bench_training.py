@@ -198,9 +198,10 @@ def main(arguments: list[str] | None = None) -> None:
         ):  # fmt: skip
             print(line, flush=True)
         return
-    if device.type == "cuda" and torch.cuda.device_count() < max(options.processes):
+    most = max(options.processes) if "processes" in options.what else 1
+    if device.type == "cuda" and torch.cuda.device_count() < most:
         raise UsageError(
-            f"{max(options.processes)} processes need as many CUDA devices, there are "
+            f"{most} processes need as many CUDA devices, there are "
             f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
         )
     require_green(TESTS)
