@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 
 from stree.executors import Graphs
 
+gc.disable()  # until all tests are imported: what is imported stays
+
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """The longest first, so that no worker waits at the end for another that is at it."""
@@ -29,9 +31,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection need look through it once more."""
-    gc.collect()
+    """No collection need look through what was imported."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

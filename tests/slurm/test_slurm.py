@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluster, wait_until
-from tiny_run import distill_arguments, make_workspace, metric_rows, write_conversations
+from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree_pipelines.evaluation.records import ResultStore
 
-STEPS = 120
+STEPS = 300
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sh"))
 
 
@@ -67,18 +67,19 @@ def kill_rank(rank: int, run_dir: Path) -> None:
 
 @pytest.fixture
 def submit(cluster, tmp_path) -> Callable[[Path, int], str]:
-    """Starts a training of two nodes in a run folder: the embedded default, with shorter rows."""
-    for name in ("train", "valid"):
-        write_conversations(tmp_path / f"{name}.jsonl", count=1000)
-    return lambda run_dir, steps: cluster.sbatch(
-        "--nodes=2", "slurm/distill.sh", "--config", "configs/distill/quickstart.yaml",
-        "--run_dir", str(run_dir), "--data.train", str(tmp_path / "train.jsonl"),
-        "--data.valid", str(tmp_path / "valid.jsonl"), "--data.sequence_length", "64",
-        "--data.batch_size", "1", "--trainer.max_steps", str(steps),
-        "--trainer.log_every_n_steps", "1", "--trainer.enable_progress_bar", "false",
-        # Saves nothing of its own accord: what is there to go on from, the signal has saved.
-        "--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "0",
-    )  # fmt: skip
+    """Starts a training of two nodes in a run folder."""
+    workspace = make_workspace(tmp_path)
+
+    def start(run_dir: Path, steps: int) -> str:
+        fit, *arguments = distill_arguments(
+            workspace, run_dir, "--trainer.limit_val_batches", "0",
+            # Saves nothing of its own accord: what is there to go on from, the signal has saved.
+            "--checkpoint.every_n_steps", "1000", steps=steps,
+        )  # fmt: skip
+        assert fit == "fit"
+        return cluster.sbatch("--nodes=2", "slurm/distill.sh", *arguments)
+
+    return start
 
 
 def wait_for_step(step: int, cluster: SlurmCluster, job: str, run_dir: Path) -> None:
@@ -100,7 +101,7 @@ def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path) -> int:
 
 def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, tmp_path):
     run_dir = tmp_path / "run"
-    job = submit(run_dir, 40)
+    job = submit(run_dir, 100)
     wait_for_step(10, cluster, job, run_dir)
     saved = send_usr1(cluster, job, run_dir)
     cluster.wait_for_success(job)
@@ -108,7 +109,7 @@ def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, t
     output = cluster.output_of(job)
     assert f"SIGUSR1 after step {saved};" in output
     assert output.count("resuming from") == 1 and output.count("rows on 2 processes\n") == 2
-    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 41))
+    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 101))
 
 
 @pytest.mark.long  # twelve starts of Python

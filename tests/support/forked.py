@@ -158,6 +158,7 @@ def wait_until(
 
 
 def _serve() -> None:
+    gc.disable()  # what is imported stays
     import resource
 
     import torch.utils.tensorboard  # noqa: F401 (Lightning's logger imports it when it starts)
@@ -167,8 +168,8 @@ def _serve() -> None:
     from stree_pipelines.training import own_text
 
     own_text.NUM_ROWS, own_text.NEW_TOKENS = 2, 4  # or half of a tiny training is its end
-    gc.collect()
-    gc.freeze()  # or each command would collect all of it once more at its end
+    gc.freeze()  # or each command would look through all of it
+    gc.enable()
     _answer({"threads": _threads()})
     for line in sys.stdin:
         request = json.loads(line)
