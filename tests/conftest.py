@@ -22,12 +22,20 @@ if not torch.cuda.is_available():
 
 from stree.executors import Graphs
 
+LONGEST = (
+    "test_slurm.py",
+    "test_compile.py",
+    "test_ranks.py",
+    "test_lossless.py",
+    "test_verifiers.py",
+)
+
 gc.disable()  # until all tests are imported: what is imported stays
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """The longest first, so that no worker waits at the end for another that is at it."""
-    items.sort(key=lambda item: item.path.name not in ("test_slurm.py", "test_compile.py"))
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

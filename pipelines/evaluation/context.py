@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -139,19 +140,11 @@ def describe_environment(
     device: torch.device, dtypes: dict[str, str], num_processes: int
 ) -> Environment:
     """What a reader needs to know to compare two rows."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
     return Environment(
         git_sha=_git_sha(),
         device=device_name(device),
         dtypes=dtypes,
-        versions=versions,
+        versions=dict(_versions()),
         command_line=shlex.join(sys.argv),
         num_processes=num_processes,
         num_threads=torch.get_num_threads(),
@@ -163,6 +156,19 @@ def describe_code() -> dict[str, Any]:
     environment = describe_environment(torch.device("cpu"), {}, 1)
     versions = {**environment.versions, "lightning": metadata.version("lightning")}
     return {"git_sha": environment.git_sha, "versions": versions}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def device_name(device: torch.device) -> str:
@@ -183,8 +189,10 @@ def _on_cpu(device: str) -> bool:
     return device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
 
 
+@functools.cache
 def _git_sha() -> str | None:
-    """The commit of the code that runs, `-dirty` when it was changed; None when unknown.
+    """The commit of the code that runs, `-dirty` when it was changed; None when unknown. It is
+    asked for once: what is changed while a command runs is no code of it.
 
     Outside a clone (a copied tree, a container) the environment's STREE_GIT_SHA says it.
     """
