@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 
 import yaml
 
-from stree.errors import BadData, NotFound, UsageError, exit_with_reason
+from stree.errors import NotFound, UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines.data.asked import prompts_asked, sourced_rows
 from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import study as tables
@@ -104,38 +105,24 @@ def hold_back(study: Study, source: HeldBack) -> None:
             raise UsageError(f"{study.out} holds back {found}, now {made_from}: take another `out`")
         return
     study.out.mkdir(parents=True, exist_ok=True)
-    kept = [line for line, origin, _ in _rows(source.train) if not origin.startswith(source.source)]
-    prompts: list[str] = []
-    for _, origin, row in _rows(source.prompts):
-        said = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
-        if origin.startswith(source.source) and said and len(prompts) < source.limit:
-            prompt = {"id": row["id"], "category": origin, "turns": said[: source.turns]}
-            prompts.append(json.dumps(prompt, ensure_ascii=False))
+    train, asked = _file(source.train), _file(source.prompts)
+    kept = [row.line for row in sourced_rows(train) if not row.source.startswith(source.source)]
+    prompts = prompts_asked(asked, source.source, source.limit, source.turns)
     if not kept or not prompts:
         raise UsageError(
             f"hold_back: {len(kept)} conversations of {source.train} are not of {source.source!r}, "
-            f"{len(prompts)} of {source.prompts} are: wanted some of both"
+            f"{len(prompts.splitlines())} of {source.prompts} are: wanted some of both"
         )
     write_atomically(study.held_back_file, made_from)
     write_atomically(study.train_file, gzip.compress("".join(kept).encode(), mtime=0))
-    write_atomically(study.prompts_file, "\n".join(prompts) + "\n")
+    write_atomically(study.prompts_file, prompts)
 
 
-def _rows(path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each line with its source and its content."""
+def _file(path: str) -> Path:
     file = Path(input_path(path))
     if not file.is_file():
         raise NotFound(f"no file {path}: hold_back names files of your own in the study's YAML")
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                yield line, str(row["source"]), row
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadData(
-                    f"{file}:{number}: {error!r}, wanted a conversation with its source"
-                ) from error
+    return file
 
 
 if __name__ == "__main__":

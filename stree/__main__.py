@@ -32,6 +32,7 @@ COMMANDS = {
     "cache": Entry("cache_teacher", "keep a target's top-k probabilities for distillations"),
     "answers": Entry("generate_data", "let a target answer prompts, for data of its own"),
     "fetch": Entry("fetch_benchmarks", "fetch public benchmarks"),
+    "ask": Entry("ask_conversations", "write prompts from conversations held out of training"),
     "eval": Entry("eval_spec", "measure τ, speed and losslessness of drafter checkpoints"),
     "profile": Entry("profile_drafter", "write a drafter's measured profile and model card"),
     "tree": Entry("suggest_tree", "suggest a tree from what a run measured"),

@@ -16,6 +16,7 @@ from tiny_run import distill_arguments, make_workspace
 from stree.errors import NotFound, StreeError, UsageError
 from stree.tree import FORMS
 from stree_pipelines import (
+    ask_conversations,
     bench_cpu,
     bench_decode,
     bench_drafters,
@@ -67,6 +68,7 @@ COMMANDS = {
     terminal_chat: ["t"],
     corpus: ["o"],
     fetch_benchmarks: [],
+    ask_conversations: ["c", "--out", "o"],
     doctor: [],
     tokenizer_training: ["o", "--data", "d"],
     chat: ["d", "--tokenizer", "t"],
