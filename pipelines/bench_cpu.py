@@ -4,8 +4,8 @@ python pipelines/bench_cpu.py runs/bench/cpu.jsonl
 OMP_NUM_THREADS=1 python pipelines/bench_cpu.py runs/bench/cpu.jsonl --layouts "[llama]"
 
 Per layout (Llama's, Mamba-2's), random weights in fp32: a token of plain decoding, ours and theirs,
-in turns, prompts read included; the interval of their ratio in each turn; and a call over a tree of
-13 nodes beside one over a single node.
+in turns, prompts read included; and a call over a tree of 13 nodes beside one over a single node.
+Each ratio is paired by turn: its median with a 95 % bootstrap interval over turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
 from stree_pipelines.benches.options import require_numbers, require_results_file
-from stree_pipelines.benches.timing import elapsed_us, in_turns, spread, write_rows
+from stree_pipelines.benches.timing import ratio_in_turns, spread, times_in_turns, write_rows
 from stree_pipelines.command_line import CommandParser
 
 LAYOUTS = ("llama", "mamba2")
@@ -111,17 +111,12 @@ def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
         )
 
     functions = dict(ours_us=lambda: decoder.generate(tokens, generation), transformers_us=generate)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(options.repeats + 1):
-        for name, function in functions.items():
-            elapsed = elapsed_us(function, CPU) / count
-            if turn:  # the first warms up
-                times[name].append(elapsed)
-    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    times = times_in_turns(functions, CPU, options.repeats)
     return {
-        **{name: spread(each) for name, each in times.items()},
-        "over_transformers": spread(ratios), "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        **{name: spread([us / count for us in each]) for name, each in times.items()},
+        "over_transformers": ratio_in_turns(times["transformers_us"], times["ours_us"]),
+        "threads": torch.get_num_threads(),
+    }
 
 
 @torch.no_grad()
@@ -140,9 +135,13 @@ def tree_call(ours: HybridModel, options: Any) -> dict[str, Any]:
 
         return call
 
-    times = in_turns({name: call_over(tree) for name, tree in trees.items()}, CPU, options.repeats)
-    over = times["tree_us"]["median"] / times["step_us"]["median"]
-    return {**times, "nodes": trees["tree_us"].num_nodes, "tree_over_step": over}
+    calls = {name: call_over(tree) for name, tree in trees.items()}
+    times = times_in_turns(calls, CPU, options.repeats)
+    return {
+        **{name: spread(each) for name, each in times.items()},
+        "nodes": trees["tree_us"].num_nodes,
+        "tree_over_step": ratio_in_turns(times["tree_us"], times["step_us"]),
+    }
 
 
 def _tokens(options: Any) -> list[int]:

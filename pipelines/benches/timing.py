@@ -8,12 +8,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from stree import metrics
 from stree.errors import InvariantBroken
 from stree.executors import Capture
 from stree.files import write_atomically
@@ -40,19 +42,38 @@ def in_turns(
     functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[str, dict[str, float]]:
     """The same of functions as they are; on CUDA they launch what the host need not wait for."""
+    times = times_in_turns(functions, device, repeats)
+    return {name: spread(each) for name, each in times.items()}
+
+
+def times_in_turns(
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, list[float]]:
+    """µs of each function in each turn."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 2):
         for name, function in functions.items():
             elapsed = elapsed_us(function, device)
             if turn >= 2:  # the first turns warm up
                 times[name].append(elapsed)
-    return {name: spread(each) for name, each in times.items()}
+    return times
 
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, p20 and p80."""
     ordered, fifth = sorted(values), len(values) // 5
     return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
+
+
+def ratio_in_turns(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """`spread` of the ratio in each turn, and the ends of the median's 95 % bootstrap interval over
+    turns, which a single turn has none of."""
+    ratios_Q = np.array(over) / np.array(under)
+    interval = metrics.bootstrap_interval(
+        lambda i_RQ: np.median(ratios_Q[i_RQ], axis=1), len(ratios_Q)
+    )
+    ends = {} if interval is None else dict(zip(("low", "high"), interval, strict=True))
+    return {**spread(ratios_Q.tolist()), **ends}
 
 
 def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
@@ -103,7 +124,9 @@ def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device
 def _short(value: Any) -> str:
     if isinstance(value, dict):  # times, or the times of several
         return "/".join(
-            f"{name} {_short(each)}" if isinstance(each, dict) else f"{each:.1f}"
+            f"{name} {_short(each)}"
+            if isinstance(each, dict)
+            else f"{each:.{1 if each >= 100 else 3}f}"
             for name, each in value.items()
         )
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -107,9 +107,22 @@ def test_decoding_on_a_cpu_beside_transformers(tmp_path):
     ]
     for row in rows:
         times = [each for each in row.values() if isinstance(each, dict) and "median" in each]
-        assert len(times) == (3 if row["what"] == "plain" else 2)
+        assert len(times) == 3
         assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
-    assert all(row["nodes"] == 13 and row["tree_over_step"] > 0 for row in rows[1::2])
+    for row in rows:
+        ratio = row["over_transformers" if row["what"] == "plain" else "tree_over_step"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert all(row["nodes"] == 13 for row in rows[1::2])
+
+
+def test_a_ratio_is_paired_by_turn():
+    """The machine was busy in some turns, for both: the ratio does not waver with it."""
+    busy = [1.0, 9.0, 1.0, 4.0, 2.0, 7.0]
+    ratio = timing.ratio_in_turns([3 * each for each in busy], busy)
+    assert ratio == dict.fromkeys(("median", "p20", "p80", "low", "high"), 3.0)
+    wavering = timing.ratio_in_turns([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
+    assert 1 <= wavering["low"] < wavering["median"] == 2.5 < wavering["high"] <= 4
+    assert "low" not in timing.ratio_in_turns([2.0], [1.0])
 
 
 @pytest.mark.parametrize(
