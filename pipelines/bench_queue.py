@@ -16,7 +16,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 
 from stree.errors import exit_with_reason
 from stree.files import write_atomically
-from stree.tree import FORMS
+from stree.growths import GROWTHS
 from stree_pipelines.benches.options import require_results_file
 from stree_pipelines.benches.queue_bench import QueueBench
 from stree_pipelines.benches.queue_results import LEGEND, latency_vs_rate, queue_table
@@ -54,7 +54,7 @@ def build_parser() -> CommandParser:
         help="of clearing: requests that clear the queue (default: as many as rows)")  # fmt: skip
     add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
         help="of clearing: seconds after which the first request clears it")  # fmt: skip
-    add("--tree", type=str, default="paper", help=f"of stree: {FORMS}")
+    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")

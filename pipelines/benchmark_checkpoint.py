@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from stree.errors import exit_with_reason
-from stree.tree import FORMS
+from stree.growths import GROWTHS
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
@@ -56,7 +56,7 @@ def build_parser() -> CommandParser:
         help="names in --benchmark_dir, or JSONL files")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
     add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    add("--tree", type=str, default="paper", help=f"of stree: {FORMS}")
+    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
     add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
-from stree.tree import FORMS
+from stree.growths import GROWTHS
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
@@ -39,7 +39,7 @@ def build_parser() -> CommandParser:
         help="where names are looked up (default: data/benchmarks)")  # fmt: skip
     add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    add("--tree", type=str, default="paper", help=f"of stree: {FORMS}")
+    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
     add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add(
         "--backtracking",

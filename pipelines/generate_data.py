@@ -22,15 +22,18 @@ import torch
 from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import UsageError, exit_with_reason
+from stree.growths import GROWTHS
 from stree.models.convert import load_config, load_model
+from stree.modes import Modes
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
-from stree.tree import FORMS, TokenTree
+from stree.tree import TokenTree
 from stree_pipelines.command_line import CommandParser, input_path
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec
 from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, require_writable
 from stree_pipelines.estimates import cache_bytes, num_parameters
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
+from stree_pipelines.evaluation.plan import growth_of, tree_named
 from stree_pipelines.progress import EvaluationProgress
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
@@ -58,7 +61,7 @@ def build_parser() -> CommandParser:
     add("--max_new_tokens", "--max-new-tokens", type=int, default=512, help="an answer")
     add("--max_length", "--max-length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
-    add("--tree", type=str, default="paper", help=f"that the drafter fills: {FORMS}")
+    add("--tree", type=str, default="paper", help=f"that the drafter fills: {GROWTHS}")
     add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
     add("--chat_template", "--chat-template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
@@ -75,7 +78,7 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
-    for name in ("target", "drafter", "prompts", "chat_template", "tree"):
+    for name in ("target", "drafter", "prompts", "chat_template"):
         options[name] = options[name] and input_path(options[name])
     workers = Workers.unconnected()
     progress = EvaluationProgress(enabled=workers.is_main)
@@ -98,7 +101,10 @@ def main(arguments: list[str] | None = None) -> None:
     sizes: dict[str, Any] = dict(
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
-    decoder = BatchDecoder(target, drafter, generation.tree, **sizes)
+    growth = growth_of(generation.tree)
+    decoder = BatchDecoder(target, drafter, growth, **sizes)
+    if isinstance(growth, Modes):
+        decoder.measure_costs()
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }  # fmt: skip
@@ -131,7 +137,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     if drafter is not None:
         require_same_tokenizer(target, drafter)
         load_config(drafter)
-    tree = TokenTree.load(options["tree"]) if drafter else TokenTree.chain(0, "root")
+    tree = tree_named(options["tree"]) if drafter else TokenTree.chain(0, "root")
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )

@@ -27,9 +27,9 @@ from stree.batch import BatchDecoder
 from stree.description import described, placed
 from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
+from stree.growths import GROWTHS, as_growth
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
-from stree.tree import FORMS
 from stree_pipelines.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
@@ -201,7 +201,7 @@ def build_parser() -> PlainParser:
     add = parser.add_argument
     add("target", help="checkpoint folder, or a name on the hub")
     add("--drafter", help="checkpoint folder, or a name on the hub")
-    add("--tree", help=f"{FORMS} (default: as the drafter's profile says)")
+    add("--tree", help=f"{GROWTHS} (default: as the drafter's profile says)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 is off")
     add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.max_new_tokens, options.temperature, options.top_k, options.top_p,
         min_p=options.min_p, repetition_penalty=options.repetition_penalty, seed=options.seed,
     )  # fmt: skip
-    tree = options.tree and input_path(options.tree)
+    tree = options.tree and as_growth(options.tree, input_path)
     with warnings.catch_warnings(record=True) as told:
         decoder = stree.load(
             input_path(options.target), options.drafter and input_path(options.drafter),

@@ -36,6 +36,7 @@ from stree.generation import (
     require_target,
     require_whole,
 )
+from stree.growths import as_growth
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
@@ -90,8 +91,8 @@ class BatchDecoder:
         require_whole("num_prefixes", num_prefixes, least=0)
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
-        elif not isinstance(tree, Modes):
-            tree = as_tree(tree)
+        else:
+            tree = as_growth(tree)
         model = drafter.model if isinstance(drafter, NGram) else drafter
         self._num_drafted = target.config.vocab_size
         if isinstance(model, HybridModel):
@@ -389,15 +390,17 @@ class BatchDecoder:
             return max(longest, self.modes.deepest.max_depth + 1)
         return longest
 
-    def measure_costs(self, context: int = 32, num_steps: int = 8) -> Costs:
-        """Time steps of 1, 2, 4, … rows with each tree that may be chosen, after `context` tokens;
+    def measure_costs(self, context: int | None = None, num_steps: int = 8) -> Costs:
+        """Time steps of 1, 2, 4, … rows with each tree that may be chosen, after `context` tokens
+        (32, or a quarter of max_length where that is less);
         what is chosen from now on rests on it. Raises `UsageError` while rows are taken."""
         if self.modes is None or self._sequences:
             raise UsageError(
                 "costs are measured of a decoder that was made with Modes, while no row is taken"
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            self.modes.costs = measure_costs(self, self.modes.trees, context, num_steps)
+            after = min(32, self.max_length // 4) if context is None else context
+            self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps)
         return self.modes.costs
 
     def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
@@ -477,6 +480,7 @@ class BatchDecoder:
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:
             self.modes.learn_path(tree, path)
+            sequence.stats.calls_by_tree[tree.name] += 1
         stats = sequence.stats
         result = self._keep(row, sequence, block)
         num_kept = len(result.tokens)

@@ -19,12 +19,13 @@ from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
+from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Report, Request
 from stree.settings import Asked, asked_for
-from stree.tree import TokenTree, as_tree
+from stree.tree import TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
 
@@ -56,7 +57,7 @@ class Decoder:
         backtracking: str = "replay",
         num_prefixes: int = 0,
     ) -> None:
-        tree = as_tree(tree) if isinstance(tree, str) else tree
+        tree = None if tree is None else as_growth(tree)
         if tree is not None and (tree.largest if isinstance(tree, Modes) else tree).num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
@@ -198,7 +199,7 @@ class Decoder:
                 output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
             return output
 
-    def measure_costs(self, context: int = 32, num_steps: int = 8) -> Costs:
+    def measure_costs(self, context: int | None = None, num_steps: int = 8) -> Costs:
         """As `BatchDecoder.measure_costs`."""
         return self.batch.measure_costs(context, num_steps)
 

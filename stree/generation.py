@@ -112,7 +112,7 @@ class DecodingStats:
     num_new_tokens leaves out the prefill's token and whatever a stop dropped;
     accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
     end (0, the root: none was kept); num_reused_tokens of the prompt were read before; time_ms are
-    totals over the calls.
+    totals over the calls; calls_by_tree, where each step's tree was chosen, says how often which.
     """
 
     num_new_tokens: int = 0
@@ -125,6 +125,7 @@ class DecodingStats:
     decode_s: float = 0.0
     time_ms: dict[str, float] = field(default_factory=dict)
     num_reused_tokens: int = 0
+    calls_by_tree: Counter[str] = field(default_factory=Counter)
 
     @property
     def acceptance_length(self) -> float:
@@ -150,6 +151,7 @@ class DecodingStats:
             ("decoding", f"{self.decode_s:.3f} s"),
         ]
         rows += [(f"  {phase}", f"{ms / 1e3:.3f} s") for phase, ms in self.time_ms.items()]
+        rows += [(f"calls with {name}", f"{n}") for name, n in self.calls_by_tree.most_common()]
         if self.tree_max_depth:
             rows += [
                 (f"calls that kept {counted(count, 'draft')}", f"{calls[count]}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from stree.bandit import Bandit
 from stree.modes import Modes
-from stree.tree import TokenTree, as_tree
+from stree.tree import FORMS, TokenTree, as_tree
 
 OR, BANDIT = " or ", "bandit "
+# Of what `as_growth` takes
+GROWTHS = (
+    f'{FORMS}; of several, each step\'s by measured cost ("A or B") or by a bandit '
+    '("bandit A or B")'
+)
 
 
 def choice_of(name: str) -> tuple[type[Modes], list[str]] | None:
@@ -20,12 +26,16 @@ def choice_of(name: str) -> tuple[type[Modes], list[str]] | None:
     return policy, name.removeprefix(BANDIT).split(OR)
 
 
-def as_growth(tree: TokenTree | Modes | str | Path) -> TokenTree | Modes:
-    """A tree or a choice, or the one of a name or file. Raises `UsageError` for anything else."""
+def as_growth(
+    tree: TokenTree | Modes | str | Path, find: Callable[[str], str] = str
+) -> TokenTree | Modes:
+    """A tree or a choice, or the one of a name or file: the one reading of names, for all who take
+    them. `find` says where a file is that a name may be of. Raises `UsageError` for anything else.
+    """
     if isinstance(tree, Modes):
         return tree
     choice = choice_of(tree) if isinstance(tree, str) else None
-    if choice is None:
-        return as_tree(tree)
-    policy, names = choice
-    return policy(names)
+    if choice is not None:
+        policy, names = choice
+        return policy([as_tree(find(name)) for name in names])
+    return as_tree(find(tree) if isinstance(tree, str) else tree)

@@ -106,7 +106,7 @@ def load(
         verifier=verifier or "coupled", backtracking=backtracking, num_prefixes=num_prefixes,
     )  # fmt: skip
     if isinstance(tree, Modes) and not tree.costs.seconds:
-        decoder.measure_costs(context=min(32, max_length // 4))
+        decoder.measure_costs()
     return decoder
 
 

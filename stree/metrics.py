@@ -63,6 +63,10 @@ class PromptCounts(Timing, Protocol):
     @property
     def tree_max_depth(self) -> int: ...
     @property
+    def calls_by_tree(self) -> Mapping[str, int]:
+        """Where each step's tree was chosen among several; empty elsewhere."""
+
+    @property
     def call_share(self) -> float | None:
         """Of the target's calls, each shared among the prompts that it decoded; None is alone."""
 
@@ -114,6 +118,13 @@ def expected_acceptance_length(acceptance: float, num_drafts: int) -> float:
 def nodes_per_call(prompts: Sequence[PromptCounts]) -> float | None:
     """Mean tree nodes verified in a call, the root included."""
     return _ratio(sum(p.num_nodes for p in prompts), sum(p.num_calls for p in prompts))
+
+
+def tree_shares(prompts: Sequence[PromptCounts]) -> dict[str, float]:
+    """The share of steps that each tree had, where it was chosen step by step, the most used
+    first; a batch's step counts once for each of its prompts. Empty elsewhere."""
+    calls = sum((Counter(p.calls_by_tree) for p in prompts), Counter[str]())
+    return {tree: count / calls.total() for tree, count in calls.most_common()}
 
 
 def rows_per_call(prompts: Sequence[PromptCounts]) -> float | None:
@@ -300,6 +311,7 @@ def summarise(
         "depth_accept_rates": depth_accept_rates(prompts),
         "end_nodes": end_nodes(prompts),
         "nodes_per_call": nodes_per_call(prompts),
+        "tree_shares": tree_shares(prompts),
         "rows_per_call": rows_per_call(prompts),
         "tokens_per_second": tokens_per_second(prompts),
         "tokens_per_second_e2e": tokens_per_second_e2e(prompts),

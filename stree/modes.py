@@ -48,6 +48,10 @@ class Costs:
     seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
     catch_up: float = 0.0
 
+    def are_of(self, num_rows: int) -> bool:
+        """Whether steps of so many rows were measured."""
+        return any(rows >= num_rows for rows, _ in self.seconds)
+
     def of(self, num_rows: int, tree: TokenTree) -> float:
         if (found := self.seconds.get((num_rows, tree))) is not None:
             return found

@@ -24,14 +24,16 @@ from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
+from stree.growths import as_growth
 from stree.loading import checkpoint_folder
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
+from stree.modes import Modes
 from stree.prompts import prompts_of
 from stree.requests import Request
-from stree.tree import TokenTree, as_tree
+from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
 
 _PLAIN = {  # what else asks for another search, or another answer
@@ -49,7 +51,7 @@ _TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stoppin
 def from_transformers(
     model: Any,
     drafter: Any = None,
-    tree: TokenTree | str | None = None,
+    tree: TokenTree | Modes | str | None = None,
     *,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
@@ -59,14 +61,15 @@ def from_transformers(
 
     Args: model, of any supported family, loaded by transformers on one device: its tensors are
     shared (`stree.models.shared`). drafter, a name that `stree.load` takes (a folder, one on the
-    hub, n-grams), a model of ours or of transformers; None decodes without. tree, a tree or its
-    name (default with a drafter: the paper's). verifier, backtracking and num_prefixes, as in
-    `stree.load`; its other settings are the model's own, or come with each call of `generate`.
+    hub, n-grams), a model of ours or of transformers; None decodes without. tree, a tree, a choice
+    among several or a name of either, as in `stree.load` (default with a drafter: the paper's).
+    verifier, backtracking and num_prefixes, as there, too; its other settings are the model's own,
+    or come with each call of `generate`.
     Prefixes are forgotten when a call needs larger buffers than those before.
     Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
     """
     target = shared_model(model)
-    tree = None if tree is None else as_tree(tree)
+    tree = None if tree is None else as_growth(tree)
     return TransformersDecoder(
         model, target, _drafter(drafter, target), tree, verifier,
         backtracking=backtracking, num_prefixes=num_prefixes,
@@ -97,7 +100,7 @@ class TransformersDecoder:
         model: Any,
         target: HybridModel,
         drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
-        tree: TokenTree | None = None,
+        tree: TokenTree | Modes | None = None,
         verifier: str | Verifier = "coupled",
         *,
         backtracking: str = "replay",
@@ -106,10 +109,12 @@ class TransformersDecoder:
         self.model, self.target, self.drafter = model, target, drafter
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         self.tree, self.verifier = tree or default, named(verifier)
+        trees = self.tree.trees if isinstance(self.tree, Modes) else (self.tree,)
+        self._max_depth = max(each.max_depth for each in trees)
         self.backtracking = require_backtracking(backtracking)
         require_whole("num_prefixes", num_prefixes, least=0)
         self.num_prefixes = num_prefixes
-        if drafter is None and self.tree.num_nodes > 1:
+        if drafter is None and self._max_depth:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.outputs: list[GenerationOutput] = []
         self._batch: BatchDecoder | None = None
@@ -219,7 +224,7 @@ class TransformersDecoder:
 
     def _batch_for(self, requests: Sequence[Request]) -> BatchDecoder:
         """Buffers that are large enough; those of the last call where they are."""
-        longest = self.tree.max_depth + 1 + max(
+        longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )  # fmt: skip
         batch = self._batch
@@ -233,6 +238,8 @@ class TransformersDecoder:
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
+            if isinstance(self.tree, Modes) and not self.tree.costs.are_of(num_rows):
+                batch.measure_costs()
             self._batch = batch
         return batch
 
@@ -331,7 +338,7 @@ def generate(
     model: Any,
     *,
     drafter: Any = None,
-    tree: TokenTree | str | None = None,
+    tree: TokenTree | Modes | str | None = None,
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
     num_prefixes: int = 0,

@@ -89,10 +89,7 @@ class TokenTree:
             return cls.paper()
         path = Path(name)
         if not path.is_file():
-            raise NotFound(
-                f'no tree {name!r}: give {FORMS}; a choice among several ("A or B") is for '
-                "stree.load, stree chat and compare.py, or stree.Modes"
-            )
+            raise NotFound(f"no tree {name!r}: give {FORMS}")
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:

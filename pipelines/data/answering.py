@@ -183,7 +183,7 @@ class Generation:
             top_p=self.spec.top_p,
             seed=seed_of(self.spec.seed, prompt.number, sample),
         )
-        return Request(prompt.tokens, generation, self.tree)
+        return Request(prompt.tokens, generation)
 
     def compare(
         self, decoder: BatchDecoder, plain: BatchDecoder, count: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from stree_pipelines.evaluation.plan import (
     Drafter,
     EvaluationSettings,
     Job,
+    growth_of,
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
@@ -266,6 +267,7 @@ class Answerer:
             if isinstance(job.tree, ChosenTree)
             else tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
+            calls_by_tree=sum((s.calls_by_tree for s in stats), Counter[str]()),
             call_share=sum(shares) if shares else None,
             num_reused_tokens=sum(s.num_reused_tokens for s in stats),
             prefill_s=sum(s.prefill_s for s in stats),
@@ -357,9 +359,7 @@ class Answerer:
             decoder = self.make_decoder(
                 self.target,
                 drafter=self._drafter(job.drafter) if job.drafter else None,
-                tree=job.tree.policy(job.tree.choices)
-                if isinstance(job.tree, ChosenTree)
-                else job.tree,
+                tree=job.tree and growth_of(job.tree),
                 max_length=room,
                 tokenizer=self.tokenizer,
                 verifier=job.verifier,

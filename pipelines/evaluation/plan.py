@@ -13,7 +13,7 @@ from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
-from stree.growths import BANDIT, OR, choice_of
+from stree.growths import as_growth
 from stree.models.joint import require_backtracking
 from stree.modes import Modes
 from stree.plain_data import read_json
@@ -40,14 +40,8 @@ class ChosenTree(TokenTree):
     policy: type[Modes] = Modes
 
     @classmethod
-    def named(cls, name: str) -> ChosenTree | None:
-        """None for what names one tree. Raises `UsageError` for what is no tree, or no choice."""
-        several = choice_of(name)
-        if several is None:
-            return None
-        policy, names = several
-        choices = tuple(map(TokenTree.load, map(input_path, names)))
-        policy(choices)  # refuses what it cannot choose among
+    def of(cls, modes: Modes) -> ChosenTree:
+        choices = modes.trees[1:]  # the first is plain decoding
         ranks: dict[tuple[int, ...], None] = {}  # of the children on the path to each node
         for tree in choices:
             paths: list[tuple[int, ...]] = [()]
@@ -56,8 +50,7 @@ class ChosenTree(TokenTree):
             ranks |= dict.fromkeys(paths)
         nodes = sorted(ranks, key=lambda path: (len(path), path))
         parents = (nodes.index(path[:-1]) for path in nodes[1:])
-        told = BANDIT * name.startswith(BANDIT) + OR.join(tree.name for tree in choices)
-        return cls((-1, *parents), told, choices, policy)
+        return cls((-1, *parents), str(modes), choices, type(modes))
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class EvaluationSettings:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("target", "tree", "benchmark_dir", "chat_template"):
+        for name in ("target", "benchmark_dir", "chat_template"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, input_path(value))
         object.__setattr__(self, "benchmarks", tuple(map(input_path, self.benchmarks)))
@@ -113,10 +106,21 @@ class EvaluationSettings:
             return None
         tree = TokenTree.chain(self.num_chain_drafts)
         if method == TREE:
-            tree = ChosenTree.named(self.tree) or TokenTree.load(self.tree)
+            tree = tree_named(self.tree)
         for each in choices_of(tree):
             require_tree(named(self.verifier), each)
         return tree
+
+
+def tree_named(name: str) -> TokenTree:
+    """A tree, or a choice, by the name that all doors take. Raises `UsageError`."""
+    growth = as_growth(name, input_path)
+    return ChosenTree.of(growth) if isinstance(growth, Modes) else growth
+
+
+def growth_of(tree: TokenTree) -> TokenTree | Modes:
+    """What a decoder is made with, anew for each: a choice learns."""
+    return tree.policy(tree.choices) if isinstance(tree, ChosenTree) else tree
 
 
 def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
@@ -292,11 +296,6 @@ def resolve(
         if options[name] is None:
             raise UsageError(f"--{name} is missing: give it, or a --run that implies it")
     settings = EvaluationSettings(**options)
-    if isinstance(settings.method_tree(TREE), ChosenTree):
-        raise UsageError(
-            f"--tree is {settings.tree!r}, wanted one shape: trees that are chosen among are arms "
-            "of compare.py"
-        )
     if not checkpoints and AUTOREGRESSIVE not in settings.methods:
         raise UsageError(
             f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"

@@ -112,6 +112,7 @@ class ResultRow(Record):
     depth_accept_rates: dict[Node, Share]
     end_nodes: dict[Node, Count] = Field(default_factory=dict)
     nodes_per_call: NonNegative | None
+    tree_shares: dict[str, Share] = Field(default_factory=dict)  # of steps, where they were chosen
     rows_per_call: NonNegative | None = None  # rows from before it was recorded: 1
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None
@@ -187,6 +188,7 @@ class SampleRow(Record):
     accepted_per_call: tuple[Node, ...]
     end_node_per_call: tuple[Node, ...] | None = None
     tree_max_depth: Node
+    calls_by_tree: dict[str, Count] = Field(default_factory=dict)
     call_share: NonNegative | None = None
     num_reused_tokens: Count = 0  # of earlier turns, which were not read again
     prefill_s: NonNegative

@@ -15,7 +15,7 @@ from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import Cell
+from stree_pipelines.reports.run_data import Cell, told_shares
 from stree_pipelines.reports.tables import Table, figure, speed_ratio
 
 PLAIN = "plain decoding"
@@ -44,6 +44,16 @@ class Place:
     def called(self, arm: str) -> str:
         """The arm, with the chain that was found for it."""
         return f"{arm} ({self.tunings[arm].tree})" if arm in self.tunings else arm
+
+    @property
+    def remarks(self) -> list[str]:
+        """How chains were tuned, and what each step was given where trees were chosen."""
+        chosen = (
+            f"Steps of {arm} by tree: {told_shares(row)}."
+            for arm, row in self.rows.items()
+            if row.tree_shares
+        )
+        return [*map(str, self.tunings.values()), *chosen]
 
     @property
     def title(self) -> str:
@@ -134,7 +144,7 @@ def markdown(places: Sequence[Place]) -> str:
     parts += ["", f"{INTRO}\n"]
     for place in places:
         parts.append(table(place).to_markdown())
-        parts += [f"{tuning}\n" for tuning in place.tunings.values()]
+        parts += [f"{remark}\n" for remark in place.remarks]
     return "\n".join(parts)
 
 
@@ -146,7 +156,7 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
         title = f"Speed-up, {place.title}"
         parts.append({
             "title": place.title, "table": table(place), "verdict": verdict(place),
-            "tunings": list(map(str, place.tunings.values())),
+            "remarks": place.remarks,
             "svg": plots.to_svg(speedups(place), title, inline=True),
         })  # fmt: skip
     trees = {row.tree for place in places for row in place.rows.values() if row.tree}

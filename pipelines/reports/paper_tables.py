@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import NotFound
+from stree.growths import BANDIT
 from stree.tree import balanced
 from stree_pipelines.bench_report import read_rows
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, BANDIT, CHAIN, TREE
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells

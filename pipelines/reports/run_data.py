@@ -194,6 +194,18 @@ def arrange(data: RunData, store: ResultStore) -> None:
         _pool(data)
     if data.batch_size > 1:
         data.notes.append(_about_batches(data))
+    for row in kept:
+        if row.tree_shares:
+            step = "" if row.step is None else f", step {row.step}"
+            data.notes.append(
+                f"{row.tree.name if row.tree else ''} on {row.benchmark}, T = {row.temperature:g}"
+                f"{step}: {told_shares(row)}."
+            )
+
+
+def told_shares(row: ResultRow) -> str:
+    """Which tree how many of the steps had, where each step's was chosen."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in row.tree_shares.items())
 
 
 def _pool(data: RunData) -> None:

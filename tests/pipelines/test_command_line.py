@@ -14,7 +14,7 @@ import pytest
 from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import NotFound, StreeError, UsageError
-from stree.tree import FORMS
+from stree.growths import GROWTHS
 from stree_pipelines import (
     ask_conversations,
     bench_cpu,
@@ -259,7 +259,7 @@ def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):
 )
 def test_the_help_says_what_trees_there_are(command, capsys, monkeypatch):
     text = "".join(help_of(command.main, ["--help"], capsys, monkeypatch).split())
-    assert re.search(r"--treeTREE.{0,30}" + re.escape("".join(FORMS.split())), text)
+    assert re.search(r"--treeTREE.{0,30}" + re.escape("".join(GROWTHS.split())), text)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=label)

@@ -16,7 +16,7 @@ from stree.tree import TokenTree
 from stree_pipelines import compare, dry_run
 from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, tree_named
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import arms as report
@@ -127,15 +127,19 @@ def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
         rows = comparison.evaluate()
         assert rows[1].tree.name == name and rows[1].lossless.share == 1.0
         assert rows[1].end_nodes == {} and 1 <= rows[1].nodes_per_call <= 4
-        assert name in report.markdown(report.places_of(rows, comparison.store))
+        shares = rows[1].tree_shares
+        assert set(shares) <= {"plain", "chain-3", "beam-2-2-4"}
+        assert sum(shares.values()) == pytest.approx(1.0) and rows[0].tree_shares == {}
+        text = report.markdown(report.places_of(rows, comparison.store))
+        assert name in text and f"Steps of chosen by tree: {next(iter(shares))} " in text
     assert {tree.name for tree in seen} <= {"plain", "chain-3", "beam-2-2-4"} and seen
 
 
 def test_what_is_recorded_of_several_trees_holds_all_of_them():
-    tree = ChosenTree.named("chain-3 or paper or beam-3-2-6")
+    tree = tree_named("chain-3 or paper or beam-3-2-6")
     assert tree.max_depth == 4 and tree.choices[0].name == "chain-3"
     assert tree.parents == TokenTree.paper().parents
-    assert ChosenTree.named("chain-6 or beam-2-1-3").parents == (-1, 0, 0, 1, 3, 4, 5, 6)
+    assert tree_named("chain-6 or beam-2-1-3").parents == (-1, 0, 0, 1, 3, 4, 5, 6)
 
 
 def test_a_dry_run_says_what_is_left_and_writes_nothing(world, done, tmp_path, capsys):

@@ -45,6 +45,7 @@ from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed, resolve
 from stree_pipelines.evaluation.records import Divergence, ResultStore
 from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -594,6 +595,22 @@ def test_another_template_under_the_same_name_is_another_decoding(world, tmp_pat
         job = evaluation._job("autoregressive", None, evaluation.benchmarks[0], 0.0)
         hashes.add(job.decoding_hash)
     assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("name", ["chain-2 or paper", "bandit chain-2 or paper"])
+def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name):
+    eval_spec([
+        "--target", str(world / "target"), "--checkpoint", str(export(world, 10)), "--tree", name,
+        "--benchmarks", str(world / "talk.jsonl"), "--limit", "1", "--max_new_tokens", "8",
+        "--temperatures", "0", "--device", "cpu", "--ignore_eos", "--out", str(tmp_path),
+    ])  # fmt: skip
+    rows = {row.method: row for row in ResultStore(tmp_path).results()}
+    assert rows["stree"].tree.name == name and rows["stree"].lossless.share == 1.0
+    assert rows["stree"].tree_shares.keys() <= {"plain", "chain-2", "paper"}
+    assert sum(rows["stree"].tree_shares.values()) == pytest.approx(1.0)
+    assert rows["vanilla_sd"].tree_shares == {}
+    (told,) = [note for note in load_run(tmp_path).notes if name in note]
+    assert all(tree in told for tree in rows["stree"].tree_shares)
 
 
 def test_without_the_baseline_nothing_is_relative(world, tmp_path):

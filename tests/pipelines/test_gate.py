@@ -169,6 +169,17 @@ def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
     assert together.lossless.share == 1 and together.rows_per_call > 2
 
 
+def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
+    name = "bandit chain-2 or paper"
+    more = ["--tree", name, "--benchmarks", str(world / "few.jsonl"), "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "fair", *more))
+    trend = json.loads((world / "out/trend.json").read_text())
+    assert any(f"tree {name}, " in each["extra"] for each in trend)
+    rows = ResultStore(world / "out").results()
+    (row,) = [row for row in rows if row.tree and row.tree.name == name]
+    assert sum(row.tree_shares.values()) == pytest.approx(1.0)
+
+
 def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     """Nothing is measured for the baseline: its checkpoint may be gone."""
     first = arguments(world, "fair", "--fail_below", TAU)

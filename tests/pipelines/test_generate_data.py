@@ -262,6 +262,15 @@ def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
     assert drafted["num_calls"] < plain["num_calls"] == plain["num_called_tokens"]
 
 
+def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path):
+    name = "chain-2 or paper"
+    data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
+    assert json.loads((data / "generation.json").read_text())["tree"].startswith(name)
+    assert [row["answer_tokens"] for row in rows_of(data)] == [
+        row["answer_tokens"] for row in rows_of(whole)
+    ]
+
+
 def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path):
     given = arguments(workspace, tmp_path / "data", "--samples", "1")
     at = given.index("--drafter")

@@ -23,6 +23,7 @@ class Counts:
     time_ms: dict[str, float] = field(default_factory=dict)
     end_node_per_call: list[int] | None = None
     call_share: float | None = None
+    calls_by_tree: dict[str, int] = field(default_factory=dict)
 
 
 # Chain of four drafts. The first prompt: 3 calls keep 2, 0 and 4 drafts and a bonus each = 9 new
@@ -34,6 +35,15 @@ SHORT = Counts(4, 1, [4], num_nodes=5, decode_s=0.1, prefill_s=0.1)
 def test_acceptance_length_pools_calls_and_the_mean_weighs_prompts_alike():
     assert metrics.acceptance_length([LONG, SHORT]) == 13 / 4
     assert metrics.acceptance_length_prompt_mean([LONG, SHORT]) == (3 + 4) / 2
+
+
+def test_the_shares_of_trees_are_of_all_steps():
+    prompts = [
+        Counts(9, 3, [2, 0, 4], calls_by_tree={"a": 1, "b": 2}),
+        Counts(4, 1, [4], calls_by_tree={"b": 1}),
+    ]
+    assert metrics.tree_shares(prompts) == {"b": 0.75, "a": 0.25}
+    assert metrics.tree_shares([LONG, SHORT]) == {}
 
 
 def test_a_batch_s_seconds_count_once_and_its_rows_are_the_mean_over_calls():
@@ -222,9 +232,9 @@ def test_summary_has_the_published_names():
     summary = metrics.summarise([LONG, SHORT], [LONG, SHORT])
     assert set(summary) == {
         "acceptance_length", "acceptance_length_prompt_mean", "acceptance_histogram",
-        "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tokens_per_second",
-        "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms", "baseline_time_ms",
-        "confidence_intervals",
+        "depth_accept_rates", "end_nodes", "nodes_per_call", "rows_per_call", "tree_shares",
+        "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
+        "baseline_time_ms", "confidence_intervals",
     }  # fmt: skip
     assert summary["speedup"] == 1
     assert metrics.summarise([LONG])["speedup"] is None

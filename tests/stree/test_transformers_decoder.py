@@ -383,6 +383,22 @@ def test_drafters(granite, kind, tmp_path):
     assert isinstance(decoder.target, HybridModel)
 
 
+@pytest.mark.parametrize("name", ["chain-2 or paper", "bandit chain-2 or paper"])
+def test_a_tree_may_be_chosen_step_by_step(granite, name):
+    drafter = slice_drafter(shared_model(granite), [0, 2])
+    decoder = stree.from_transformers(granite, drafter, name)
+    assert f"tree {name}" in repr(decoder)
+    for lengths in ((6,), (9, 4)):  # of more rows, costs are measured again
+        ids, mask = prompts(lengths)
+        assert_same(granite, decoder, ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        for each in decoder.outputs:
+            assert each.stats.calls_by_tree.keys() <= {"plain", "chain-2", "paper"}
+            assert each.stats.calls_by_tree.total() == each.stats.num_calls
+    got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
+    assert got.shape == (2, ids.shape[1] + 4)
+    assert str(granite._stree_decoder[1].tree) == name
+
+
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
     """transformers copies the folder's code to its cache and runs it, offline."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
