@@ -26,6 +26,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, METHODS, TREE, Evalu
 from stree_pipelines.gate import gate, summary
 from stree_pipelines.gate.baseline import Baseline
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
+from stree_pipelines.inputs import of_evaluation, require_there
 
 EXAMPLE = (
     "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
@@ -74,6 +75,7 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
+    require_there(of_evaluation(options, [options["checkpoint"]]))
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
     checkpoint, out = options["checkpoint"], Path(options["out"])
     baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])

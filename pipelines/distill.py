@@ -53,12 +53,16 @@ class DistillCLI(TrainingCLI):
         parser.link_arguments("model.target", "data.tokenizer")
 
     def before_instantiate_classes(self) -> None:
+        if (drafter := self.options["model"]["drafter"]) is not None:
+            HybridConfig.from_dict(dict(drafter))  # refuses what is none
+        super().before_instantiate_classes()
+
+    def require_inputs(self) -> None:
+        super().require_inputs()
         model = self.options["model"]
         if model["drafter"] is not None:
             config = HybridConfig.from_dict(dict(model["drafter"]))
-            if not self.options["show_mask"]:
-                require_same_vocabulary(config, load_config(model["target"]))
-        super().before_instantiate_classes()
+            require_same_vocabulary(config, load_config(model["target"]))
 
     def plan_model(self, model_class: Any, **options: Any) -> ModelPlan:
         target = load_config(options["target"])

@@ -21,6 +21,7 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.plan import METHODS, resolve
+from stree_pipelines.inputs import of_evaluation, require_there
 
 
 def build_parser() -> CommandParser:
@@ -73,6 +74,7 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
+    require_there(of_evaluation(options, options["checkpoint"]))
     settings, checkpoints = resolve(options)
     if options["dry_run"]:
         workers = Workers.unconnected()

@@ -34,6 +34,8 @@ from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, requi
 from stree_pipelines.estimates import cache_bytes, num_parameters
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import growth_of, tree_named
+from stree_pipelines.inputs import folder, require_there, source
+from stree_pipelines.inputs import tree as tree_there
 from stree_pipelines.progress import EvaluationProgress
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
@@ -132,6 +134,10 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     if options["limit"] is not None and options["limit"] < 1:
         raise UsageError(f"limit is {options['limit']}, wanted at least 1 prompt")
     target, drafter = options["target"], options["drafter"]
+    require_there([
+        folder("--target", target), *([] if drafter is None else [folder("--drafter", drafter)]),
+        source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
+    ])  # fmt: skip
     config = load_config(target)
     tokenizer = load_tokenizer(target)
     if drafter is not None:

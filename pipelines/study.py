@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 
 import yaml
 
-from stree.errors import NotFound, UsageError, exit_with_reason
+from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
-from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines import inputs
+from stree_pipelines.command_line import PlainParser, input_path, read_yaml
 from stree_pipelines.data.asked import prompts_asked, sourced_rows
 from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.needs import describe_comparison
+from stree_pipelines.inputs import require_there
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import study as tables
-from stree_pipelines.studies.plan import HeldBack, Study, read_study
+from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, read_study
 from stree_pipelines.studies.training import train
 
 
@@ -55,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             for run in runs:
                 print(f"distill.py {' '.join(run.arguments(more))}")
+        require_there(inputs_of(study, runs, deep=options.dry_run))
+        if options.dry_run:
             return
         if study.held_back is not None:
             hold_back(study, study.held_back)
@@ -68,6 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{missing[0]} is not trained ({len(missing)} of {len(runs)}): run study.py train "
                 f"{options.config}, or name the arms that are with --only"
             )
+        if options.dry_run:
+            device = {} if options.device is None else {"device": options.device}
+            what = comparison_of(study.comparison(runs), study.comparison_file, device)
+            for line in describe_comparison(Comparison(*what, workers=Workers.unconnected())):
+                print(line)
+            return
         write_atomically(study.comparison_file, yaml.safe_dump(study.comparison(runs)))
         compare(study, {} if options.device is None else {"device": options.device})
 
@@ -78,6 +91,33 @@ def require_comparable(study: Study) -> None:
     for arm in arms:
         for tree in arm.trees:
             arm.settings(settings, tree)
+
+
+def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[inputs.Look]:
+    """What is read to train; with `deep`, what the trainings' own configurations name, too, but for
+    what the study writes."""
+    if study.held_back is not None and not study.train_file.exists():
+        yield inputs.file("hold_back.train", input_path(study.held_back.train))
+        yield inputs.file("hold_back.prompts", input_path(study.held_back.prompts))
+    for arm in (each for each in study.arms if each in [run.arm for run in runs]):
+        yield inputs.file(f"distil of arm {arm.name}", arm.distil)
+        if deep and Path(arm.distil).is_file():
+            config = read_yaml(Path(arm.distil))
+            for option, look in inputs.of_training(partial(_value, study, arm, config)):
+                yield f"{option} of arm {arm.name}", look
+
+
+def _value(study: Study, arm: StudyArm, config: Any, section: str, name: str) -> Any:
+    """An option of distil.py in an arm: its own, or else its configuration's."""
+    key = f"{section}.{name}"
+    if key == "data.train" and study.held_back is not None and key not in arm.options:
+        return None  # the study's
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    found = arm.options.get(key, config)
+    if not isinstance(found, list):
+        return found
+    return [each for each in found if Path(each) != study.train_file]
 
 
 def compare(study: Study, more: dict[str, Any]) -> None:
@@ -105,7 +145,7 @@ def hold_back(study: Study, source: HeldBack) -> None:
             raise UsageError(f"{study.out} holds back {found}, now {made_from}: take another `out`")
         return
     study.out.mkdir(parents=True, exist_ok=True)
-    train, asked = _file(source.train), _file(source.prompts)
+    train, asked = Path(input_path(source.train)), Path(input_path(source.prompts))
     kept = [row.line for row in sourced_rows(train) if not row.source.startswith(source.source)]
     prompts = prompts_asked(asked, source.source, source.limit, source.turns)
     if not kept or not prompts:
@@ -116,13 +156,6 @@ def hold_back(study: Study, source: HeldBack) -> None:
     write_atomically(study.held_back_file, made_from)
     write_atomically(study.train_file, gzip.compress("".join(kept).encode(), mtime=0))
     write_atomically(study.prompts_file, prompts)
-
-
-def _file(path: str) -> Path:
-    file = Path(input_path(path))
-    if not file.is_file():
-        raise NotFound(f"no file {path}: hold_back names files of your own in the study's YAML")
-    return file
 
 
 if __name__ == "__main__":

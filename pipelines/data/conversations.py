@@ -195,6 +195,11 @@ def _check_order(roles: list[str]) -> None:
         )
 
 
+def require_source(source: str | Path) -> None:
+    """Raise `NotFound` for a file or folder that is not there; reads nothing, fetches nothing."""
+    _rows(source, max_chars=1)
+
+
 def _rows(source: str | Path, max_chars: int) -> Iterator[tuple[str, Any]]:
     """(place, decoded row or BadRow) of every row of any kind of source."""
     path = Path(source).expanduser()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.tokenizer import require_same_tokenizer
 from stree.tree import BeamTree
+from stree_pipelines import inputs
 from stree_pipelines.command_line import input_path, read_yaml
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
@@ -26,6 +27,7 @@ from stree_pipelines.evaluation.plan import (
     make_job,
 )
 from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.inputs import require_there
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest
@@ -157,6 +159,15 @@ class Tuning:
         )
 
 
+def _inputs(settings: EvaluationSettings, arms: list[Arm]) -> Iterator[inputs.Look]:
+    yield inputs.folder("target", settings.target)
+    yield inputs.benchmarks("benchmarks", settings.benchmarks, settings.benchmark_dir)
+    for arm in arms:
+        yield from inputs.drafter(f"drafter of arm {arm.name}", arm.drafter)
+        for name in arm.trees:
+            yield inputs.tree(f"tree of arm {arm.name}", name)
+
+
 class Comparison(Evaluation):
     """All arms on one target, and plain decoding, in turns: each answer is paired with plain
     decoding's of the same prompt. Rows and samples are an evaluation's, whose method is the arm.
@@ -168,6 +179,7 @@ class Comparison(Evaluation):
 
     def __init__(self, settings: EvaluationSettings, arms: list[Arm], **parts: Any) -> None:
         self.arms = arms
+        require_there(_inputs(settings, arms))
         for arm in arms:  # a bad tree is refused now
             for tree in arm.trees:
                 arm.settings(settings, tree)

@@ -56,12 +56,12 @@ def load_benchmark(
         limit: keep the first so many prompts. The order is the file's.
 
     Raises:
-        UsageError: no such benchmark or a limit below 1.
+        NotFound: no such benchmark. UsageError: a limit below 1.
         BadData: the file holds no prompts, or a line that is none; names file and line.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit is {limit}, wanted at least 1 prompt")
-    path = _find(name_or_path, Path(directory) if directory is not None else DEFAULT_DIRECTORY)
+    path = find_benchmark(name_or_path, directory)
     prompts = parse_prompts(path.read_bytes(), path)
     return Benchmark(_name(path, prompts), tuple(prompts[:limit]))
 
@@ -74,7 +74,9 @@ def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
     return path.stem
 
 
-def _find(name_or_path: str, directory: Path) -> Path:
+def find_benchmark(name_or_path: str, directory: str | Path | None = None) -> Path:
+    """The file of `load_benchmark`'s name. Raises NotFound."""
+    directory = Path(directory) if directory is not None else DEFAULT_DIRECTORY
     given = Path(name_or_path)
     if given.suffix or len(given.parts) > 1:
         if given.is_dir():
@@ -90,7 +92,7 @@ def _find(name_or_path: str, directory: Path) -> Path:
         if candidate.is_file():
             return candidate
     known = sorted({path.stem for place in (directory, SHIPPED) for path in place.glob("*.jsonl")})
-    raise UsageError(
+    raise NotFound(
         f"no benchmark {name_or_path!r} in {directory} (there are {', '.join(known)}): "
         "fetch_benchmarks.py gets the public ones; or give --benchmark_dir, or the path of a JSONL "
         f"file ({PROMPT_FORMAT})"

@@ -10,7 +10,7 @@ from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.drafters.naming import DrafterName
-from stree.errors import UsageError
+from stree.errors import NotFound, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
 from stree.generation import GenerationConfig
 from stree.growths import as_growth
@@ -285,11 +285,9 @@ def resolve(
     options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
     run, checkpoints = options.pop("run"), list(options.pop("checkpoint"))
     if run is not None:
-        exports = Path(run, "drafter").glob("step-*")
-        found = sorted(str(path) for path in exports if path.name[len("step-") :].isdecimal())
-        if not found and not checkpoints:
-            raise UsageError(f"{run}/drafter holds no step-* folder: has the run exported yet?")
-        checkpoints += found
+        if not checkpoints:
+            require_exports(run)
+        checkpoints += _exports_of(run)
         options["out"] = options["out"] or str(Path(run, "eval"))
         options["target"] = options["target"] or _target_of(Path(run))
     for name in ("target", "out"):
@@ -301,6 +299,17 @@ def resolve(
             f"methods {', '.join(settings.methods)} need a drafter: give --checkpoint or --run"
         )
     return settings, checkpoints or [None]
+
+
+def require_exports(run: str) -> None:
+    """Raise `NotFound` for a run without an export."""
+    if not _exports_of(run):
+        raise NotFound(f"{run}/drafter holds no step-* folder: has the run exported yet?")
+
+
+def _exports_of(run: str) -> list[str]:
+    exports = Path(run, "drafter").glob("step-*")
+    return sorted(str(path) for path in exports if path.name[len("step-") :].isdecimal())
 
 
 def settings_of(options: Mapping[str, Any]) -> EvaluationSettings:

@@ -35,6 +35,7 @@ from stree_pipelines.command_line import SUBCOMMAND, input_path, program_name
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
 from stree_pipelines.dry_run import config_lines, require_writable
 from stree_pipelines.evaluation.context import describe_code
+from stree_pipelines.inputs import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.training.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.checkpointing import (
     SafeCheckpointIO,
@@ -97,13 +98,6 @@ NOISE = (
 
 
 LIGHTNING = str(Path(lightning.__file__).parent)
-# What a configuration names to be read.
-INPUTS = (
-    ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
-    ("model.loss", "reference"),
-    ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
-    ("evaluation", "config"),
-)  # fmt: skip
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
 
 
@@ -157,7 +151,7 @@ class TrainingCLI(LightningCLI):
             given = self._with_subcommand(given)
         self.config = parser.parse_args(given)
         self._dump_config()  # with names as they were given: the same run from any folder
-        for section, name in INPUTS:
+        for section, name in TRAINING_INPUTS:
             options = self.options.get(section, {})
             value = options.get(name)
             if isinstance(value, str):
@@ -255,11 +249,17 @@ class TrainingCLI(LightningCLI):
             self._take_folder()
         require_same_run(self.run_dir, self.config_dump)
         self.resume_path = latest_valid(self.run_dir)
+        if not self.is_finished:
+            self.require_inputs()
         if self.options["dry_run"]:
             require_writable(self.run_dir)
             self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
         elif not self.is_finished:
             self._prepare_run()
+
+    def require_inputs(self) -> None:
+        """Raise NotFound with all that the configuration names to be read and is not there."""
+        require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
 
     def _require_one_whole_model(self) -> None:
         """Averages and decay phases copy the weights as each process has them."""

@@ -31,10 +31,13 @@ from stree_pipelines import (
     bench_training,
     benchmark_checkpoint,
     cache_teacher,
+    compare,
     distill,
     dry_run,
     estimates,
     eval_spec,
+    generate_data,
+    study,
     train_target,
 )
 from stree_pipelines.training import distillation, needs
@@ -94,6 +97,65 @@ def bytes_under(folder: Path) -> int:
 def architecture_options(**changes) -> list[str]:
     values = {**ARCHITECTURE, **changes}
     return [f"--model.architecture.{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+# What is missing is all told at once, each with what asks for it
+
+
+MISSING = {
+    "distil": ("model.target: no folder T", "model.start_from: no folder S",
+               "data.valid: V.jsonl: no such file", "model.loss.reference: no folder R"),
+    "eval": ("--run: nowhere/drafter holds no step-", "--target: no folder T",
+             "--benchmarks: no benchmark file b2.jsonl; no benchmark 'b1' in",
+             "--tree: no tree 'X.yaml'"),
+    "gate": ("--target: no folder T", "--checkpoint: no folder C", "--benchmarks: no benchmark"),
+    "answers": ("--target: no folder T", "--drafter: no folder D", "--prompts: P.jsonl: no such",
+                "--tree: no tree 'X'"),
+    "compare": ("target: no folder T", "benchmarks: no benchmark file b2.jsonl",
+                "drafter of arm one: no folder D", "drafter of arm two: there is no corpus F",
+                "tree of arm two: no tree 'X'"),
+    "study": ("hold_back.train: no file H", "hold_back.prompts: no file I",
+              "distil of arm two: no file none.yaml", "model.target of arm one: no folder T",
+              "data.valid of arm one: V.jsonl: no such"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "distil.yaml").write_text("model: {target: T}\ndata: {valid: V.jsonl}\n")
+    arms = [{"name": "one", "drafter": "D"}, {"name": "two", "drafter": "ngram:3,F", "tree": "X"}]
+    comparison = {"target": "T", "benchmarks": ["starter", "b2.jsonl"]}
+    (tmp_path / "compare.yaml").write_text(json.dumps({**comparison, "out": "o", "arms": arms}))
+    plan = {
+        "out": "o", "distil": "distil.yaml", "trees": ["paper"], "compare": comparison,
+        "arms": [{"name": "one"}, {"name": "two", "distil": "none.yaml"}],
+        "hold_back": {"source": "s", "train": "H", "prompts": "I"},
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(json.dumps(plan))
+    config = Path(__file__).parents[2] / "configs/distill/quickstart.yaml"
+    commands = {
+        "distil": (distill.main, ["fit", "--config", str(config), "--run_dir", "r",
+                   "--model.target", "T", "--model.start_from", "S", "--data.train", "starter",
+                   "--data.valid", "V.jsonl", "--model.loss.reference", "R",
+                   "--model.loss.keep", "0.5"]),
+        "eval": (eval_spec.main, ["--run", "nowhere", "--target", "T", "--benchmarks", "b1",
+                 "b2.jsonl", "--tree", "chain-2 or X.yaml"]),
+        "gate": (benchmark_checkpoint.main, ["C", "--baseline", "B", "--target", "T", "--out", "o",
+                 "--fail_below", "speedup=-5%", "--benchmarks", "b1"]),
+        "answers": (generate_data.main, ["--target", "T", "--drafter", "D", "--prompts", "P.jsonl",
+                    "--out", "o", "--tree", "X"]),
+        "compare": (compare.main, ["compare.yaml"]),
+        "study": (study.main, ["train", "study.yaml"]),
+    }  # fmt: skip
+    main, arguments = commands[command]
+    with pytest.raises(NotFound) as refused:
+        main([*arguments, "--dry_run"])
+    assert all(each in str(refused.value) for each in MISSING[command]), str(refused.value)
+    assert str(refused.value).count(": no folder T") <= 1
+    assert not (tmp_path / "o").exists() and not (tmp_path / "r").exists()
 
 
 # Nothing is written, and no model is loaded

@@ -178,6 +178,15 @@ def compared(tmp_path_factory):
     return plan
 
 
+def test_a_dry_run_of_the_comparison_measures_nothing(compared, capsys):
+    before = (compared.out / "comparison/results.jsonl").read_bytes()
+    path = str(compared.out.parent / "study.yaml")
+    study.main(["compare", path, "--dry_run"])
+    said = capsys.readouterr().out
+    assert "arm today, seed 0, chain-2: " in said and "answers: 0 to go" in said
+    assert (compared.out / "comparison/results.jsonl").read_bytes() == before
+
+
 def test_a_studys_tables_are_those_of_its_samples(compared):
     store = ResultStore(compared.out / "comparison")
     taus = {}
