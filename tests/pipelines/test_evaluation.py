@@ -698,7 +698,7 @@ def test_command_says_what_is_missing(tmp_path):
     with pytest.raises(UsageError, match="no step-"):
         eval_spec(["--run", str(tmp_path)])
     with pytest.raises(UsageError, match="stree need a drafter: give --checkpoint or --run"):
-        eval_spec(["--out", str(tmp_path), "--target", "t", "--methods", "stree"])
+        eval_spec(["--out", str(tmp_path), "--target", str(tmp_path), "--methods", "stree"])
 
 
 @pytest.mark.long

@@ -293,10 +293,12 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
     decoder, (ids, _) = decoder_of(theirs), prompts((9,))
     options = dict(max_new_tokens=30, do_sample=False)
     plain = theirs.generate(ids, **options)
+    # One token over and over is what a penalty below 1 asks for, and withstands a weak one
+    withstands = (1.3, 0.6) if len(set(plain[0, ids.shape[1] :].tolist())) == 1 else ()
     for penalty in (1.3, 4.0, 0.6):
         got = decoder.generate(ids, **options, repetition_penalty=penalty)
         assert torch.equal(got, theirs.generate(ids, **options, repetition_penalty=penalty))
-        assert not torch.equal(got, plain)
+        assert penalty in withstands or not torch.equal(got, plain)
         assert sum(decoder.outputs[0].stats.accepted_per_call) > 0
 
 
