@@ -183,6 +183,41 @@ def training_steps_table(rows: list[Row]) -> Table:
     return Table("A distillation step", (heads, *lines))
 
 
+def orders_table(rows: list[Row]) -> Table:
+    """Attention of large trees by the order of their nodes."""
+    heads = (
+        "",
+        "blocks read",
+        "of all below",
+        "leaving out, µs a layer",
+        "every block, µs a layer",
+    )
+    lines = [
+        (
+            f"{row['num_nodes']:,} nodes, {row['order']}",
+            f"{row['blocks_read']:,}", f"{row['blocks_below']:,}",
+            f"{_value(row['us_sparse']):.1f}", f"{_value(row['us_dense']):.1f}",
+        )
+        for row in rows if "us_sparse" in row
+    ]  # fmt: skip
+    return Table("Tree attention by the order of nodes", (heads, *lines))
+
+
+def drafts_table(rows: list[Row]) -> Table:
+    """Drafting a tree, by what the drafter is."""
+    heads = ("", "nodes", "T = 0, µs", "T = 1, µs")
+    lines = [
+        (
+            row["shape"] + (f", {row['drafter']}" if row.get("drafter") else ""),
+            str(row["num_nodes"]),
+            *(f"{_value(row[key]):,.0f}" if key in row else MISSING
+              for key in ("us_draft", "us_draft_sampled")),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Table("Drafts", (heads, *lines))
+
+
 def losses_figure(rows: list[Row]) -> Figure:
     """Loss against step, a curve for each number of processes and strategy."""
     figure, axes = new_figure()
@@ -403,6 +438,8 @@ def main(arguments: list[str] | None = None) -> None:
     for wanted, table in (
         ("op", kernels_table),
         ("target call", calls_table),
+        ("orders", orders_table),
+        ("draft", drafts_table),
         ("profile", profiles_table),
         ("step", steps_table),
         ("graphs", graphs_table),

@@ -45,7 +45,7 @@ def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int 
 
 
 def stree_1(folder: Path) -> Made:
-    rows = _bench(folder, what="target call", context=1024)
+    rows = bench_rows(folder, what="target call", context=1024)
     used, columns = [], []
     for shape, name in (("mamba2-2.7b", "Mamba2-2.7B"), ("8b", "MambaInLlama-8B's shape")):
         calls = {row["num_nodes"]: row for row in rows if row["shape"] == shape}
@@ -57,7 +57,7 @@ def stree_1(folder: Path) -> Made:
             f"{name}, {OURS}", f"{_ms(tree, 'us_step'):.2f}",
             *(f"{_ms(call, 'us_tree'):.2f} ({call['over_step']:.2f}x)" for call in (tree, chain)),
         ))  # fmt: skip
-    _require(columns, "target call", folder)
+    require_rows(columns, "target call", folder)
     lines = [
         (*paper, *(column[at] for column in columns)) for at, paper in enumerate(theirs.STREE_1)
     ]
@@ -65,12 +65,12 @@ def stree_1(folder: Path) -> Made:
 
 
 def stree_figure_2(folder: Path) -> Made:
-    rows = _bench(folder, what="target call", context=1024)
+    rows = bench_rows(folder, what="target call", context=1024)
     by_shape: dict[str, dict[int, Any]] = {}
     for row in rows:
         by_shape.setdefault(row["shape"], {})[row["num_nodes"]] = row
     calls = {shape: each for shape, each in by_shape.items() if CHAIN_NODES in each}
-    _require(calls, "target call", folder)
+    require_rows(calls, "target call", folder)
     heads = [f"{shape}, {what}" for shape in calls for what in ("ms", "τ that it needs")]
     lines: list[Cells] = [("N", *heads)]
     for count in sorted({count for each in calls.values() for count in each}):
@@ -85,7 +85,7 @@ def stree_figure_2(folder: Path) -> Made:
 
 
 def stree_figure_3(folder: Path) -> Made:
-    rows = {row["num_nodes"]: row for row in _bench(folder, what="unrolled")}
+    rows = {row["num_nodes"]: row for row in bench_rows(folder, what="unrolled")}
     ways = {"Packed": ("us_tree",), "Unrolled": ("us_unrolled_multi_step", "us_unrolled")}
     lines: list[Cells] = [(
         "Tree depth", "Methods", "#. of States", OURS, "Tokens Computed", OURS, "Runtime in ms",
@@ -105,17 +105,17 @@ def stree_figure_3(folder: Path) -> Made:
             theirs.STREE_FIGURE_3_MS.get((depth, way), MISSING),
             figure(_ms(row, key) if row and key else None),
         ))  # fmt: skip
-    _require(used, "unrolled", folder)
+    require_rows(used, "unrolled", folder)
     return made("STree, Figure 3: full binary trees, packed and unrolled", lines, used, 2)
 
 
 def snakes_1(folder: Path) -> Made:
     rows = {
-        row["num_nodes"]: row for row in _bench(folder, op="mamba_tree") if row["shape"] == "8b"
+        row["num_nodes"]: row for row in bench_rows(folder, op="mamba_tree") if row["shape"] == "8b"
     }
     keys = ("us_mamba_ssm_updates", "us_multi_step", "us_fused")
     ours = {count: row for count, row in rows.items() if count <= 16 and set(keys) <= row.keys()}
-    _require(ours, "mamba_tree", folder)
+    require_rows(ours, "mamba_tree", folder)
     lines: list[Cells] = [(
         "seqlen", "SSU", "CS", "Ours", f"SSU, {OURS}", f"multi-step, {OURS}",
         f"tree scan with conv and replay, {OURS}",
@@ -132,8 +132,8 @@ def snakes_1(folder: Path) -> Made:
 
 
 def snakes_3(folder: Path) -> Made:
-    rows = [row for row in _bench(folder, what="joint") if row["num_rows"] == 1]
-    _require(rows, "joint", folder)
+    rows = [row for row in bench_rows(folder, what="joint") if row["num_rows"] == 1]
+    require_rows(rows, "joint", folder)
     lines: list[Cells] = [("# of spec.", "ARP", "Joint")]
     lines += [(f"{name}, paper", *cells) for name, *cells in theirs.SNAKES_3]
     for row in rows:
@@ -144,8 +144,8 @@ def snakes_3(folder: Path) -> Made:
 
 
 def snakes_figure_4(folder: Path) -> Made:
-    rows = _bench(folder, what="serve")
-    _require(rows, "serve", folder)
+    rows = bench_rows(folder, what="serve")
+    require_rows(rows, "serve", folder)
     ways = ("plain", "tree", "modes")
     heads = ("batch size", "τ", *(f"tokens/s, {way}" for way in ways), "tree", "modes")
     lines: list[Cells] = [heads]
@@ -172,7 +172,7 @@ def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path]
             for row in rows
             if row.step in (None, last) and row.benchmark in BENCHMARKS and row.method in LABELS
         }
-        _require(found, "evaluation", folder)
+        require_rows(found, "evaluation", folder)
         heads = [
             "",
             *(f"{name}, {what}" for name in BENCHMARKS.values() for what in ("speed", "τ")),
@@ -197,7 +197,7 @@ def stree_6(folder: Path) -> Made:
         if row.step is not None and row.benchmark == "mt_bench" and row.temperature == 1.0
     ]  # fmt: skip
     found = {(row.step, row.method): row for row in rows}
-    _require(found, "mt_bench at T = 1", folder)
+    require_rows(found, "mt_bench at T = 1", folder)
     steps = sorted({step for step, _ in found if step is not None})
     head, *paper = theirs.STREE_6
     lines: list[Cells] = [(*head, *(f"{step} step, {OURS}" for step in steps))]
@@ -221,7 +221,7 @@ def stree_8(folder: Path) -> Made:
         _one(row for row in models if row.tree and row.tree.name.startswith("beam-")),
     ]
     used = [row for row in picked if row]
-    _require(used, "mt_bench at T = 0", folder)
+    require_rows(used, "mt_bench at T = 0", folder)
     head, speed, tau = theirs.STREE_8
     mine = [_speed_and_tau(row) for row in picked]
     lines = [
@@ -243,7 +243,7 @@ def stree_figure_4(folder: Path) -> Made:
         for row in rows
         if row.tree and (row.tree.name, row.verifier) == way
     }
-    _require(found, "mt_bench", folder)
+    require_rows(found, "mt_bench", folder)
     lines: list[Cells] = [("T", *(f"{name}, {w}" for name in ways for w in ("speed", "τ")))]
     for temperature in sorted({temperature for _, temperature in found}):
         cells = [_speed_and_tau(found.get((name, temperature))) for name in ways]
@@ -256,7 +256,7 @@ def stree_4(folder: Path) -> Made:
     trees = ("paper", "stree-b", "stree-c", "stree-d", "stree-e")
     picked = [rows.get(tree) for tree in trees]
     used = [row for row in picked if row]
-    _require(used, "mt_bench at T = 1", folder)
+    require_rows(used, "mt_bench at T = 1", folder)
     *heads, speed, tau = theirs.STREE_4
     mine = [_speed_and_tau(row) for row in picked]
     lines = [
@@ -277,7 +277,7 @@ def drafters_5(folder: Path) -> Made:
         ours.append(
             (f"{mark}, {OURS}", tau, figure(row.time_ms.get("draft") if row else None), speed)
         )
-    _require(used, "mt_bench at T = 0", folder)
+    require_rows(used, "mt_bench at T = 0", folder)
     lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper), *ours]
     return made("Mamba Drafters, Table 5: a chain and a tree on MT-Bench", lines, used)
 
@@ -287,7 +287,7 @@ def drafters_6(folder: Path) -> Made:
     head, *paper = theirs.DRAFTERS_6
     trees = [f"drafters-{title.strip('()').replace(',', '-')}" for title in head[1:]]
     used = [rows[tree] for tree in trees if tree in rows]
-    _require(used, "mt_bench at T = 0", folder)
+    require_rows(used, "mt_bench at T = 0", folder)
     mine = (f"Mamba-2, {OURS}", *(_speed_and_tau(rows.get(tree))[0] for tree in trees))
     lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper), mine]
     return made("Mamba Drafters, Table 6: tokens/s by tree", lines, used)
@@ -302,7 +302,7 @@ def drafters_7(folder: Path) -> Made:
         chosen = _one(row for row in rows if (_tree_name(row) or "").startswith(BANDIT))
         used += [row for row in (fixed, chosen) if row]
         columns.append([_speed_and_tau(row)[0] for row in (fixed, chosen)])
-    _require(used, "T = 0", folder)
+    require_rows(used, "T = 0", folder)
     lines = [head, *((f"{mark}, paper", *cells) for mark, *cells in paper)]
     lines += [
         (f"{mark}, {OURS}", *(column[at] for column in columns))
@@ -329,7 +329,7 @@ def snakes_5(folder: Path) -> Made:
         ]
         used += [row for row in picked if row]
         lines.append((f"{name}, {OURS}", *(_speed_and_tau(row)[0] for row in picked)))
-    _require(used, "T = 0", folder)
+    require_rows(used, "T = 0", folder)
     return made("Snakes and Ladders, Table 5: tokens/s with n-grams", lines, used)
 
 
@@ -361,13 +361,13 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
                     f"{figure(row.speedup)}× ({figure(row.acceptance_length)})" if row else MISSING
                 )
             lines.append((data, temperature, *cells, *mine))
-        _require(used, "trees that grow", folder)
+        require_rows(used, "trees that grow", folder)
         return made(title, lines, used, 2)
 
     return build
 
 
-def _bench(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
+def bench_rows(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
     """Benchmark rows that have these values."""
     rows = read_rows(folder) if folder.is_dir() else []
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
@@ -423,7 +423,7 @@ def _ms(row: dict[str, Any], key: str) -> float:
     return value
 
 
-def _require(found: Sequence[Any] | Any, what: str, folder: Path) -> None:
+def require_rows(found: Sequence[Any] | Any, what: str, folder: Path) -> None:
     if not found:
         raise NotFound(
             f"{folder} has no rows of {what}: run the command that --list names, or give its "

@@ -256,7 +256,7 @@ def test_random_weights_have_a_loaded_models_types(tiny_published):
 def test_a_profile_is_saved_and_printed(tmp_path, capsys):
     row = dict(what="profile", us=2.5, kernels={"norm_kernel": dict(us=2.5, count=1.0)})
     timing.write_rows(tmp_path / "rows.jsonl", [row], CPU)
-    assert capsys.readouterr().out == "what=profile us=2.500 kernels=norm_kernel 2.5/1.0\n"
+    assert capsys.readouterr().out == "what=profile us=2.500 kernels=norm_kernel 2.500/1.000\n"
     assert json.loads((tmp_path / "rows.jsonl").read_text())["kernels"] == row["kernels"]
 
 

@@ -13,11 +13,14 @@ from tiny_evaluation import export, make_world
 from stree.errors import NotFound, UsageError
 from stree.tree import TokenTree, balanced
 from stree_pipelines import compare, paper_tables
+from stree_pipelines.bench_report import read_rows
+from stree_pipelines.benches import orders
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.reports import paper_numbers
 from stree_pipelines.reports.paper_list import ENTRIES, page
 
 REPOSITORY = Path(__file__).parents[2]
+STEP = REPOSITORY / "docs/results/h200-step"
 COMMITTED = [
     "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
     "stree-table-7", "snakes-table-1",
@@ -62,12 +65,19 @@ def printed(capsys, *arguments) -> str:
 
 
 def test_blocks_by_node_order_are_about_the_papers(capsys):
-    """Its reordered trees have between what depth-first and random orders leave of ours."""
+    """Its reordered trees have between what depth-first and random orders leave of ours; beside
+    them stands what attention took."""
+    rows = [row for row in read_rows(STEP) if row.get("what") == "orders"]
     text = printed(capsys, "dyspec-table-5")
     for size in ("256", "512", "1024", "2048"):
-        grown, reordered, drawn, first, heavy = map(float, line_of(text, size))
+        grown, reordered, drawn, first, heavy, *times = map(float, line_of(text, size))
         assert drawn == pytest.approx(grown, rel=0.02)
         assert heavy <= first == pytest.approx(reordered, rel=0.1)
+        of_order = {row["order"]: row for row in rows if row["num_nodes"] == int(size)}
+        medians = [of_order[name]["us_sparse"]["median"] for name in orders.ORDERS]
+        assert times == pytest.approx(
+            [*medians, of_order["as grown"]["us_dense"]["median"]], abs=0.06
+        )
 
 
 def line_of(text: str, label: str) -> list[str]:
