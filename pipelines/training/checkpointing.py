@@ -286,9 +286,7 @@ class TrainingCheckpoints(pl.Callback):
         step = trainer.global_step
         if epoch_loop._should_accumulate() or step == self._saved_step:
             return
-        self._stopping = trainer.strategy.reduce_boolean_decision(
-            self.signals.number is not None, all=False
-        )
+        self._stopping = self.told(trainer)
         if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
             fetcher = trainer.fit_loop._data_fetcher
             assert fetcher is not None
@@ -296,6 +294,29 @@ class TrainingCheckpoints(pl.Callback):
             self._save_after_validation = epoch_loop._should_check_val_fx(fetcher)
             if not self._save_after_validation:
                 self._save_and_maybe_stop(trainer)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> TrainingCheckpoints:
+        """The one of this training."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, cls))
+
+    def told(self, trainer: pl.Trainer) -> bool:
+        """Whether any rank has been told to stop; all ranks ask at once."""
+        told: bool = trainer.strategy.reduce_boolean_decision(
+            self.signals.number is not None, all=False
+        )
+        return told
+
+    def stop_before_batch(self, trainer: pl.Trainer) -> None:
+        """Save what the last step's end would have saved, now that a batch has been taken for the
+        next one, and stop."""
+        if trainer.global_step != self._saved_step:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            progress.total.ready -= 1
+            progress.current.ready -= 1
+            self._save(trainer)
+        self._stop(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._save_after_validation:

@@ -8,7 +8,7 @@ on from where it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -53,9 +53,16 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
     module.tokens_seen, module.step_metrics = kept
 
 
-def run_decay(trainer: pl.Trainer, module: Training, first: int, last: int) -> None:
+def run_decay(
+    trainer: pl.Trainer,
+    module: Training,
+    first: int,
+    last: int,
+    told: Callable[[], bool],
+) -> bool:
     """Steps first + 1 … last of a training that ends with step `last`, on the batches that these
-    steps have, by Lightning's own loop."""
+    steps have, by Lightning's own loop. False if it was told to stop, which is asked after each
+    step, before the last one was done."""
     loop, optimizer = trainer.fit_loop.epoch_loop, trainer.optimizers[0]
     accumulate, data = trainer.accumulate_grad_batches, trainer.datamodule  # type: ignore[attr-defined]
     batches = data.micro_batches(trainer.global_rank, trainer.world_size, accumulate)
@@ -67,6 +74,10 @@ def run_decay(trainer: pl.Trainer, module: Training, first: int, last: int) -> N
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             inputs = OrderedDict(batch=batch, batch_idx=number)
             loop.automatic_optimization.run(optimizer, number, inputs)
+            step, micro_batch = divmod(number + 1, accumulate)
+            if not micro_batch and step < last and told():
+                return False
+        return True
     finally:
         module.last_step = end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
-from stree_pipelines.training.checkpointing import step_directory
+from stree_pipelines.training.checkpointing import TrainingCheckpoints, step_directory
 from stree_pipelines.training.decay_phase import as_it_was, run_decay
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
@@ -117,9 +118,15 @@ class Exports(pl.Callback):
             return
         for first, last in self.branches(trainer.max_steps):
             if first == trainer.global_step and not self._exists_everywhere(trainer, last):
+                checkpoints = TrainingCheckpoints.of(trainer)
                 with pl_module.untimed(), as_it_was(trainer, pl_module):
-                    run_decay(trainer, pl_module, first, last)
-                    self._export(trainer, pl_module, last, {"decayed_from_step": first})
+                    is_done = run_decay(
+                        trainer, pl_module, first, last, partial(checkpoints.told, trainer)
+                    )
+                    if is_done:
+                        self._export(trainer, pl_module, last, {"decayed_from_step": first})
+                if not is_done:
+                    checkpoints.stop_before_batch(trainer)
 
     def _exists_everywhere(self, trainer: pl.Trainer, step: int) -> bool:
         here = not trainer.is_global_zero or self._exists(self.path_of(step))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from process_group import run_together
 from run_checks import assert_same_run, steps_in
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
-from stree.errors import UsageError
+from stree.errors import Preempted, UsageError
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
@@ -146,6 +148,33 @@ def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching,
                 shutil.rmtree(run_dir / folder / f"step-{step:08d}")
     distill.main(branching_arguments(workspace, run_dir))
     assert_same_run(run_dir, branching)
+
+
+@pytest.mark.parametrize("every_n_steps", [2, 99])
+def test_a_decay_that_is_told_to_stop_is_begun_again(
+    workspace, branching, tmp_path, monkeypatch, every_n_steps
+):
+    """The state before it is saved, unless it was."""
+    step = Distillation.training_step
+
+    def told(module, batch, batch_idx):
+        if module.last_step == 4:  # the decay of the export at 4, in its first of two steps
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(Distillation, "training_step", told)
+    arguments = branching_arguments(
+        workspace, tmp_path, "--checkpoint.every_n_steps", str(every_n_steps)
+    )
+    with pytest.raises(Preempted, match="stopped by SIGTERM after step 2; everything is saved"):
+        distill.main(arguments)
+    assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "drafter") == [1]
+    monkeypatch.undo()
+    distill.main(arguments)
+    assert metric_rows(tmp_path) == metric_rows(branching)
+    for export in (1, 4, 6):
+        name = f"drafter/step-{export:08d}"
+        assert_equal_weights(tmp_path / name, branching / name)
 
 
 def test_what_is_exported_is_the_average_that_the_training_state_has(branching):
