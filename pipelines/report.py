@@ -13,6 +13,7 @@ decoded with different settings are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from matplotlib.figure import Figure
 from stree.errors import UsageError, exit_with_reason
 from stree.files import make_directory, write_atomically
 from stree_pipelines.command_line import CommandParser
-from stree_pipelines.evaluation.records import RESULTS_NAME, write_rows
+from stree_pipelines.evaluation.records import (
+    RESULTS_NAME,
+    packed_samples,
+    samples_label,
+    write_rows,
+)
 from stree_pipelines.reports import plots, runs_plots, runs_tables
 from stree_pipelines.reports.lossless import lossless_markdown
 from stree_pipelines.reports.page import page_context, runs_context
@@ -102,7 +108,8 @@ def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
 
 def write_records(data: RunData, out: str | Path) -> list[Path]:
     """Write what the report was made of into `out`: the rows shown, their samples, packed, and what
-    the training left. `load_run` reads the folder as it reads the run. Returns the paths.
+    the training left. `load_run` reads the folder as it reads the run. Returns the paths; `data`
+    then names the samples as they are named there.
 
     Raises UsageError when it is the run's own folder, CannotWrite when it refuses.
     """
@@ -112,10 +119,13 @@ def write_records(data: RunData, out: str | Path) -> list[Path]:
     rows = []
     for row in data.rows:
         samples = store.samples(row)
-        name = row.samples.removesuffix(".gz") + ".gz"
+        name = packed_samples(samples_label(row.samples))
         if samples:
             write_rows(folder / name, samples)
         rows.append(row.model_copy(update={"samples": name}))
+    for key, cell in data.cells.items():
+        names = tuple(packed_samples(samples_label(name)) for name in cell.files)
+        data.cells[key] = replace(cell, files=names)
     write_rows(folder / RESULTS_NAME, rows)
     named = (folder / row.samples for row in rows)
     paths = [folder / RESULTS_NAME, *(path for path in named if path.exists())]

@@ -27,7 +27,6 @@ from stree.errors import (
     UsageError,
     naming_what_does_not_fit,
 )
-from stree.files import sweep_leftovers
 from stree.tokenizer import require_same_tokenizer
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.data.chat import resolve_template
@@ -222,7 +221,6 @@ class Evaluation:
         self.store.publish(self._row(job, samples), samples)
 
     def _prepare_folder(self, jobs: Sequence[Job]) -> None:
-        sweep_leftovers(self.store.directory)
         self.store.tidy()
         if self.settings.overwrite:
             # What this process measured, the baseline of an earlier checkpoint, stays.

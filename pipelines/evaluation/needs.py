@@ -23,8 +23,8 @@ from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_l
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.records import ResultKey
 
-# Of a line of samples_*.jsonl, measured on a run of configs/eval/quickstart.yaml: numbers of the
-# prompt and of a turn, and text, id and acceptance of a token.
+# Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
+# of a turn, and text, id and acceptance of a token.
 SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
 RESULT_BYTES = 2650
 # What each arm of a comparison says itself

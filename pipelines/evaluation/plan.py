@@ -22,7 +22,7 @@ from stree.verifiers import named, require_tree
 from stree_pipelines.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
-from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash
+from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash, packed_samples
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
 
@@ -194,11 +194,11 @@ class Job:
 
     @property
     def samples_name(self) -> str:
-        """File name of its samples: readable, and unique by the hash of its key."""
+        """The file of its samples: readable, and unique by the hash of its key."""
         step = self.drafter.step if self.drafter else None
         prefix = "" if step is None else f"step-{step:08d}_"
         label = f"{prefix}{self.method}_{self.benchmark.name}_T{self.temperature:g}"
-        return f"samples_{label}_{config_hash({'key': self.result_key})[:8]}.jsonl.gz"
+        return packed_samples(f"{label}_{config_hash({'key': self.result_key})[:8]}")
 
     @property
     def _head(self) -> tuple[str | None, str, str | None, str]:

@@ -1,4 +1,4 @@
-"""The saved form of an evaluation: `results.jsonl`, `samples_*.jsonl.gz`, and workers' journals.
+"""The saved form of an evaluation: `results.jsonl`, `samples/*.jsonl.gz`, and workers' journals.
 
 While an evaluation runs, each worker appends every finished prompt to its own journal in one
 write with fsync; nothing else is needed to go on after a kill. When all prompts of a
@@ -24,12 +24,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from stree.errors import BadData
-from stree.files import reporting_refusals, write_atomically
+from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.speculation_profile import Record, Tree
 from stree.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
+SAMPLES_NAME = "samples"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
 # Rows pack to a fifth or a tenth of their size; what packs better than this is no file of rows.
@@ -123,7 +124,8 @@ class ResultRow(Record):
     lossless: Lossless | None
     confidence_intervals: dict[str, tuple[float, float] | None]
     environment: Environment
-    samples: Annotated[str, Field(pattern=r"^samples_[^/\x00]*\.jsonl(\.gz)?$")]
+    # From the row's folder; earlier evaluations left samples_LABEL.jsonl(.gz) beside the rows.
+    samples: Annotated[str, Field(pattern=r"^samples[/_][^/\x00]*\.jsonl(\.gz)?$")]
 
     @property
     def key(self) -> ResultKey:
@@ -214,6 +216,16 @@ class SampleRow(Record):
 def config_hash(content: dict[str, Any]) -> str:
     """sha256 of a JSON-able description, independent of its key order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def packed_samples(label: str) -> str:
+    """The file of a label's samples, from the folder of `results.jsonl`."""
+    return f"{SAMPLES_NAME}/{label}.jsonl.gz"
+
+
+def samples_label(name: str) -> str:
+    """What `packed_samples` was given, also where an earlier evaluation named the file."""
+    return name.removeprefix(SAMPLES_NAME)[1:].removesuffix(".gz").removesuffix(".jsonl")
 
 
 def append_row(path: Path, row: BaseModel) -> None:
@@ -308,7 +320,7 @@ class ResultStore:
 
     def journal(self, samples_name: str, worker: int, row: SampleRow) -> None:
         """Save one finished prompt; each worker writes to a file of its own."""
-        name = f"{_stem(samples_name)}.worker-{worker:05d}.jsonl"
+        name = f"{_journal_stem(samples_name)}.worker-{worker:05d}.jsonl"
         append_row(self.directory / JOURNALS_NAME / name, row)
 
     def publish(self, row: ResultRow, samples: Sequence[SampleRow]) -> None:
@@ -329,12 +341,14 @@ class ResultStore:
             self._clear_journals(name)
 
     def tidy(self) -> None:
-        """Drop the journals that a kill right after publishing left behind."""
+        """Drop what kills left behind: files half written, and journals of published rows."""
+        sweep_leftovers(self.directory)
+        sweep_leftovers(self.directory / SAMPLES_NAME)
         for row in self.results():
             self._clear_journals(row.samples)
 
     def _journals(self, samples_name: str) -> list[Path]:
-        stem = glob.escape(_stem(samples_name))
+        stem = glob.escape(_journal_stem(samples_name))
         return sorted((self.directory / JOURNALS_NAME).glob(f"{stem}.worker-*.jsonl"))
 
     def _clear_journals(self, samples_name: str) -> None:
@@ -342,8 +356,9 @@ class ResultStore:
             path.unlink()
 
 
-def _stem(samples_name: str) -> str:
-    return samples_name.removesuffix(".gz").removesuffix(".jsonl")
+def _journal_stem(samples_name: str) -> str:
+    # The same whichever version writes it: an evaluation that an earlier one began goes on.
+    return f"samples_{samples_label(samples_name)}"
 
 
 def _unpacked(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from run_checks import (
     table_without_timings,
 )
 
-from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.evaluation.records import ResultStore, samples_label
 
 KILLS = 5
 pytestmark = pytest.mark.timeout(1200)  # a busy machine only; a chain takes half a minute
@@ -197,5 +197,8 @@ def lines_written(out: Path) -> int:
     for path in out.glob("journals/*.jsonl"):
         with suppress(FileNotFoundError):
             waiting[path.name.replace(".worker-00000", "")] = path.read_bytes().count(b"\n")
-    published = {row.samples: row.num_prompts for row in ResultStore(out).results()}
+    published = {
+        f"samples_{samples_label(row.samples)}.jsonl": row.num_prompts
+        for row in ResultStore(out).results()
+    }
     return sum((waiting | published).values())

@@ -188,12 +188,12 @@ def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, mo
     slow = [
         row.model_copy(update={
             "environment": row.environment.model_copy(update={"device": "CPU: slow"}),
-            "decoding_hash": "cpu", "samples": f"samples_slow_{row.samples}",
+            "decoding_hash": "cpu", "samples": row.samples.replace("samples/", "samples/slow_"),
         })
         for row in ResultStore(tmp_path / "slow/eval").results()
     ]  # fmt: skip
-    for path in (tmp_path / "slow/eval").glob("samples_*"):
-        path.rename(store.directory / f"samples_slow_{path.name}")
+    for path in (tmp_path / "slow/eval/samples").iterdir():
+        path.rename(store.directory / f"samples/slow_{path.name}")
     write_rows(store.directory / RESULTS_NAME, [*here, *slow])
     profile = profile_of(store, tmp_path, "10000")
     assert profile.recommended("cpu", 0.0, "float32").method == "autoregressive"

@@ -18,8 +18,9 @@ from stree_pipelines.evaluation.records import (
     Turn,
     append_row,
     config_hash,
+    packed_samples,
     read_rows,
-    write_rows,
+    samples_label,
 )
 
 METRICS_NAMES = {
@@ -62,7 +63,7 @@ def result(**changes) -> ResultRow:
             git_sha=None, device="CPU", dtypes={}, versions={}, command_line="x",
             num_processes=1, num_threads=1,
         ),
-        "samples": "samples_b.jsonl",
+        "samples": "samples/b.jsonl",
     }  # fmt: skip
     return ResultRow(**{**values, **changes})
 
@@ -123,42 +124,42 @@ def test_a_folder_that_refuses_is_reported(tmp_path):
 
 def test_journals_of_several_workers_merge_each_prompt_once(tmp_path):
     store = ResultStore(tmp_path)
-    store.journal("samples_b.jsonl", 0, sample("a"))
-    store.journal("samples_b.jsonl", 1, sample("b"))
-    store.journal("samples_b.jsonl", 1, sample("a", decode_s=9.0))
-    store.journal("samples_other.jsonl", 0, sample("z"))
-    found = store.journalled("samples_b.jsonl")
+    store.journal("samples/b.jsonl", 0, sample("a"))
+    store.journal("samples/b.jsonl", 1, sample("b"))
+    store.journal("samples/b.jsonl", 1, sample("a", decode_s=9.0))
+    store.journal("samples/other.jsonl", 0, sample("z"))
+    found = store.journalled("samples/b.jsonl")
     assert [row.prompt_id for row in found.values()] == ["a", "b"]
     assert found[sample("a").key].decode_s == 0.2  # the first measurement stays
 
 
 def test_publishing_replaces_a_row_of_the_same_key_and_clears_its_journals_only(tmp_path):
     store = ResultStore(tmp_path)
-    other = result(step=20, checkpoint_sha256="other", samples="samples_other.jsonl")
+    other = result(step=20, checkpoint_sha256="other", samples="samples/other.jsonl")
     store.publish(other, [sample()])
-    store.journal("samples_b.jsonl", 0, sample())
-    store.journal("samples_c.jsonl", 0, sample())
+    store.journal("samples/b.jsonl", 0, sample())
+    store.journal("samples/c.jsonl", 0, sample())
     store.publish(result(acceptance_length=1.0), [sample("a"), sample("b")])
     store.publish(result(acceptance_length=2.0), [sample("c")])
     assert [row.acceptance_length for row in store.results()] == [1.5, 2.0]
     assert [row.prompt_id for row in store.samples(store.results()[1])] == ["c"]
-    assert not store.journalled("samples_b.jsonl") and store.journalled("samples_c.jsonl")
+    assert not store.journalled("samples/b.jsonl") and store.journalled("samples/c.jsonl")
 
 
 def test_forgetting_drops_rows_and_journals(tmp_path):
     store = ResultStore(tmp_path)
     store.publish(result(), [sample()])
-    store.journal("samples_b.jsonl", 0, sample())
-    store.forget({result().key: "samples_b.jsonl"})
-    assert store.results() == [] and not store.journalled("samples_b.jsonl")
+    store.journal("samples/b.jsonl", 0, sample())
+    store.forget({result().key: "samples/b.jsonl"})
+    assert store.results() == [] and not store.journalled("samples/b.jsonl")
 
 
 def test_a_journal_left_after_publishing_is_tidied(tmp_path):
     store = ResultStore(tmp_path)
     store.publish(result(), [sample()])
-    store.journal("samples_b.jsonl", 0, sample())
+    store.journal("samples/b.jsonl", 0, sample())
     store.tidy()
-    assert not store.journalled("samples_b.jsonl")
+    assert not store.journalled("samples/b.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -179,22 +180,58 @@ def test_config_hash_ignores_key_order():
 
 def test_samples_are_packed_and_the_same_rows_make_the_same_bytes(tmp_path):
     store = ResultStore(tmp_path)
-    packed = result(samples="samples_b.jsonl.gz")
+    packed = result(samples="samples/b.jsonl.gz")
     store.publish(packed, [sample("a"), sample("b")])
-    first = (tmp_path / "samples_b.jsonl.gz").read_bytes()
+    first = (tmp_path / "samples/b.jsonl.gz").read_bytes()
     assert first[:2] == b"\x1f\x8b"
     assert [row.prompt_id for row in store.samples(packed)] == ["a", "b"]
-    store.journal("samples_b.jsonl.gz", 0, sample("a"))
-    assert list(store.journalled("samples_b.jsonl.gz").values()) == [sample("a")]
+    store.journal("samples/b.jsonl.gz", 0, sample("a"))
+    assert list(store.journalled("samples/b.jsonl.gz").values()) == [sample("a")]
     store.publish(packed, [sample("a"), sample("b")])
-    assert (tmp_path / "samples_b.jsonl.gz").read_bytes() == first
-    assert not store.journalled("samples_b.jsonl.gz")
+    assert (tmp_path / "samples/b.jsonl.gz").read_bytes() == first
+    assert not store.journalled("samples/b.jsonl.gz")
 
 
-def test_samples_of_earlier_evaluations_are_read_unpacked(tmp_path):
-    write_rows(tmp_path / "samples_b.jsonl", [sample("a")])
-    assert (tmp_path / "samples_b.jsonl").read_bytes().startswith(b'{"version":1')
-    assert ResultStore(tmp_path).samples(result()) == [sample("a")]
+@pytest.mark.parametrize("name", ["samples_b.jsonl.gz", "samples_b.jsonl", "samples/b.jsonl"])
+def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
+    """Beside the rows, and not always packed."""
+    store = ResultStore(tmp_path)
+    store.publish(result(samples=name), [sample("a")])
+    assert (tmp_path / name).is_file() and store.samples(*store.results()) == [sample("a")]
+    assert packed_samples(samples_label(name)) == "samples/b.jsonl.gz"
+
+
+def test_an_evaluation_that_an_earlier_version_began_goes_on(tmp_path):
+    """Its journals have the name that they have now."""
+    append_row(tmp_path / "journals/samples_b.worker-00001.jsonl", sample("a"))
+    store = ResultStore(tmp_path)
+    store.journal("samples/b.jsonl.gz", 1, sample("b"))
+    assert [row.prompt_id for row in store.journalled("samples/b.jsonl.gz").values()] == ["a", "b"]
+    assert [row.prompt_id for row in store.journalled("samples_b.jsonl.gz").values()] == ["a", "b"]
+
+
+def test_the_folder_has_the_rows_and_a_subfolder_the_samples(tmp_path):
+    ResultStore(tmp_path).publish(result(), [sample()])
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "samples"}
+
+
+@pytest.mark.parametrize(
+    "name", ["b.jsonl", "samples/../b.jsonl", "samples/a/b.jsonl", "/samples/b.jsonl", "samples/b"]
+)
+def test_samples_are_nowhere_else(name):
+    with pytest.raises(ValidationError):
+        result(samples=name)
+
+
+def test_halves_of_files_that_a_kill_left_are_tidied(tmp_path):
+    store = ResultStore(tmp_path)
+    store.publish(result(), [sample()])
+    for folder in (tmp_path, tmp_path / "samples"):
+        half = folder / ".tmp-1-0badc0de-anothernode"
+        half.write_bytes(b"half")
+        os.utime(half, (0, 0))
+    store.tidy()
+    assert not list(tmp_path.rglob(".tmp-*")) and store.samples(result()) == [sample()]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +243,7 @@ def test_samples_of_earlier_evaluations_are_read_unpacked(tmp_path):
     ],
 )
 def test_damaged_packed_samples_are_one_clear_line(tmp_path, content, reason):
-    (tmp_path / "samples_b.jsonl.gz").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(content)
     with pytest.raises(BadData, match=reason) as got:
-        read_rows(tmp_path / "samples_b.jsonl.gz", SampleRow)
-    assert "samples_b.jsonl.gz" in str(got.value) and "\n" not in str(got.value)
+        read_rows(tmp_path / "b.jsonl.gz", SampleRow)
+    assert "b.jsonl.gz" in str(got.value) and "\n" not in str(got.value)

@@ -145,7 +145,7 @@ def test_losslessness_counts_every_evaluation_of_a_run(tmp_path):
 def test_works_without_training_files_or_samples(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0,))
     (tmp_path / "metrics.csv").unlink()
-    for path in (tmp_path / "eval").glob("samples_*"):
+    for path in (tmp_path / "eval/samples").iterdir():
         path.unlink()
     write_report(load_run(tmp_path))
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
     samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 30) for i in range(NUM_PROMPTS)]
     wide = Tree(name="wide", parents=(-1, 0))
     other = make_row("stree", 100, "gsm8k", samples, 0.0, decoding_hash="x",
-                     tree=wide, samples="samples_w.jsonl")  # fmt: skip
+                     tree=wide, samples="samples/w.jsonl")  # fmt: skip
     store.publish(other, samples)
     heads = [row[0] for row in table6(load_run(tmp_path), "gsm8k", 0.0).rows]
     assert "τ (STree, paper)" in heads and "τ (STree, wide)" in heads
@@ -358,8 +358,9 @@ def test_a_page_of_records_is_reported_as_the_run_is(tmp_path):
     (run / "config.yaml").write_text("data: {}\n")
     main([str(run), "--out", str(tmp_path / "page"), "--records"])
     names = {path.name for path in (tmp_path / "page").iterdir()}
-    assert {"results.jsonl", "config.yaml", "metrics.csv", "table6.json"} <= names
-    assert sum(name.endswith(".jsonl.gz") for name in names) == 2 * 2 * 7
+    assert {"results.jsonl", "samples", "config.yaml", "metrics.csv", "table6.json"} <= names
+    assert not any(name.endswith(".gz") for name in names)
+    assert len(list((tmp_path / "page/samples").glob("*.jsonl.gz"))) == 2 * 2 * 7
     main([str(tmp_path / "page"), "--out", str(tmp_path / "again")])
     for path in (tmp_path / "again").iterdir():
         if path.name != "report.html":  # which says the folder's name
@@ -376,8 +377,26 @@ def test_records_hold_what_is_shown_and_earlier_samples_packed(tmp_path):
     write_rows(store.directory / "results.jsonl", [earlier, *rows[1:], other])
     main([str(run), "--show", "seed=0", "--out", str(tmp_path / "page"), "--records"])
     data = load_run(tmp_path / "page")
-    assert len(data.rows) == 7 and "samples_earlier.jsonl.gz" in {r.samples for r in data.rows}
+    assert len(data.rows) == 7 and "samples/earlier.jsonl.gz" in {r.samples for r in data.rows}
     assert all(ResultStore(tmp_path / "page").samples(row) for row in data.rows)
+
+
+def test_a_run_of_an_earlier_version_makes_the_same_page(tmp_path):
+    """Its samples lie beside its rows; on the page they lie where they do now."""
+    run = make_run(tmp_path / "run", ("gsm8k",), (0.0,))
+    main([str(run), "--out", str(tmp_path / "now"), "--records"])
+    rows = ResultStore(run / "eval").results()
+    for row in rows:
+        (run / "eval" / row.samples).rename(run / "eval" / row.samples.replace("/", "_"))
+    (run / "eval/samples").rmdir()
+    earlier = [row.model_copy(update={"samples": row.samples.replace("/", "_")}) for row in rows]
+    write_rows(run / "eval/results.jsonl", earlier)
+    main([str(run), "--out", str(tmp_path / "earlier"), "--records"])
+    now, then = (
+        {path.relative_to(page): path.read_bytes() for path in page.rglob("*.*")}
+        for page in (tmp_path / "now", tmp_path / "earlier")
+    )
+    assert now == then
 
 
 @pytest.mark.parametrize("out", [[], ["--out", "."], ["--out", "eval"]])

@@ -37,7 +37,7 @@ def measured_again(run, steps=(1000, 10000), calls=60, **changes):
             new = make_row(
                 row.method, row.step, row.benchmark, samples, row.temperature,
                 decoding_hash=f"{name} {row.decoding_hash}",
-                samples=f"samples_{name}_{row.samples}",
+                samples=row.samples.replace("samples/", f"samples/{name}_"),
                 environment=row.environment.model_copy(update=environment), **changes,
             )  # fmt: skip
             store.publish(new, samples)
@@ -194,7 +194,7 @@ def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(tmp_path):
     store = ResultStore(tmp_path / "eval")
     samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
     row = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint_sha256="anew",
-                   samples="samples_anew.jsonl.gz")  # fmt: skip
+                   samples="samples/anew.jsonl.gz")  # fmt: skip
     store.publish(row, samples)
     data = load_run(tmp_path)
     assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
@@ -207,7 +207,7 @@ def test_drafters_of_one_step_from_two_trainings_have_columns_of_their_own(tmp_p
     store = ResultStore(tmp_path / "eval")
     samples = [make_sample("stree", 100, "gsm8k", i, 0.0, 60) for i in range(NUM_PROMPTS)]
     other = make_row("stree", 100, "gsm8k", samples, 0.0, checkpoint="elsewhere/step-00000100",
-                     checkpoint_sha256="other", samples="samples_other.jsonl.gz")  # fmt: skip
+                     checkpoint_sha256="other", samples="samples/other.jsonl.gz")  # fmt: skip
     store.publish(other, samples)
     data = load_run(tmp_path)
     heads = table6(data, "gsm8k", 0.0).rows[0]
@@ -222,7 +222,7 @@ def test_trees_of_one_name_and_other_shapes_have_rows_of_their_own(tmp_path):
     changed = Tree(name="paper", parents=(-1, 0))
     store.publish(
         make_row("stree", 1000, "gsm8k", samples, 0.0, tree=changed, decoding_hash="changed",
-                 samples="samples_changed.jsonl.gz"),
+                 samples="samples/changed.jsonl.gz"),
         samples,
     )  # fmt: skip
     data = load_run(tmp_path)

@@ -12,6 +12,7 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
     Turn,
+    packed_samples,
 )
 
 STEPS = (100, 1000, 10000)
@@ -74,7 +75,7 @@ def make_row(method, step, benchmark, answers, temperature, **changes):
             git_sha="abc", device="Test device", dtypes={"weights": "float32"},
             versions={"torch": "2"}, command_line="eval_spec.py", num_processes=1, num_threads=1,
         ),
-        "samples": f"samples_{step}_{method}_{benchmark}_{temperature:g}.jsonl.gz",
+        "samples": packed_samples(f"{step}_{method}_{benchmark}_{temperature:g}"),
         **metrics.summarise(answers, baselines),
     }  # fmt: skip
     return ResultRow(**{**values, **changes})
