@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -182,9 +183,7 @@ def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):
         ("steps", "trainer", "max_steps", 9), ("none", None, None, None),
     ):  # fmt: skip
         other = tmp_path / name
-        (other / "eval").mkdir(parents=True)
-        for path in (folders[1] / "eval").iterdir():
-            (other / "eval" / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(folders[1] / "eval", other / "eval")
         if section:
             changed = {**config, section: {**config[section], key: value}}
             (other / "config.yaml").write_text(yaml.safe_dump(changed))
