@@ -3,7 +3,7 @@
     python pipelines/cache_teacher.py --config configs/distill/quickstart.yaml \\
         --out runs/teacher-cache --top_k 64
     python pipelines/distill.py fit --config configs/distill/quickstart.yaml \\
-        --model.teacher_cache runs/teacher-cache --run_dir runs/from-cache
+        --model.features null --model.teacher_cache runs/teacher-cache --run_dir runs/from-cache
 
 Reads the YAML files of distill.py, whose target and data it uses. Prints size and free disk before
 it starts; --dry_run stops there. The same command again goes on where it was stopped; several
