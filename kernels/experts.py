@@ -4,7 +4,8 @@ In `route_kernel` a program chooses a token's experts. In `up_kernel` each progr
 any token has chosen, and serves one of them and some of its inner values, for all rows: a tensor
 core multiplies 16 rows in the time of one, so that rows which have not chosen the expert
 cost nothing, and are filled with zeros. In `down_kernel` a program adds up some outputs over a
-share of the list; the norm that follows adds up the shares. The twins are in `naive_experts.py`.
+share of the list; the norm that follows adds up the shares. The naive twins are in
+`naive/mixture.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels import naive_experts
+from stree_kernels import naive
 from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import silu_times
 from stree_kernels.products import input_tile, precision_of, product, weight_tile
@@ -32,10 +33,10 @@ CHOSEN_EXPERTS = 4096  # comparisons at a time of what is chosen with what there
 def choose_experts(
     logits: Tensor, correction: Tensor | None, router: Router
 ) -> tuple[Tensor, Tensor]:
-    """`naive_experts.choose_experts` in one launch, but for groups; logits in fp32, contiguous. Of
+    """`naive.choose_experts` in one launch, but for groups; logits in fp32, contiguous. Of
     equal logits the first wins."""
     if router.top_groups < router.groups:
-        return naive_experts.choose_experts(logits, correction, router)
+        return naive.choose_experts(logits, correction, router)
     assert logits.is_contiguous() and logits.dtype == torch.float32
     count, num_experts = logits.shape
     weights = logits.new_empty(count, router.top)
@@ -52,10 +53,10 @@ def choose_experts(
 def experts(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """`naive_experts.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
+    """`naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
     (count, width), (num_experts, _, inner), top = rows.shape, _sizes(up, down), chosen.shape[1]
     if count > MOST_ROWS or kind not in KINDS:
-        return naive_experts.experts(rows, weights, chosen, up, down, kind)
+        return naive.experts(rows, weights, chosen, up, down, kind)
     assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
     most = min(num_experts, count * top)  # experts that can be on the list
     listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)

@@ -3,7 +3,7 @@
 What `gated_delta_tree.py` does by matrix products, this does as the recurrence itself: each program
 keeps its part of the state in registers, takes the accepted path of the last tree and then the new
 tokens one by one. Useless for a tree, which has to be unrolled into chains. The conv is the same
-launch as for a tree. The naive twin is `naive_gated_delta.gated_delta_tree`.
+launch as for a tree. The naive twin is `naive.gated_delta_tree`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
-from stree_kernels.naive_gated_delta import NORM_EPS
+from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 from stree_kernels.tree_conv import convolve
 
@@ -32,7 +32,7 @@ def gated_delta_chain(
     topology: Topology,
     steering: Steering,
 ) -> Tensor:
-    """`naive_gated_delta.gated_delta_tree` of chains, as `topology` must be, in two launches."""
+    """`naive.gated_delta_tree` of chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
     v = convolve(kept, rows, derived, weights, shape, topology, steering, 0)

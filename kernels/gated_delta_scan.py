@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stree_kernels import naive_gated_delta
+from stree_kernels import naive
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # it refuses fp32
 MAX_KEY_DIM = 256  # of it
@@ -37,7 +37,7 @@ def gated_delta_scan(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`naive_gated_delta.gated_delta_scan`, through flash-linear-attention's kernel on CUDA in 16
+    """`naive.gated_delta_scan`, through flash-linear-attention's kernel on CUDA in 16
     bits when it is there; the kernel has chunks of its own size.
 
     Both return y (B, T, H, V) in v's dtype and the last state, (B, H, K, V).
@@ -47,7 +47,7 @@ def gated_delta_scan(
         kernel = flash_linear_attention_kernel()
     if kernel is None:
         with torch.autocast(v.device.type, enabled=False):
-            return naive_gated_delta.gated_delta_scan(
+            return naive.gated_delta_scan(
                 q, k, v, log_decay, beta,
                 chunk_size=chunk_size, initial_state=initial_state, segment_ids=segment_ids,
             )  # fmt: skip

@@ -5,7 +5,7 @@ alone reads and writes its part of the state: it replays the last accepted path 
 it in registers for all nodes of the new tree. The replay needs nothing of the conv, so on GPUs that
 can (compute capability 9.0) it runs beside it. Then the nodes come in blocks, each with a
 triangular system that is inverted by doubling of depth (`_inverse`). The naive twin is
-`naive_gated_delta.gated_delta_tree`.
+`naive.gated_delta_tree`.
 
 Blocks wait for one another, but only u has to: what a block's nodes have to do with each other and
 with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` and at
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
-from stree_kernels.naive_gated_delta import NORM_EPS
+from stree_kernels.naive.gated_delta import NORM_EPS
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 from stree_kernels.tree_conv import convolve
@@ -48,7 +48,7 @@ def gated_delta_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """`naive_gated_delta.gated_delta_tree` in two launches, of more than `FEW` and at most
+    """`naive.gated_delta_tree` in two launches, of more than `FEW` and at most
     `MOST_PAIRED` nodes in three; y (B, Q, H·V) in projected's dtype."""
     batch, num_new, _ = projected.shape
     _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)

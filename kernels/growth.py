@@ -1,7 +1,7 @@
 """Token trees that grow on the device: which nodes, and what a call reads of them (Triton).
 
 One program a sequence picks nodes by their values; one a few nodes of a sequence walks up from each
-of them. The naive twins are in `naive_growth.py`.
+of them. The naive twins are in `naive/growth.py`.
 
 Launches that follow read what these write. That is safe before their own `follow`, too, for all but
 the next one: see `launch.py`.
@@ -24,7 +24,7 @@ LOWEST = tl.constexpr(-2139095041)  # below the key of −∞
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
-    """`naive_growth.build_topology` in one launch; all contiguous but parents, whose last stride is
+    """`naive.build_topology` in one launch; all contiguous but parents, whose last stride is
     1."""
     batch, size = parents.shape
     assert parents.stride(1) == 1
@@ -44,7 +44,7 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
 def pick_level(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
-    """`naive_growth.pick_level` in one launch; last strides are 1."""
+    """`naive.pick_level` in one launch; last strides are 1."""
     _pick(values, drawn_by, first, end, picks, parents, None, None, None, None, None)
 
 
@@ -58,7 +58,7 @@ def pick_tree(
     parents: Tensor,
     depths: Tensor,
 ) -> None:
-    """`naive_growth.pick_tree` in one launch; last strides are 1, and depths' rows as far apart as
+    """`naive.pick_tree` in one launch; last strides are 1, and depths' rows as far apart as
     tokens'."""
     numbers = torch.empty(values.shape, dtype=torch.int32, device=values.device)
     assert depths.stride() == tokens.stride()

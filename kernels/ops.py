@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree_kernels import (
-    naive,
-    naive_experts,
-    naive_gated_delta,
-    naive_growth,
-    naive_verification,
-)
+from stree_kernels import naive
 from stree_kernels.shapes import (
     Added,
     Derived,
@@ -117,10 +111,10 @@ def gated_delta_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """See `naive_gated_delta.gated_delta_tree`; `derived` is for the fused kernels."""
+    """See `naive.gated_delta_tree`; `derived` is for the fused kernels."""
     arguments = (updates, state, weights, shape, topology, steering, first)
     if not fused(projected.device, projected.dtype, max(shape.key_dim, shape.value_dim)):
-        return naive_gated_delta.gated_delta_tree(projected, rows, *arguments)
+        return naive.gated_delta_tree(projected, rows, *arguments)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.gated_delta_chain")
         return module.gated_delta_chain(projected, rows, derived, *arguments[:-1])
@@ -235,21 +229,15 @@ def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str
 def choose_experts(
     logits: Tensor, correction: Tensor | None, router: Router
 ) -> tuple[Tensor, Tensor]:
-    """See `naive_experts.choose_experts`."""
-    if not fused(logits.device, logits.dtype):
-        return naive_experts.choose_experts(logits, correction, router)
-    module = importlib.import_module("stree_kernels.experts")
-    return module.choose_experts(logits, correction, router)
+    """See `naive.choose_experts`."""
+    return _module("experts", logits).choose_experts(logits, correction, router)
 
 
 def experts(
     rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
 ) -> Tensor:
-    """See `naive_experts.experts`."""
-    if not fused(rows.device, rows.dtype):
-        return naive_experts.experts(rows, weights, chosen, up, down, kind)
-    module = importlib.import_module("stree_kernels.experts")
-    return module.experts(rows, weights, chosen, up, down, kind)
+    """See `naive.experts`."""
+    return _module("experts", rows).experts(rows, weights, chosen, up, down, kind)
 
 
 def advance(steering: Steering, like: Tensor) -> None:
@@ -301,25 +289,25 @@ def draw_children(
 
 
 def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
-    """See `naive_growth.build_topology`."""
+    """See `naive.build_topology`."""
     _growth(parents).build_topology(parents, max_depth, topology)
 
 
 def pick_level(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
-    """See `naive_growth.pick_level`."""
+    """See `naive.pick_level`."""
     _growth(values).pick_level(values, drawn_by, first, end, picks, parents)
 
 
 def pick_tree(values: Tensor, *others: Tensor) -> None:
-    """See `naive_growth.pick_tree`."""
+    """See `naive.pick_tree`."""
     _growth(values).pick_tree(values, *others)
 
 
 def _growth(tensor: Tensor) -> Any:
     fits = fused(tensor.device, torch.float32)
-    return importlib.import_module("stree_kernels.growth") if fits else naive_growth
+    return importlib.import_module("stree_kernels.growth") if fits else naive
 
 
 def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
@@ -352,12 +340,12 @@ def accept_drafts(
     block: Tensor,
     root: Tensor,
     report: Tensor,
-    choose: naive_verification.Choose | None = None,
+    choose: naive.Choose | None = None,
 ) -> None:
-    """See `naive_verification.accept_drafts`; where choices are made for it, it makes them."""
+    """See `naive.accept_drafts`; where choices are made for it, it makes them."""
     committed = (active, path, path_length, block, root, report)
     if choose is not None or not fused(logits.device, logits.dtype):
-        naive_verification.accept_drafts(rule, logits, drafts, sampling, *committed, choose=choose)
+        naive.accept_drafts(rule, logits, drafts, sampling, *committed, choose=choose)
         return
     module = importlib.import_module("stree_kernels.verification")
     module.accept_drafts(rule, logits, drafts, sampling, *committed)

@@ -80,7 +80,7 @@ def convolve(
     """The same for a gated-delta layer, whose state the next launch replays: q, k and v are in the
     places of x, B and C, and a in dt's.
 
-    Writes rows, as `naive_gated_delta.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
+    Writes rows, as `naive.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
     """
     return _launch(
         kept, rows, derived, None, weights, shape, topology, steering, first,

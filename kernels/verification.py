@@ -1,6 +1,6 @@
 """Judging drafts by what they were drawn from, without a distribution in memory (Triton).
 
-Three kernels for all rules of `naive_verification.accept_drafts`, the naive twin:
+Three kernels for all rules of `naive.accept_drafts`, the naive twin:
 
 1. `rows_kernel` sums up each row of logits by pieces: the highest, and Σ e^{(x − highest) / T}.
 2. `siblings_kernel` judges the children at one place of all nodes (multi-step), or of those of a
@@ -94,7 +94,7 @@ def accept_drafts(
     root: Tensor,
     report: Tensor,
 ) -> None:
-    """`naive_verification.accept_drafts`; last strides are 1, and all of a tree but its tokens is
+    """`naive.accept_drafts`; last strides are 1, and all of a tree but its tokens is
     contiguous."""
     batch, num_nodes, vocabulary = logits.shape
     widest = drafts.children.shape[2]

@@ -17,7 +17,7 @@ import torch
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.models.hybrid import topology_of
 from stree.tree import TokenTree
-from stree_kernels import naive, naive_gated_delta, ops
+from stree_kernels import naive, ops
 from stree_kernels.shapes import (
     Derived,
     GatedDeltaShape,
@@ -155,7 +155,7 @@ def _gated_delta(
         rest = (updates, state, weights, shape, topology, steering, 0)
         sets.append((projected, rows, Derived(qk, steps), rest))
     functions: dict[str, Callable[[], object]] = {
-        "naive": lambda: [naive_gated_delta.gated_delta_tree(a, b, *rest) for a, b, _, rest in sets]
+        "naive": lambda: [naive.gated_delta_tree(a, b, *rest) for a, b, _, rest in sets]
     }
     if _fused(device):
         from stree_kernels import gated_delta_chain, gated_delta_tree

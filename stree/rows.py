@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.generation import GenerationConfig
 from stree.head_columns import columns_of
-from stree_kernels import naive, naive_verification
+from stree_kernels import naive
 from stree_kernels.shapes import Sampling
 
 
@@ -178,7 +178,7 @@ class Rows:
     def distribution(self, logits: Tensor) -> Tensor:
         """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its
         temperature; at 0 all of it on the best token."""
-        return naive_verification.distribution(logits, self.temperature)
+        return naive.distribution(logits, self.temperature)
 
 
 def _beyond_top_k(scores: Tensor, top_k: Tensor) -> Tensor:

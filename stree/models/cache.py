@@ -22,7 +22,7 @@ from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
-from stree_kernels import naive, naive_gated_delta, ops
+from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
 
@@ -241,7 +241,7 @@ class GatedDeltaCache(RecurrentCache):
 
     def settle(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
-        tail = naive_gated_delta.gated_delta_replay(
+        tail = naive.gated_delta_replay(
             self.rows, self.updates, self.state, mixer.weights, self.shape, steering
         )
         self.tail = tail[..., : self.shape.num_channels]

@@ -25,7 +25,7 @@ from stree.models.parts import (
     project_parts,
     put,
 )
-from stree_kernels import naive, naive_gated_delta, ops
+from stree_kernels import naive, ops
 from stree_kernels.gated_delta_scan import gated_delta_scan
 from stree_kernels.shapes import GatedDeltaWeights, Stream
 
@@ -106,11 +106,11 @@ class GatedDeltaNet(Part):
         """q and k (B, T, G, K) and v (B, T, H, V) of raw conv inputs (B, T, C)."""
         weights = self.weights
         y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
-        return naive_gated_delta.split_heads(F.silu(y), self.shape)
+        return naive.split_heads(F.silu(y), self.shape)
 
     def _decay_and_strength(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """g and β, (B, T, H)."""
-        log_decay = naive_gated_delta.log_decays(self.in_proj_a(x), self.weights)
+        log_decay = naive.log_decays(self.in_proj_a(x), self.weights)
         return log_decay, self.in_proj_b(x).to(log_decay.dtype).sigmoid()
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:

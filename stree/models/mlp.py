@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
 from stree.models.parts import Part, Pass, project, project_parts
-from stree_kernels import naive, naive_experts, ops
+from stree_kernels import naive, ops
 from stree_kernels.shapes import Router, Stream
 
 
@@ -100,15 +100,15 @@ class Experts(Part):
         return [(self.router,), *latent]
 
     def forward(self, x: Tensor, context: Pass) -> Tensor:
-        return self._parts(x, naive.linear_wide, naive_experts)[0]
+        return self._parts(x, naive)[0]
 
     def tree(self, x: Stream, cache: None, call: Pass) -> Tensor:
-        return self._parts(ops.norm(x), ops.linear_wide, ops)
+        return self._parts(ops.norm(x), ops)
 
-    def _parts(self, x: Tensor, linear_wide: Any, module: Any) -> Tensor:
-        """Parts of a sum (S, …, D), by a product and the ops of a module."""
+    def _parts(self, x: Tensor, module: Any) -> Tensor:
+        """Parts of a sum (S, …, D), by the ops of a module."""
         rows = x.flatten(0, -2)
-        logits = linear_wide(rows, self.router.weight)
+        logits = module.linear_wide(rows, self.router.weight)
         correction = None if self.routing.softmax else self.correction_bias
         weights, chosen = module.choose_experts(logits, correction, self.routing)
         latent = self.config.expert_latent_size

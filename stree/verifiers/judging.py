@@ -11,12 +11,12 @@ from stree.forest import Forest
 from stree.rows import Rows
 from stree.verifiers.coupled import Coupled
 from stree_kernels import ops
-from stree_kernels.naive_verification import Choose
+from stree_kernels.naive import Choose
 from stree_kernels.shapes import Drafts
 
 
 class Judging:
-    """A verifier that is a rule of `naive_verification.accept_drafts`.
+    """A verifier that is a rule of `naive.accept_drafts`.
 
     choose, for tests, draws in place of the rows' own random numbers.
     """

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error
 from lanes import quick_first
 
-from stree_kernels import experts, naive_experts
+from stree_kernels import experts, naive
 from stree_kernels.shapes import Router
 
 # Five roundings to bf16; the interpreter's are towards zero, by 2⁻⁸ each on average
@@ -43,7 +43,7 @@ def test_experts(num_rows, num_experts, top, kind, dtype):
     rows, weights, chosen, up, down, _ = given = case(num_rows, num_experts, top, kind, dtype)
     exact = (each.double().nan_to_num() for each in (rows, weights.to(dtype), up, down))
     wide_rows, wide_weights, wide_up, wide_down = exact
-    wanted = naive_experts.experts(wide_rows, wide_weights, chosen, wide_up, wide_down, kind)
+    wanted = naive.experts(wide_rows, wide_weights, chosen, wide_up, wide_down, kind)
     got = experts.experts(*given).sum(0)
     assert got.shape == (num_rows, 40)
     assert relative_error(got, wanted[0]) < TOLERANCE[dtype]
@@ -56,7 +56,7 @@ def test_what_nobody_asked_for_may_overflow():
     up[:2], down[:2] = 1.0, 1.0
     rows[0, 0] = 1e30  # overflows in any expert
     got = experts.experts(rows, weights, chosen, up, down, kind).sum(0)
-    wanted = naive_experts.experts(rows, weights, chosen, up.nan_to_num(), down.nan_to_num(), kind)
+    wanted = naive.experts(rows, weights, chosen, up.nan_to_num(), down.nan_to_num(), kind)
     assert not got[0].isfinite().all()
     assert relative_error(got[1], wanted[0, 1]) < 1e-5
 
@@ -64,7 +64,7 @@ def test_what_nobody_asked_for_may_overflow():
 def test_what_the_kernels_have_no_words_for_goes_to_the_twin():
     given = case(65, 8, 2, "swiglu", torch.float32)
     given = (*given[:3], *(each.nan_to_num() for each in given[3:5]), given[5])
-    assert torch.equal(experts.experts(*given), naive_experts.experts(*given))
+    assert torch.equal(experts.experts(*given), naive.experts(*given))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_choice(router, num_experts):
     correction = None if router.softmax else correction
     weights, chosen = experts.choose_experts(logits, correction, router)
     wide = None if correction is None else correction.double()
-    wanted, wanted_chosen = naive_experts.choose_experts(logits.double(), wide, router)
+    wanted, wanted_chosen = naive.choose_experts(logits.double(), wide, router)
     assert torch.equal(chosen, wanted_chosen) and chosen.dtype == torch.long
     assert relative_error(weights, wanted) < 1e-6
 

@@ -30,7 +30,7 @@ from lanes import quick_first
 from toys import random_tree
 
 from stree.tree import TokenTree, balanced
-from stree_kernels import gated_delta_chain, gated_delta_tree, naive_gated_delta
+from stree_kernels import gated_delta_chain, gated_delta_tree, naive
 from stree_kernels.shapes import Derived, GatedDeltaShape, GatedDeltaWeights
 
 SHAPES = {
@@ -71,7 +71,7 @@ class Case:
         projected = self.projected[number][:, nodes]
         rest = (self.updates, self.state, self.weights, shape, topology, steering, first)
         if self.state.dtype == torch.float64:
-            return naive_gated_delta.gated_delta_tree(projected, self.rows, *rest)
+            return naive.gated_delta_tree(projected, self.rows, *rest)
         arguments = (projected, self.rows, self.derived, *rest)
         if self.as_chain:
             return gated_delta_chain.gated_delta_chain(*arguments[:-1])
@@ -263,7 +263,7 @@ def test_the_state_after_5000_tokens(through):
         if through == "kernels":
             case.call(call % 7, shape, topology, steering)
         else:
-            naive_gated_delta.gated_delta_tree(
+            naive.gated_delta_tree(
                 case.projected[call % 7], case.rows, case.updates, case.state, case.weights, shape,
                 topology, steering, 0,
             )  # fmt: skip

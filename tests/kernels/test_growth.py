@@ -9,10 +9,10 @@ from lanes import quick_first
 from toys import random_tree
 
 from stree import TokenTree
-from stree_kernels import growth, naive_growth
+from stree_kernels import growth, naive
 from stree_kernels.shapes import Topology
 
-MODULES = [naive_growth, growth]
+MODULES = [naive, growth]
 
 
 def blank(batch: int, size: int, width: int) -> Topology:
@@ -32,7 +32,7 @@ LARGE = [(1000, 2), (2048, 4)]  # takes the interpreter up to a minute
     ("num_nodes", "width", "module"),
     quick_first(
         [*((*size, module) for size in SIZES for module in MODULES),
-         *((*size, naive_growth) for size in LARGE)],
+         *((*size, naive) for size in LARGE)],
         [(*size, growth) for size in LARGE],
     ),
 )  # fmt: skip

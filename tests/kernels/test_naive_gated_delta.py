@@ -15,7 +15,7 @@ import torch
 from kernel_cases import DEVICE, comb, relative_error, star, steering_of, topology_of
 
 from stree.tree import TokenTree, balanced
-from stree_kernels import naive_gated_delta as twin
+from stree_kernels import naive
 from stree_kernels.gated_delta_scan import flash_linear_attention_kernel, gated_delta_scan
 from stree_kernels.shapes import GatedDeltaShape, GatedDeltaWeights
 
@@ -93,7 +93,7 @@ def test_trees_are_their_paths(tree, name, bias):
         if path:
             expected, _ = along(shape, weights, projected[number - 1, 0], expected, path)
         steering = steering_of([0], [path], 1, tree.num_nodes + 1, parity=number % 2)
-        y = twin.gated_delta_tree(
+        y = naive.gated_delta_tree(
             projected[number], rows, updates, state, weights, shape, topology, steering, 0
         )
         torch.testing.assert_close(
@@ -115,7 +115,7 @@ def test_growing_a_tree_in_pieces(pieces):
 
     def call(held, nodes, parity):
         steering = steering_of([0, 0], [[], []], 1, 3, parity=parity)
-        return twin.gated_delta_tree(
+        return naive.gated_delta_tree(
             projected[:, nodes], *held, weights, shape, topology, steering, nodes.start
         )
 
@@ -136,12 +136,12 @@ def test_a_tree_per_sequence_and_uncounted_slots():
     rows, updates, state = buffers(shape, 13, batch=3)
     projected = [on_device(3, 13, shape.num_projected, seed=seed) for seed in (1, 2)]
     first = steering_of([0] * 3, [[]] * 3, 3, 5, parity=1)
-    twin.gated_delta_tree(projected[0], rows, updates, state, weights, shape, topology, first, 0)
+    naive.gated_delta_tree(projected[0], rows, updates, state, weights, shape, topology, first, 0)
     for row, path in enumerate(paths):
         others = [node for node in range(13) if node not in path]
         updates[row, others] = rows[0, row, [shape.tail + node for node in others]] = torch.nan
     second = steering_of([0] * 3, paths, 3, 5, parity=0)
-    y = twin.gated_delta_tree(
+    y = naive.gated_delta_tree(
         projected[1], rows, updates, state, weights, shape, topology, second, 0
     )
     for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
@@ -185,7 +185,7 @@ def recurrence(q, k, v, log_decay, beta, state=None, segment_ids=None):
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 63, 100])
 def test_chunks_equal_the_recurrence(T, key_heads):
     given, state = rule_inputs(T, key_heads=key_heads), normal(2, 4, 6, 5, seed=6)
-    y, last = twin.gated_delta_scan(**given, chunk_size=8, initial_state=state)
+    y, last = naive.gated_delta_scan(**given, chunk_size=8, initial_state=state)
     wanted, wanted_last = recurrence(**given, state=state)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-11)
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-11)
@@ -196,19 +196,19 @@ def test_packed_samples_do_not_leak(chunk_size):
     given, state = rule_inputs(40), normal(2, 4, 6, 5, seed=6)
     segment_ids = torch.tensor([[0] * 8 + [1] * 1 + [2] * 23 + [3] * 8, [0] * 15 + [1] * 25])
     options = dict(chunk_size=chunk_size, initial_state=state, segment_ids=segment_ids)
-    y, last = twin.gated_delta_scan(**given, **options)
+    y, last = naive.gated_delta_scan(**given, **options)
     wanted, wanted_last = recurrence(**given, state=state, segment_ids=segment_ids)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-11)
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-11)
     given["v"][0, :9] = 1e30  # the first two samples of row 0: nobody else may notice
-    again, _ = twin.gated_delta_scan(**given, **options)
+    again, _ = naive.gated_delta_scan(**given, **options)
     assert torch.equal(again[0, 9:], y[0, 9:])
 
 
 def test_chunks_are_no_longer_than_the_sequence():
     """Else 10⁸ × 10⁸ numbers a head for four tokens."""
     given = rule_inputs(4)
-    y, _ = twin.gated_delta_scan(**given, chunk_size=10**8)
+    y, _ = naive.gated_delta_scan(**given, chunk_size=10**8)
     torch.testing.assert_close(y, recurrence(**given)[0], rtol=0, atol=1e-11)
 
 
@@ -219,7 +219,7 @@ def test_gradients():
     leaves.append(normal(1, 2, 3, 2, seed=6).requires_grad_())
 
     def run(*values):
-        return twin.gated_delta_scan(
+        return naive.gated_delta_scan(
             *values[:-1], chunk_size=4, initial_state=values[-1], segment_ids=segment_ids
         )
 
@@ -231,7 +231,7 @@ def test_steep_decay_stays_finite():
     given = rule_inputs(64, dtype=torch.float32)
     given["log_decay"] = given["log_decay"] * 400
     leaves = [value.requires_grad_() for value in given.values()]
-    y, _ = twin.gated_delta_scan(*leaves)
+    y, _ = naive.gated_delta_scan(*leaves)
     y.sum().backward()
     assert y.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
@@ -251,7 +251,7 @@ def test_equals_transformers(name, T):
         q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    y, last = twin.gated_delta_scan(**given, initial_state=state)
+    y, last = naive.gated_delta_scan(**given, initial_state=state)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-5)
 
@@ -291,7 +291,7 @@ def test_through_flash_linear_attention(flash_linear_attention_twin, segment_ids
     segment_ids = None if segment_ids is None else torch.tensor(segment_ids)
     options = dict(initial_state=normal(2, 4, 6, 5, seed=6).float(), segment_ids=segment_ids)
     y, last = gated_delta_scan(**given, **options)
-    wanted, wanted_last = twin.gated_delta_scan(
+    wanted, wanted_last = naive.gated_delta_scan(
         **{name: value.double() for name, value in given.items()}, **options
     )
     torch.testing.assert_close(y.double(), wanted, rtol=0, atol=1e-5)

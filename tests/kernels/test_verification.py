@@ -12,7 +12,7 @@ from kernel_cases import DEVICE, normal
 from planted import edited_module
 
 from stree.tree import TokenTree, balanced
-from stree_kernels import naive_verification, verification
+from stree_kernels import naive, verification
 
 in_the_interpreter = pytest.mark.skipif(
     DEVICE == "cuda", reason="random numbers are told to the interpreter only"
@@ -79,7 +79,7 @@ def test_decisions_are_the_twins(rule, dtype, monkeypatch):
     """Other than by rounding, which decides once in a million numbers."""
     monkeypatch.setattr(verification, "PIECE", 128)
     made = large(rule, dtype, 300)
-    wanted = made.committed(naive_verification)
+    wanted = made.committed(naive)
     assert made.committed(verification) == wanted
     monkeypatch.setattr(verification, "WALKED", 16)  # as of large trees: not all pieces at a time
     assert made.committed(verification) == wanted

@@ -25,7 +25,8 @@ from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_law,
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.drafters import Proposal
 from stree.verifiers.multi_step import MultiStep
-from stree_kernels import naive_verification, ops
+from stree_kernels import ops
+from stree_kernels.naive import verification
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive])
@@ -111,9 +112,9 @@ def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch)
 
 def _edited(line: str, mistake: str):
     """`accept_multi_step` with one thing written otherwise."""
-    source = inspect.getsource(naive_verification.accept_multi_step)
+    source = inspect.getsource(verification.accept_multi_step)
     assert source.count(line) == 1, line
-    scope = dict(vars(naive_verification))
+    scope = dict(vars(verification))
     exec("from __future__ import annotations\n" + source.replace(line, mistake), scope)
     return scope["accept_multi_step"]
 
@@ -137,7 +138,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(naive_verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
+    monkeypatch.setattr(verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
     worst = 0.0
     for seed in (4, 10, 16, 26, 39):
         target, drafter, tree, setting = random_case(seed)

@@ -33,8 +33,8 @@ from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
-from stree_kernels import naive_verification as rules
 from stree_kernels import ops
+from stree_kernels.naive import verification as rules
 
 CHAINS = [TokenTree.chain(1), TokenTree.chain(2)]
 BRANCHING = [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stree.forest import Forest
 from stree.tree import TokenTree
-from stree_kernels import naive, naive_verification, verification
+from stree_kernels import naive, verification
 from stree_kernels.shapes import Drafts, Sampling
 
 EDGE = 1e-9
@@ -108,7 +108,7 @@ def enumerated(rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None,
             rule, [tree], target[None], None if drawn is None else drawn[None], one, tokens[None],
             points,
         )  # fmt: skip
-        (wanted,) = made.committed(naive_verification, choose=choose)
+        (wanted,) = made.committed(naive, choose=choose)
         for end in (0, 1):
             yield tokens, {place: each[end] for place, each in ends.items()}, wanted
 

@@ -1,7 +1,8 @@
-"""Verifiers that judge drafts by what they were drawn from, in plain PyTorch.
+"""Verifiers that judge drafts by what they were drawn from, in plain PyTorch: the twins of
+`verification.py`.
 
-The CPU path, and the oracle of `verification.py`. Each rule keeps the target's distribution
-exactly; what they are, and who found them, stands in stree/verifiers/.
+Each rule keeps the target's distribution exactly; what they are, and who found them, stands in
+stree/verifiers/.
 
 Shapes: B rows, N nodes of the largest tree, K children of the widest node, V vocabulary, M tokens
 that a step yields at most.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree_kernels import naive
+from stree_kernels.naive.philox import uniforms
 from stree_kernels.shapes import ACCEPT, AFTER, LEVEL, Drafts, Sampling
 
 Choose = Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +39,7 @@ def accept_drafts(
 
     Args: logits (B, N, V) after every node, −∞ for tokens that a row leaves out; sampling, whose
     position moves on; active, path, path_length, block, root and report as in
-    `naive.accept_choices`. choose, for tests, draws indices (B, n) from probs (B, n, V) for places
+    `accept.accept_choices`. choose, for tests, draws indices (B, n) from probs (B, n, V) for places
     of use (B, n); by default the rows' own random numbers do.
     """
     judge = dict(naive=accept_naive, multi_step=accept_multi_step, traversal=accept_traversal)[rule]
@@ -76,7 +77,7 @@ class Chooser:
 
     def __call__(self, probs: Tensor, places: Tensor) -> Tensor:
         cumulative = probs.cumsum(-1)
-        uniform = naive.uniforms(self.sampling.seed, self.sampling.position, places)[..., None]
+        uniform = uniforms(self.sampling.seed, self.sampling.position, places)[..., None]
         # u < 1 times the total, and the first entry above it: never a token of probability 0
         threshold = uniform * cumulative[..., -1:]
         drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)

@@ -1,4 +1,4 @@
-"""MLPs of which each token has chosen a few, in plain PyTorch: CPU path and oracle of the kernels.
+"""MLPs of which each token has chosen a few, in plain PyTorch: the twins of `experts.py`.
 
 Shapes: R rows (tokens of all sequences), E experts, K of them chosen by a row, I an expert's width.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree_kernels import naive
+from stree_kernels.naive.pointwise import activated
 from stree_kernels.shapes import Router
 
 ALL_ROWS = 64  # whose outputs of all experts exist at once
@@ -47,7 +47,7 @@ def experts(
     """down(activation(up·x)) of each row's experts, weighed and added up.
 
     Args: rows (R, D), weights and chosen (R, K), up (E, I, D) or, with a gate above it,
-    (E, 2·I, D), down (E, D, I), kind as in `naive.activated`.
+    (E, 2·I, D), down (E, D, I), kind as in `activated`.
     Returns parts of a sum, (S, R, D) in rows' dtype or wider; here one. No step waits for the
     device.
     """
@@ -64,7 +64,7 @@ def _by_the_chosen(
 ) -> Tensor:
     """For few rows: only the chosen experts' weights are read, each for itself."""
     inner = torch.einsum("rd,rkid->rki", rows, up[chosen])
-    inner = naive.activated(inner, kind) * weights[..., None]
+    inner = activated(inner, kind) * weights[..., None]
     return torch.einsum("rki,rkdi->rd", inner, down[chosen])
 
 
@@ -75,7 +75,7 @@ def _by_all(
     shape = len(rows), len(up)
     scale = weights.new_zeros(shape).scatter(1, chosen, weights).t()[..., None]
     unchosen = torch.ones(shape, dtype=torch.bool, device=rows.device).scatter(1, chosen, False)
-    inner = naive.activated(torch.matmul(rows, up.transpose(1, 2)), kind)
+    inner = activated(torch.matmul(rows, up.transpose(1, 2)), kind)
     # Filled, not multiplied: what nobody asked for may be anything
     inner = (inner * scale).masked_fill(unchosen.t()[..., None], 0)
     return torch.bmm(inner, down.transpose(1, 2)).sum(0)

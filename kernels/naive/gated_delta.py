@@ -1,4 +1,5 @@
-"""The gated delta rule in plain PyTorch: the CPU path, and the oracle of the kernels beside it.
+"""The gated delta rule in plain PyTorch: its scan, and a layer's tree call. The twins of
+`gated_delta_scan.py`, `gated_delta_tree.py` and `gated_delta_chain.py`.
 
 Per value head S is a state (K, V), g ≤ 0 the log of its decay and β the strength of a write
 (Yang et al. 2025, Gated Delta Networks). One token:
@@ -8,7 +9,7 @@ Per value head S is a state (K, V), g ≤ 0 the log of its decay and β the stre
 Shapes: B batch, T tokens, N tree nodes, H value heads, G key heads, K and V head dims of keys and
 values, C channels, W conv width, M slots of an accepted path. Value head h reads key head
 h // (H // G). q and k are given raw: their L2 norm, and q's scale K^−½, belong to the rule.
-Sums run in fp32, or in fp64 when the inputs are. The derivation is in README.md.
+Sums run in fp32, or in fp64 when the inputs are. The derivation is in kernels/README.md.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree_kernels import naive
-from stree_kernels.naive import accumulation_dtype
+from stree_kernels.naive.conv import tree_conv
+from stree_kernels.naive.dtypes import accumulation_dtype
 from stree_kernels.shapes import GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 
 NORM_EPS = 1e-6  # of q's and k's L2 norm, as published models have it
@@ -240,7 +241,7 @@ def convolved_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of raw inputs (B, W − 1 + N, C), [tail, nodes], along windows (N, W)."""
     tail, nodes = line[:, : shape.tail], line[:, shape.tail :]
-    convolved = naive.tree_conv(nodes, tail, weights.conv, weights.conv_bias, windows)
+    convolved = tree_conv(nodes, tail, weights.conv, weights.conv_bias, windows)
     return split_heads(F.silu(convolved), shape)
 
 

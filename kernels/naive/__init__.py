@@ -1,0 +1,115 @@
+"""Every op in plain PyTorch: the CPU path, and the oracle of the kernels beside this folder.
+
+Callers take all from here (`naive.tree_scan`). kernels/README.md says which file has whose twin.
+"""
+
+from stree_kernels.naive.accept import accept_choices
+from stree_kernels.naive.attention import attend_tree, move_accepted, rotate, tree_attention
+from stree_kernels.naive.conv import (
+    segment_conv,
+    short_conv_replay,
+    short_conv_tree,
+    tree_conv,
+)
+from stree_kernels.naive.dtypes import accumulation_dtype
+from stree_kernels.naive.gated_delta import (
+    gated_delta_replay,
+    gated_delta_scan,
+    gated_delta_tree,
+    log_decays,
+    split_heads,
+)
+from stree_kernels.naive.gather import embed_norm, norm, norm_at, take_roots
+from stree_kernels.naive.growth import build_topology, pick_level, pick_tree
+from stree_kernels.naive.mamba import (
+    chunk_scan,
+    conv_channels,
+    mamba_replay,
+    mamba_tree,
+    positive_dt,
+    replay,
+    split_channels,
+    tree_scan,
+)
+from stree_kernels.naive.mixture import choose_experts, experts
+from stree_kernels.naive.philox import token_noise, uniforms
+from stree_kernels.naive.pointwise import (
+    activated,
+    add_rms_norm,
+    advance,
+    gate_normed,
+    gated,
+    gated_rms_norm,
+    norm_heads,
+    rms_norm,
+    sigmoid_gated,
+)
+from stree_kernels.naive.products import (
+    laid,
+    linear,
+    linear_adapted,
+    linear_parts,
+    linear_swiglu,
+    linear_wide,
+)
+from stree_kernels.naive.top import choice_scores, choose_best, choose_children, draw_children
+from stree_kernels.naive.verification import Choose, accept_drafts, distribution
+
+__all__ = [
+    "Choose",
+    "accept_choices",
+    "accept_drafts",
+    "accumulation_dtype",
+    "activated",
+    "add_rms_norm",
+    "advance",
+    "attend_tree",
+    "build_topology",
+    "choice_scores",
+    "choose_best",
+    "choose_children",
+    "choose_experts",
+    "chunk_scan",
+    "conv_channels",
+    "distribution",
+    "draw_children",
+    "embed_norm",
+    "experts",
+    "gate_normed",
+    "gated",
+    "gated_delta_replay",
+    "gated_delta_scan",
+    "gated_delta_tree",
+    "gated_rms_norm",
+    "laid",
+    "linear",
+    "linear_adapted",
+    "linear_parts",
+    "linear_swiglu",
+    "linear_wide",
+    "log_decays",
+    "mamba_replay",
+    "mamba_tree",
+    "move_accepted",
+    "norm",
+    "norm_at",
+    "norm_heads",
+    "pick_level",
+    "pick_tree",
+    "positive_dt",
+    "replay",
+    "rms_norm",
+    "rotate",
+    "segment_conv",
+    "short_conv_replay",
+    "short_conv_tree",
+    "sigmoid_gated",
+    "split_channels",
+    "split_heads",
+    "take_roots",
+    "token_noise",
+    "tree_attention",
+    "tree_conv",
+    "tree_scan",
+    "uniforms",
+]

@@ -1,0 +1,104 @@
+"""Attention of tree nodes in plain PyTorch: the twin of `tree_attention.py`.
+
+Shapes: B batch, N tree nodes, Q new nodes, H heads, Hkv heads of keys, D head dim, L cache slots,
+K slots of an accepted path.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree_kernels.naive.dtypes import as_dtype
+from stree_kernels.places import Index, attention_places, moved_slots
+from stree_kernels.shapes import Steering, Topology
+
+
+def attend_tree(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rotary: Tensor,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    bound: int,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Everything between an attention layer's projections, for nodes first … first + Q − 1.
+
+    With first = 0 a new tree begins: the accepted keys of the last one are made contiguous.
+    The new nodes' keys and values are rotated to their depths and take the slots behind.
+
+    Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
+    (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
+    many slots to look at, at least those in use after this call; scale, of the scores, D^−½ unless
+    given; out, where the result is to be.
+    Returns (B, Q, H·D) in qkv's dtype.
+    """
+    batch, num_new, _ = qkv.shape
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
+    num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
+    places = attention_places(
+        topology, steering, first, num_new, bound, rotary, (num_heads, num_kv_heads), qkv.dtype
+    )
+    rotated = rotate(heads.narrow(1, 0, num_heads + num_kv_heads), *places.rotary)
+    new = rotated.narrow(1, num_heads, num_kv_heads), heads.narrow(1, -num_kv_heads, num_kv_heads)
+    for cache, each in zip((keys, values), new, strict=True):
+        if places.moves is not None:
+            _move(cache, places.moves)
+        cache.scatter_(2, places.slots, each)
+    q = rotated.narrow(1, 0, num_heads)
+    keys, values = (each.narrow(2, 0, places.bound) for each in (keys, values))
+    y = tree_attention(q, keys, values, places.mask, places.unused, scale)
+    y = y.transpose(1, 2).flatten(2)
+    return y if out is None else out.copy_(y)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding on halves: x (…, D), cos and sin as `whole_heads` gives them."""
+    wide = as_dtype(x, cos.dtype)
+    y = torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin)
+    return as_dtype(y, x.dtype)
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    unused: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of tree nodes to the committed keys and to their ancestors.
+
+    Args: q (B, H, Q, D), keys and values (B, Hkv, L, D), mask (B, 1, H / Hkv·Q, L), unused
+    (B, 1, L, 1) as in `AttentionPlaces`; scale, of the scores, D^−½ unless given. Unused slots may
+    hold anything. Returns (B, H, Q, D) in q's dtype.
+    """
+    if unused is not None:  # 0 · NaN would be NaN
+        keys, values = (each.masked_fill(unused, 0.0) for each in (keys, values))
+    # The heads that share keys are further queries: the keys need not be repeated
+    batch, num_kv_heads, _, head_dim = keys.shape
+    queries = q.reshape(batch, num_kv_heads, -1, head_dim)
+    y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return y.reshape(q.shape)
+
+
+def move_accepted(cache: Tensor, length: Tensor, path: Tensor, path_length: Tensor) -> None:
+    """Make the keys (or values) of an accepted path contiguous, in place.
+
+    Args: cache (B, Hkv, L, D), length (B,) committed slots, path (B, K) node indices of which
+    the first path_length (B,) count. Slots length … length + K − 1 may be written.
+    """
+    moves = moved_slots(length, path, path_length)
+    if moves is not None:
+        _move(cache, moves)
+
+
+def _move(cache: Tensor, moves: Index) -> None:
+    rows, source, target = moves
+    cache[rows, :, target] = cache[rows, :, source]

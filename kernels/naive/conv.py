@@ -1,0 +1,118 @@
+"""Causal depthwise convolutions in plain PyTorch: along a tree, over a sequence, and gated, as a
+layer of its own (the twin of `short_conv.py`). And how a layer's `rows` are read and written.
+
+Shapes: B batch, T tokens, N tree nodes, C channels, W conv width, L inputs of a line.
+Sums run in fp32, or in fp64 when the inputs are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree_kernels.naive.dtypes import as_dtype, widened
+from stree_kernels.places import ConvPlaces, conv_places, path_places
+from stree_kernels.shapes import Steering, Topology
+
+
+def tree_conv(
+    inputs: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor
+) -> Tensor:
+    """Causal depthwise convolution along each node's ancestors, before the activation.
+
+    Args: inputs (B, N, C), tail (B, W − 1, C) the last committed inputs, weight (C, W),
+    bias (C,), windows (N, W) or (B, N, W) indices into [tail, inputs], oldest first
+    (`TokenTree.windows`). Returns (B, N, C) in inputs' dtype.
+    """
+    sequences = torch.arange(len(inputs), device=inputs.device)[:, None, None]
+    seen = torch.cat([tail.to(inputs.dtype), inputs], dim=1)[sequences, windows]
+    return convolve(seen, weight, bias)
+
+
+def segment_conv(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """Causal depthwise convolution over packed sequences: a token sees its own segment only.
+
+    Args: inputs (B, T, C), weight (C, W), bias (C,), segment_ids (B, T) or None.
+    Returns (B, T, C) in inputs' dtype, before the activation.
+    """
+    width = weight.shape[1]
+    weight = weight.to(inputs.dtype)
+    y = inputs * weight[:, -1]
+    for back in range(1, min(width, inputs.shape[1])):
+        shifted = inputs[:, :-back]
+        if segment_ids is not None:
+            same = segment_ids[:, back:] == segment_ids[:, :-back]
+            shifted = shifted * same[..., None]
+        y = y + F.pad(shifted * weight[:, -1 - back], (0, 0, back, 0))
+    return y if bias is None else y + bias.to(inputs.dtype)
+
+
+def convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, n, C) of the inputs (B, n, W, C) that a conv sees, oldest first, in their dtype."""
+    y = (widened(seen) * widened(weight).t()).sum(2)
+    y = y if bias is None else y + widened(bias)
+    return as_dtype(y, seen.dtype)
+
+
+def short_conv_tree(
+    projected: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """A gated causal depthwise convolution, C·conv(B·x), of nodes first … first + Q − 1 of a tree,
+    and its memory.
+
+    As `mamba_tree`, without a scan: with first = 0 a new tree begins after the accepted path of the
+    last one, else the tree grows.
+
+    Args: projected (B, Q, 3·C), the gates B and C and then x; rows (2, B, W − 1 + N, C), B·x of
+    [committed tail, nodes], twice, as in `mamba_tree`; weight (C, W), bias (C,).
+    Returns (B, Q, C) in projected's dtype. Writes `rows`.
+    """
+    opened, gate, values = projected.chunk(3, dim=-1)
+    inputs = opened * values
+    places = conv_places(
+        rows, weight.shape[1] - 1, topology, steering, first, first, inputs.shape[1]
+    )
+    line = torch.cat([held_at(rows, places.before), inputs], dim=1)
+    write_kept(rows, places, line)
+    seen = seen_of(line, places.windows, weight.shape[1])[:, places.path :]
+    return gate * convolve(seen, weight, bias)
+
+
+def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
+    """The last inputs (B, W − 1, C) of [committed tail, accepted path], which the caller writes."""
+    places = path_places(rows, tail, steering)
+    return kept_of(held_at(rows, places.before), places)
+
+
+def held_at(rows: Tensor, places: Tensor) -> Tensor:
+    """What rows (…, C) hold at places (…), counted through all but their last dim: (…, C)."""
+    channels = rows.shape[-1]
+    found = rows.reshape(-1, channels).index_select(0, places.reshape(-1))
+    return found.view(*places.shape, channels)
+
+
+def seen_of(line: Tensor, windows: Tensor | None, width: int) -> Tensor:
+    """What a conv sees of lines (B, L, C), as `ConvPlaces` says: (B, …, W, C)."""
+    return line.unfold(1, width, 1).mT if windows is None else held_at(line, windows)
+
+
+def kept_of(line: Tensor, places: ConvPlaces) -> Tensor:
+    """What is kept of lines (B, L, C), as `ConvPlaces` says."""
+    kept = places.kept
+    return line[:, kept:] if isinstance(kept, int) else held_at(line, kept)
+
+
+def write_kept(rows: Tensor, places: ConvPlaces, line: Tensor) -> None:
+    """Write what is kept of lines to the rows."""
+    kept = kept_of(line, places)
+    there = rows.narrow(2, places.written, kept.shape[1])
+    there.index_copy_(0, places.half, kept[None])

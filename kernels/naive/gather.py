@@ -1,0 +1,64 @@
+"""What reads rows at tokens or nodes, with the norm, in plain PyTorch: the twins of `gather.py`;
+and the norm of a stream, which may begin as such rows.
+
+Shapes: B batch, N tree nodes, Q of which are asked for, V vocabulary, D width, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree_kernels.naive.pointwise import add_rms_norm, advance, rms_norm
+from stree_kernels.shapes import Steering, Stream
+
+
+def embed_norm(
+    weight: Tensor,
+    tokens: Tensor,
+    nodes: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    written: bool = False,
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows of weight (V, D) at tokens (B, N), of all nodes or of nodes (B, Q), and their norm: both
+    (B, N or Q, D). A node below 0 stands for the first. written: the step itself writes the nodes.
+    added (B, N or Q, D), to the rows ahead of the norm.
+    """
+    x = F.embedding(tokens if nodes is None else tokens.gather(1, nodes.clamp(min=0)), weight)
+    if added is not None:
+        x = x + added
+    return add_rms_norm(x, None, scale, eps)
+
+
+def norm(stream: Stream) -> Tensor:
+    """The norm (B, Q, D) of a stream."""
+    return stream.norm_by(embed_norm, add_rms_norm)
+
+
+def norm_at(x: Tensor, nodes: Tensor, scale: Tensor, eps: float, groups: int) -> Tensor:
+    """Rows of x (B, N, C) at nodes (B, M), each normed over groups of channels: (B, M, C). A node
+    that there is none of stands for the last."""
+    nodes = nodes.clamp(max=x.shape[1] - 1)[..., None]
+    return rms_norm(x.gather(1, nodes.expand(-1, -1, x.shape[2])), scale, eps, groups)
+
+
+def take_roots(
+    stream: Stream, block: Tensor, active: Tensor, tokens: Tensor, steering: Steering
+) -> Tensor:
+    """End the call that reads certain tokens, and begin drafts after each row's last, its root.
+
+    Args: stream of B rows after each of the tokens of block (B, 1 + M), how many are certain, and
+    the tokens; active (B,) bool; tokens (B, N), whose first are written; steering, of which all is
+    written that `advance` writes, and path_length: the certain ones are all accepted, in active
+    rows. Returns the norm (B, 1, D) after the roots.
+    """
+    hidden = norm(stream)
+    advance(steering)
+    count = torch.where(active, block[:, 0], 0)
+    steering.path_length.copy_(count)
+    count = count.clamp(min=1)[:, None]
+    tokens[:, :1] = block.gather(1, count)
+    return hidden.gather(1, (count - 1)[..., None].expand(-1, -1, hidden.shape[2]))
