@@ -15,7 +15,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
-from stree.models.hybrid import topology_of
+from stree.forest import topology_of
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import (

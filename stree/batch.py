@@ -27,7 +27,6 @@ from stree.executors import executor_of
 from stree.forest import Forest
 from stree.generation import (
     DecodingStats,
-    GenerationConfig,
     GenerationOutput,
     StopRule,
     not_finite,
@@ -43,7 +42,7 @@ from stree.models.joint import require_backtracking
 from stree.modes import PLAIN, Costs, Modes, measure_costs
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
-from stree.requests import Launch, Progress, Report, Request
+from stree.requests import Launch, Prepared, Progress, Report, Request
 from stree.rows import Rows
 from stree.settings import asked_for, settings_of
 from stree.step import Step
@@ -149,9 +148,7 @@ class BatchDecoder:
         self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
-        # Trees and settings of the last step, and what it was launched with
-        self._asked: tuple[list[TokenTree], list[GenerationConfig]] = [], []
-        self._prepared: tuple[Rows, Forest] | None = None
+        self._prepared: Prepared | None = None  # of the last step
 
     @property
     def growth(self) -> TokenTree | Modes:
@@ -444,11 +441,12 @@ class BatchDecoder:
         batch = self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
         grown = [trees.get(row, PLAIN) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
-        if self._prepared is None or self._asked != (grown, generations):  # mostly the same
+        prepared = self._prepared
+        if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
             forest = Forest.of(grown, self.target.device)
-            self._prepared = self.rows.narrow(0, batch, generations), forest
-            self._asked = grown, generations
-        rows, forest = self._prepared
+            rows = self.rows.narrow(0, batch, generations)
+            self._prepared = prepared = Prepared(grown, generations, rows, forest)
+        rows, forest = prepared.rows, prepared.forest
         longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
 
         def position(row: int, sequence: Progress) -> int:

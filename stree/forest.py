@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
 
 
+@kept_by_trees
+def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
+    """One tree on a device, for a conv of that width."""
+    return Topology(
+        tree.ancestors.to(device)[None],
+        torch.tensor(tree.depths, dtype=torch.int32, device=device)[None],
+        tree.windows(width).int().to(device)[None],
+    )
+
+
 @dataclass(frozen=True)
 class Level:
     """What drafting needs of one level: nodes (B, n) with children, the root's level first, their

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stree.errors import StreeError
+from stree.forest import Forest
 from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.rows import Rows
 from stree.tree import TokenTree
 
 
@@ -69,6 +71,17 @@ class Progress:
     def position(self) -> int:
         """Where the root stands in the sequence: all before it is committed."""
         return len(self.prompt) + len(self.stop.tokens) - 1
+
+
+@dataclass
+class Prepared:
+    """Rows and forest of a step, and the trees and settings that they were made of: mostly they are
+    the next step's, too."""
+
+    trees: list[TokenTree]
+    generations: list[GenerationConfig]
+    rows: Rows
+    forest: Forest
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.forest import topology_of
 from stree.models.config import HybridConfig
-from stree.models.hybrid import topology_of
 from stree.node_order import Parents, by_level, depth_first, heavy_path, num_blocks
 from stree.tree import TokenTree
 from stree_kernels import naive, ops

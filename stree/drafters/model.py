@@ -102,9 +102,8 @@ class ModelDrafter:
         chains = self._chains_of(batch, longest)
         block = rows.block[:, : 1 + longest]
         inputs = None if self.inputs is None else self.inputs[:batch, :longest]
-        stream = model.tree_stream(
-            block[:, 1:], chains, cache, ends=False, bound=bound, inputs=inputs
-        )
+        call = model.tree_call(block[:, 1:], chains, cache, bound=bound, inputs=inputs)
+        stream = model.tree_stream(call, ends=False)
         tokens = self._tokens[: batch * forest.num_nodes].view(batch, -1)
         if forest.pool is not None:
             tokens = forest.pool
@@ -119,9 +118,10 @@ class ModelDrafter:
                 inner = forest.inner_topology(width)
                 if inputs is not None:
                     inputs = self._inputs_of_drafts(_normed(hidden), forest, number)
-                hidden = model.tree_stream(
+                call = model.tree_call(
                     tokens, inner, cache, read, bound, level.nodes, inputs=inputs
                 )
+                hidden = model.tree_stream(call)
                 read += count
             chosen = (
                 level.noise_at(keep_logits), rows.sampling, level.places, tokens,

@@ -17,21 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.errors import UsageError
-from stree.forest import Forest
-from stree.last_used import kept_by_trees
+from stree.forest import Forest, topology_of
 from stree.models.ahead import Ahead, Scanned
+from stree.models.backbone import Backbone
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
-from stree.models.features import FeatureInput, Features
-from stree.models.gated_delta import GatedDeltaNet
+from stree.models.features import Features
+from stree.models.initialisation import initialise
 from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
-from stree.models.mamba import Mamba2
-from stree.models.mlp import Experts
 from stree.models.parts import (
     Extension,
     Part,
-    RMSNorm,
     Sequences,
     TreeCall,
     lay_for_products,
@@ -60,49 +57,6 @@ def _product() -> Callable[[Tensor, Tensor], Tensor]:
     return F.linear if torch.is_grad_enabled() else ops.linear  # which has no gradient
 
 
-@kept_by_trees
-def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
-    """One tree on a device, for a conv of that width."""
-    return Topology(
-        tree.ancestors.to(device)[None],
-        torch.tensor(tree.depths, dtype=torch.int32, device=device)[None],
-        tree.windows(width).int().to(device)[None],
-    )
-
-
-def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:
-    if torch.empty(0).is_meta:  # PyTorch would import 900 modules to draw numbers that are nowhere
-        return nn.Embedding(vocab_size, d_model, _weight=torch.empty(vocab_size, d_model))
-    return nn.Embedding(vocab_size, d_model)
-
-
-class Decoder(nn.Module):
-    """Embedding, layers and final norm (the `model.` of the parameter names)."""
-
-    def __init__(self, config: HybridConfig) -> None:
-        super().__init__()
-        self.embed_tokens = _embedding(config.vocab_size, config.d_model)
-        slots = [0]
-        for layer in range(config.num_layers):
-            slots.append(slots[-1] + len(config.mixers(layer)))
-        self.layers = nn.ModuleList(Layer(config, i, slots[i]) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.d_model, config.rms_norm_eps)
-        if config.feature_layers:
-            self.features = FeatureInput(config)
-        if config.num_shared_blocks:
-            self.shared = nn.ModuleList(
-                SharedTransformer(config) for _ in range(config.num_shared_blocks)
-            )
-
-    @property
-    def shared_blocks(self) -> Sequence[nn.Module]:
-        return list(self.shared) if hasattr(self, "shared") else []
-
-    def mixers(self) -> list[tuple[int, nn.Module]]:
-        """Every part with a memory of its own, with the place of its cache."""
-        return [each for layer in cast(list[Layer], self.layers) for each in layer.mixers()]
-
-
 class HybridModel(nn.Module):
     """A causal language model of the layers that a `HybridConfig` describes.
 
@@ -115,7 +69,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.config = config
         self.tokenizer_fingerprint: str | None = None  # known for a checkpoint with a manifest
-        self.model = Decoder(config)
+        self.model = Backbone(config)
         if config.head_rank:
             self.head_down = nn.Linear(config.d_model, config.head_rank, bias=False)
         if not config.tie_embeddings:
@@ -126,25 +80,7 @@ class HybridModel(nn.Module):
         self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
         self._packed_at: list[int] | None = None
         if self.device.type != "meta":
-            self._initialise()
-
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        """GPT-2's scheme for the projections, Mamba-2's for dt, A and D."""
-        into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                closes_block = name.endswith(("o_proj", "out_proj", "down_proj", "shared_use.out"))
-                nn.init.normal_(module.weight, std=into_residual if closes_block else 0.02)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-            elif isinstance(module, Experts):
-                nn.init.normal_(module.up, std=0.02)
-                nn.init.normal_(module.down, std=into_residual)
-            elif isinstance(module, Mamba2 | GatedDeltaNet):
-                dt = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
-                module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
-                module.A_log.copy_(torch.empty_like(module.A_log).uniform_(1, 16).log())
+            initialise(self, config.num_layers)
 
     @property
     def head_weight(self) -> Tensor:
@@ -427,7 +363,8 @@ class HybridModel(nn.Module):
         if tokens.shape[1] != tree.num_nodes:
             raise UsageError(f"{tokens.shape[1]} tokens for the {tree.num_nodes} nodes of {tree}")
         topology = topology_of(tree, self.config.d_conv, tokens.device)
-        return self.logits(self.tree_hidden(tokens, topology, cache, bound=bound), wide=wide)
+        call = self.tree_call(tokens, topology, cache, bound=bound)
+        return self.logits(self.tree_hidden(call), wide=wide)
 
     @torch.no_grad()
     @on_own_gpu
@@ -442,12 +379,12 @@ class HybridModel(nn.Module):
         """`tree_forward` of a tree a sequence: logits (B, N, V) of tokens (B, N), as multiplied.
         features takes what a drafter reads of the nodes."""
         topology = forest.topology(self.config.d_conv)
-        hidden = self.tree_hidden(tokens, topology, cache, bound=bound, features=features)
-        return self.logits(hidden, wide=False)
+        call = self.tree_call(tokens, topology, cache, bound=bound, features=features)
+        return self.logits(self.tree_hidden(call), wide=False)
 
     @torch.no_grad()
     @on_own_gpu
-    def tree_hidden(
+    def tree_call(
         self,
         tokens: Tensor,
         topology: Topology,
@@ -458,8 +395,8 @@ class HybridModel(nn.Module):
         *,
         inputs: Tensor | None = None,
         features: Features | None = None,
-    ) -> Tensor:
-        """Hidden states (B, Q, D) after the final norm of nodes first … first + Q − 1 of trees.
+    ) -> TreeCall:
+        """A call over nodes first … first + Q − 1 of trees, for `tree_hidden` or `tree_stream`.
 
         With first = 0 new trees begin, after the last ones' accepted paths; else the trees of
         the calls before grow. tokens (B, Q), or (B, N) of which the new nodes have those at
@@ -467,35 +404,6 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
         features takes what a drafter reads of the nodes.
         """
-        call, stream = self._run_tree(
-            tokens, topology, cache, first, bound, nodes, inputs=inputs, features=features
-        )
-        hidden = ops.norm(stream)
-        call.enter(self.config.num_layers, stream)
-        return call.end(hidden)
-
-    @torch.no_grad()
-    @on_own_gpu
-    def tree_stream(self, *arguments: Any, ends: bool = True, **options: Any) -> Stream:
-        """The same, with replay, as a stream ahead of the final norm, for `draw_children`; or for
-        `ops.take_roots`, which ends the call itself."""
-        call, stream = self._run_tree(*arguments, **options)
-        if ends:
-            call.end(stream.source)
-        return stream
-
-    def _run_tree(
-        self,
-        tokens: Tensor,
-        topology: Topology,
-        cache: HybridCache,
-        first: int = 0,
-        bound: int | None = None,
-        nodes: Tensor | None = None,
-        *,
-        inputs: Tensor | None = None,
-        features: Features | None = None,
-    ) -> tuple[TreeCall, Stream]:
         if self._addresses() != self._packed_at:
             self.pack()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
@@ -503,17 +411,37 @@ class HybridModel(nn.Module):
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             inputs=inputs, features=features,
         )  # fmt: skip
-        if cache.last_tree is None:
-            call = TreeCall(
-                topology, cache.steering, first, bound or used, cache.layers,
-                tokens=tokens, nodes=nodes, **model,
-            )  # fmt: skip
-        else:
-            call = JointCall.of(tokens, topology, cache, bound or used, **model)
+        if cache.last_tree is not None:
+            return JointCall.of(tokens, topology, cache, bound or used, **model)
+        return TreeCall(
+            topology, cache.steering, first, bound or used, cache.layers,
+            tokens=tokens, nodes=nodes, **model,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    @on_own_gpu
+    def tree_hidden(self, call: TreeCall) -> Tensor:
+        """Hidden states (B, Q, D) after the final norm of a call's nodes."""
+        stream = self._run_tree(call)
+        hidden = ops.norm(stream)
+        call.enter(self.config.num_layers, stream)
+        return call.end(hidden)
+
+    @torch.no_grad()
+    @on_own_gpu
+    def tree_stream(self, call: TreeCall, *, ends: bool = True) -> Stream:
+        """The same, with replay, as a stream ahead of the final norm, for `draw_children`; or for
+        `ops.take_roots`, which ends the call itself."""
+        stream = self._run_tree(call)
+        if ends:
+            call.end(stream.source)
+        return stream
+
+    def _run_tree(self, call: TreeCall) -> Stream:
         x, y = None, None
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, call)
-        return call, call.add_norm(x, y, self.model.norm)[0]
+        return call.add_norm(x, y, self.model.norm)[0]
 
     @torch.no_grad()
     @on_own_gpu

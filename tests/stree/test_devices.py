@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
-from stree.models.hybrid import topology_of
+from stree.forest import topology_of
 from stree_kernels import ops
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -22,6 +22,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 def call(name: str, model) -> Callable[[], object]:
     """A public method with arguments."""
+    if name in ("tree_hidden", "tree_stream"):
+        made = call("tree_call", model)()
+        return partial(getattr(model, name), made)
     tokens, tree = torch.tensor([[3]], device=model.device), TokenTree.chain(0)
     cache = model.new_cache(16, 4)
     topology = topology_of(tree, model.config.d_conv, model.device)
@@ -29,14 +32,14 @@ def call(name: str, model) -> Callable[[], object]:
         forward=(tokens,), hidden_states=(tokens,), first_non_finite=([3],),
         logits=(torch.zeros(1, 32, dtype=model.dtype, device=model.device),),
         prefill=(tokens, cache), tree_forward=(tokens, tree, cache),
-        tree_hidden=(tokens, topology, cache), settle=(cache,),
+        tree_call=(tokens, topology, cache), settle=(cache,),
     )[name]  # fmt: skip
     return partial(model if name == "forward" else getattr(model, name), *arguments)
 
 
 METHODS = [
     "forward", "hidden_states", "first_non_finite", "logits", "prefill", "tree_forward",
-    "tree_hidden", "settle",
+    "tree_call", "tree_hidden", "tree_stream", "settle",
 ]  # fmt: skip
 
 

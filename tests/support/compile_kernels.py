@@ -23,10 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from stree.forest import Forest
+from stree.forest import Forest, topology_of
 from stree.grown import GrownForest
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel, topology_of
+from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
 from stree_kernels import ops
 from stree_kernels.shapes import (
@@ -213,7 +213,8 @@ def main() -> None:
                 continue
             topology = topology_of(tree, config.d_conv, tokens.device)
             inner = torch.arange(1, num_nodes)[None]
-            hidden = model.tree_hidden(tokens, topology, cache, 1, cache.num_slots, inner)
+            call = model.tree_call(tokens, topology, cache, 1, cache.num_slots, inner)
+            hidden = model.tree_hidden(call)
             logits, finite = model.logits(hidden), torch.ones_like(inner, dtype=torch.bool)
             for count, by in ((3, None), (3, sampling), (255, None), (255, sampling)):
                 places = torch.full((*inner.shape, count), -1)
