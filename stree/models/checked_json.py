@@ -145,3 +145,8 @@ class CheckedJson(Mapping[str, Any]):
                     f"{self.path} sets {name:.99} = {value!r:.99}: unknown here; use a checkpoint "
                     "without it, or delete the key if you know that the model does without"
                 )
+
+
+def json_number(value: float) -> Any:
+    """JSON has no infinity; transformers' spelling is read by every JSON parser."""
+    return {"__float__": "Infinity"} if math.isinf(value) else value

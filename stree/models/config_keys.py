@@ -3,7 +3,7 @@
 A reader asks for the keys that matter, and `CheckedJson.refuse_unread` refuses every other one that
 is not listed here. So a key belongs here only if the model's function is the same whatever its
 value: how weights are initialised, how an answer is drawn, what a training does, where a file is
-from. A layout's set is what `_LAYOUTS` of checkpoint_configs.py names beside its reader.
+from. A layout's set is what its `Layout` (layouts/, families/) names beside its reader.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from stree.errors import CheckpointRefused
 from stree.models.checked_json import CheckedJson
-from stree.models.config import MAX_LAYERS, ROPE_LENGTH, ROPE_NUMBERS
+from stree.models.config import MAX_LAYERS, ROPE_LENGTH, ROPE_NUMBERS, HybridConfig
 
 
 def rope(
@@ -129,6 +129,24 @@ def mamba(values: CheckedJson, d_model: int, d_inner: int | None = None) -> dict
         "conv_bias": values.boolean("mamba_conv_bias", True),
         "chunk_size": values.integer("mamba_chunk_size", 256),
         "dt_limit": values.limits("time_step_limit"),
+    }
+
+
+def mamba_ssm(ssm: CheckedJson) -> dict[str, Any]:
+    """The keyword arguments of mamba-ssm's Mamba2, as `ssm_cfg` has them."""
+    for name, only in (
+        ("bias", False),
+        ("rmsnorm", True),
+        ("norm_before_gate", False),
+        ("D_has_hdim", False),
+        ("activation", "silu"),
+    ):
+        ssm.require(name, only, default=only)
+    return {
+        "d_conv": ssm.integer("d_conv", 4),
+        "conv_bias": ssm.boolean("conv_bias", True),
+        "chunk_size": ssm.integer("chunk_size", HybridConfig.chunk_size),
+        "dt_limit": ssm.limits("dt_limit"),
     }
 
 

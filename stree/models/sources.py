@@ -60,6 +60,11 @@ class Layout:
         return values.get("model_type") in self.model_types
 
 
+def as_it_is(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    """Of a layout whose names are ours."""
+    return lambda name: Source((name,))
+
+
 def translated(name: str, words: Mapping[str, str]) -> str:
     """A parameter's name with words in it replaced, in the order given."""
     return reduce(lambda text, word: text.replace(word, words[word]), words, name)
