@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stree import threads, verifiers
 from stree.clock import PhaseClock
@@ -36,10 +35,10 @@ from stree.generation import (
     require_whole,
 )
 from stree.growths import as_growth
-from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import PLAIN, Costs, Modes, measure_costs
+from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
 from stree.requests import Launch, Prepared, Progress, Report, Request
@@ -50,9 +49,6 @@ from stree.tokenizer import eos_token_ids
 from stree.tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 from stree_kernels import ops
-
-PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
-FEATURES_CHUNK = 2048  # prompt tokens whose features are in memory at once
 
 
 class BatchDecoder:
@@ -145,7 +141,9 @@ class BatchDecoder:
         self.prefixes = Prefixes(num_prefixes, self.cache, drafter) if num_prefixes else None
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far
-        self.executor = executor_of(Step(target, self.cache, drafter, self.verifier))
+        step = Step(target, self.cache, drafter, self.verifier)
+        self.executor = executor_of(step)
+        self._prefill = Prefill(step, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._prepared: Prepared | None = None  # of the last step
@@ -227,7 +225,7 @@ class BatchDecoder:
                 if any(each.behind and trees[row].num_nodes > 1 for row, each in decoding.items()):
                     if self._launched:  # what they yield has to be known first
                         return self._collect()
-                    self._catch_up(decoding)
+                    self._prefill.catch_up(decoding)
                 self._launch(decoding, trees)
             reports = []
             if reading:
@@ -323,50 +321,16 @@ class BatchDecoder:
 
     def _read(self, row: int, sequence: Progress, alone: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
-        if self.prefixes is not None and sequence.num_read == 0:
-            read = self.prefixes.load(row, sequence.prompt)
-            sequence.num_read, sequence.num_drafted_from = read
-            sequence.stats.num_reused_tokens = sequence.num_read
-        end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
-        tokens = torch.tensor(sequence.prompt[:end], device=self.target.device)
-        logits = self._read_tokens(row, sequence, tokens)
-        if sequence.reading:
+        logits = self._prefill.read(row, sequence, alone)
+        if logits is None:
             return []
-        if sequence.keep_prompt and self.prefixes is not None:
-            self.prefixes.keep(row, sequence.prompt)
-        token, finite = self._first_token(row, sequence, logits)
+        token, finite = self._prefill.first_token(row, sequence, logits)
         now = time.perf_counter()
         sequence.stats.prefill_s, sequence.since = now - sequence.since, now
         if not finite:
             return [self._fail(row, sequence, "target")]
         self.rows.begin(row, len(sequence.prompt), token)
         return [self._keep(row, sequence, [token])]
-
-    def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
-        """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
-        returns the logits (1, V) after the last."""
-        reader, cache = self.executor.step.feature_drafter, self.cache
-        most = len(tokens) if reader is None else FEATURES_CHUNK
-        for start in range(sequence.num_read, len(tokens), most):
-            piece = tokens[None, start : start + most]
-            unread = tokens[sequence.num_drafted_from : start + most]
-            if reader is not None:
-                features = Features(reader.feature_layers)
-                logits = self.target.prefill(piece, cache.at(row), features=features)
-                reader.read(row, unread, features.values[0])
-            else:
-                logits = self.target.prefill(piece, cache.at(row))
-                if self.drafter is not None and len(unread):
-                    self.drafter.read(row, unread)
-            sequence.num_read = sequence.num_drafted_from = start + piece.shape[1]
-        return logits
-
-    def _first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
-        rows = self.rows.narrow(row, 1, [sequence.generation])
-        rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
-        depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
-        token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
-        return int(token), bool(score.isfinite())
 
     def prepare(self) -> None:
         """Make ready now what steps of the rows that are taken need (graphs), as the first of them
@@ -406,18 +370,6 @@ class BatchDecoder:
         if self.modes is not None and any(each.tree is None for each in decoding.values()):
             chosen = self.modes.choose(len(decoding))
         return {row: each.tree or chosen for row, each in decoding.items()}
-
-    def _catch_up(self, decoding: dict[int, Progress]) -> None:
-        """Let the drafter read what it has missed; the host knows all of it by now."""
-        assert self.drafter is not None
-        for row, each in decoding.items():
-            if each.behind:
-                tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
-                *missed, root = tokens
-                if missed:
-                    self.drafter.read(row, torch.tensor(missed, device=self.target.device))
-                self.rows.begin(row, each.position, root)
-                each.behind, each.longest = False, 1
 
     def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
         rows, forest, longest, position = self._step_of(decoding, trees)

@@ -160,7 +160,7 @@ def test_a_row_with_bad_logits_ends_alone():
 
 
 def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
-    monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 8)
     target = tiny_model(1)
     decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=128)
     prompt = [(7 * i) % 61 for i in range(40)]

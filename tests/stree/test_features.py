@@ -97,8 +97,8 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
 
 def test_rows_of_a_batch_have_their_own_features(target, drafter, monkeypatch):
     """Prompts read in pieces between steps of others, rows that end and are taken again."""
-    monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 5)
-    monkeypatch.setattr("stree.batch.FEATURES_CHUNK", 3)
+    monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("stree.prefill.FEATURES_CHUNK", 3)
     watched, texts = watch(drafter, 3, 64, 13), []
     decoder = BatchDecoder(target, watched, TREES[2], num_rows=3, max_length=64)
     requests = mixed_requests(7, TREES, seed=4)

@@ -1,0 +1,82 @@
+"""Prompts on their way into the caches of target and drafter, before a row decodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stree.models.features import Features
+from stree.prefixes import Prefixes
+from stree.requests import Progress
+from stree.rows import Rows
+from stree.step import Step
+from stree_kernels import ops
+
+PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
+FEATURES_CHUNK = 2048  # prompt tokens whose features are in memory at once
+
+
+class Prefill:
+    """Reads what rows are given, for a step's target and drafter; prefixes that are kept are not
+    read again."""
+
+    def __init__(self, step: Step, rows: Rows, prefixes: Prefixes | None) -> None:
+        self.step, self.rows, self.prefixes = step, rows, prefixes
+
+    def read(self, row: int, sequence: Progress, alone: bool) -> Tensor | None:
+        """A piece of the row's prompt, or, alone, all of it; the logits (1, V) after its last token
+        when it was the last piece."""
+        if self.prefixes is not None and sequence.num_read == 0:
+            read = self.prefixes.load(row, sequence.prompt)
+            sequence.num_read, sequence.num_drafted_from = read
+            sequence.stats.num_reused_tokens = sequence.num_read
+        end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
+        tokens = torch.tensor(sequence.prompt[:end], device=self.step.target.device)
+        logits = self._read_tokens(row, sequence, tokens)
+        if sequence.reading:
+            return None
+        if sequence.keep_prompt and self.prefixes is not None:
+            self.prefixes.keep(row, sequence.prompt)
+        return logits
+
+    def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
+        """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
+        returns the logits (1, V) after the last."""
+        target, cache, drafter = self.step.target, self.step.cache, self.step.drafter
+        reader = self.step.feature_drafter
+        most = len(tokens) if reader is None else FEATURES_CHUNK
+        for start in range(sequence.num_read, len(tokens), most):
+            piece = tokens[None, start : start + most]
+            unread = tokens[sequence.num_drafted_from : start + most]
+            if reader is not None:
+                features = Features(reader.feature_layers)
+                logits = target.prefill(piece, cache.at(row), features=features)
+                reader.read(row, unread, features.values[0])
+            else:
+                logits = target.prefill(piece, cache.at(row))
+                if drafter is not None and len(unread):
+                    drafter.read(row, unread)
+            sequence.num_read = sequence.num_drafted_from = start + piece.shape[1]
+        return logits
+
+    def first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
+        """The token that the target chooses by the logits (1, V) after a prompt, and whether they
+        are finite."""
+        rows = self.rows.narrow(row, 1, [sequence.generation])
+        rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
+        token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
+        return int(token), bool(score.isfinite())
+
+    def catch_up(self, decoding: dict[int, Progress]) -> None:
+        """Let the drafter read what it has missed; the host knows all of it by now."""
+        assert self.step.drafter is not None
+        for row, each in decoding.items():
+            if each.behind:
+                tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
+                *missed, root = tokens
+                if missed:
+                    unread = torch.tensor(missed, device=self.step.target.device)
+                    self.step.drafter.read(row, unread)
+                self.rows.begin(row, each.position, root)
+                each.behind, each.longest = False, 1
