@@ -1,7 +1,10 @@
 """Which kernels serve a call: the fused ones where they can, else plain PyTorch and one warning."""
 
 import importlib.util
+import inspect
+import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +90,22 @@ def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, module):
     topology = SimpleNamespace(depths=depths)
     ops.gated_delta_tree(torch.zeros(1), *[None] * 5, shape, topology, None, first)
     assert asked == [module]
+
+
+def test_every_op_has_a_twin_of_its_name():
+    own = {name for name, each in inspect.getmembers(ops, inspect.isfunction)
+           if each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip
+    assert own - {"fused", "current"} <= set(naive.__all__)
+
+
+def test_the_readme_says_whose_twins_are_where():
+    tests = Path(__file__).parent
+    kernels = tests.parents[1] / "kernels"
+    lines = (kernels / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [re.findall(r"`([\w/]+\.py)`", line) for line in lines if line.startswith("| `naive/")]
+    files = {f"naive/{path.name}" for path in (kernels / "naive").glob("*.py")}
+    assert {row[0] for row in rows} == files - {"naive/__init__.py", "naive/dtypes.py"}
+    named = {name for row in rows for name in row[1:]}
+    assert all((kernels / name).exists() or (tests / name).exists() for name in named)
+    fused = {path.name for path in kernels.glob("*.py") if "@triton.jit" in path.read_text("utf-8")}
+    assert fused - {"launch.py"} <= named
