@@ -20,7 +20,8 @@ from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config
 from stree.tokenizer import fingerprint, require_same_tokenizer
-from stree_pipelines.training.cli import TrainingCLI, say
+from stree_pipelines.training.cli import TrainingCLI
+from stree_pipelines.training.console import say
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,

@@ -21,7 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from stree.errors import UsageError, exit_with_reason
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
-from stree_pipelines.training.cli import TrainingCLI, say
+from stree_pipelines.training.cli import TrainingCLI
+from stree_pipelines.training.console import say
 from stree_pipelines.training.module import TargetTraining, require_whole_vocabulary
 from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser

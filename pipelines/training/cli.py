@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
-import warnings
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.utils.deterministic
@@ -43,14 +39,14 @@ from stree_pipelines.training.checkpointing import (
     latest_valid,
     remove_all_but,
 )
+from stree_pipelines.training.console import has_cursor, quieten, say
 from stree_pipelines.training.export import Exports
-from stree_pipelines.training.module import Training, require_decay
+from stree_pipelines.training.module import Training
 from stree_pipelines.training.needs import SMALLER_TRAINING, ModelPlan, describe_training
 from stree_pipelines.training.optimization import OptimizerConfig
 from stree_pipelines.training.own_text import WatchOwnText
 from stree_pipelines.training.parser import HelpAll, TrainingParser, is_of_use
 from stree_pipelines.training.peers import PeerWatch
-from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.progress import TrainingBar
 from stree_pipelines.training.restarts import (
     RestartLimit,
@@ -67,43 +63,10 @@ from stree_pipelines.training.run_folder import (
     require_same_run,
     take_run_folder,
 )
-from stree_pipelines.training.sharding import SHARDED, require_supported
 from stree_pipelines.training.trackers import make_tracker, start_tracker
+from stree_pipelines.training.trainer_settings import TRAINER_DEFAULTS, require_trainable
 
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "max_epochs": -1,  # steps count, not passes over the data
-    "max_steps": 1000,
-    "log_every_n_steps": 10,
-    "gradient_clip_val": 1.0,
-    "val_check_interval": 100,
-    "check_val_every_n_epoch": None,
-    "num_sanity_val_steps": 0,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-    "devices": 1,
-    # Or a resumed run on a GPU would not be the same run; costs a few percent.
-    "deterministic": True,
-}
-# What Lightning and mamba-ssm say to everybody and nobody here can act on.
-NOISE = (
-    "You have overridden `(on_before_batch_transfer|transfer_batch_to_device)`",
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    "Deterministic mode: set TRITON_CACHE_AUTOTUNING",
-    # Lightning instantiates by it, too.
-    r"\s*``ArgumentParser.add_instantiator`` was deprecated",
-    "Since DeepSpeed handles gradient clipping internally",
-    "The `srun` command is available on your system but is not used",
-    r"The number of training batches \(\d+\) is smaller than the logging interval",
-)
-
-
-LIGHTNING = str(Path(lightning.__file__).parent)
 SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
-
-
-def _has_cursor() -> bool:
-    """Whether what is said goes to a terminal that a bar can be drawn anew on."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class TrainingCLI(LightningCLI):
@@ -128,7 +91,7 @@ class TrainingCLI(LightningCLI):
         super().__init__(
             model_class,
             ConversationDataModule,
-            trainer_defaults={**TRAINER_DEFAULTS, "enable_progress_bar": _has_cursor()},
+            trainer_defaults={**TRAINER_DEFAULTS, "enable_progress_bar": has_cursor()},
             seed_everything_default=0,
             save_config_callback=None,
             auto_configure_optimizers=False,
@@ -227,19 +190,7 @@ class TrainingCLI(LightningCLI):
             torch.set_float32_matmul_precision("high")
         # Deterministic mode would also fill every new tensor with NaN.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        max_steps = self.options["trainer"]["max_steps"]
-        if max_steps < 1:
-            raise UsageError(
-                f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
-                "learning rate depend on it"
-            )
-        for name in ("accumulate_grad_batches", "log_every_n_steps", "val_check_interval"):
-            value = self.options["trainer"][name]
-            if value is not None and value <= 0:
-                raise UsageError(f"trainer.{name} is {value}, wanted more than 0")
-        require_supported(self.options["trainer"]["strategy"])
-        supported_precision(self.options["trainer"]["precision"])
-        self._require_one_whole_model()
+        require_trainable(self.options["trainer"], self.options["model"])
         if self.options["show_mask"]:
             return
         if self.options["run_dir"] is None:
@@ -260,22 +211,6 @@ class TrainingCLI(LightningCLI):
     def require_inputs(self) -> None:
         """Raise NotFound with all that the configuration names to be read and is not there."""
         require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
-
-    def _require_one_whole_model(self) -> None:
-        """Averages and decay phases copy the weights as each process has them."""
-        strategy, model = self.options["trainer"]["strategy"], self.options["model"]
-        require_decay(model["ema"])
-        asked = {
-            "model.ema": model["ema"] is not None,
-            "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
-            "model.optimizer.schedule wsd": model["optimizer"]["schedule"] == "wsd",
-        }
-        for name, is_asked in asked.items():
-            if is_asked and strategy in SHARDED:
-                raise UsageError(
-                    f"{name} needs the whole weights in each process, trainer.strategy {strategy} "
-                    "shares them: use ddp, or leave one of them out"
-                )
 
     def _make_trackers(self) -> None:
         """The loggers of trainer.logger, which come beside our own: before a folder is made and a
@@ -512,26 +447,6 @@ class TrainingCLI(LightningCLI):
         is_main = self.trainer.is_global_zero
         forget = partial(forget_starts, self.run_dir) if is_main else lambda: None
         return signals.noted(is_main, before_leaving=forget)
-
-
-@rank_zero_only
-def say(line: str) -> None:
-    """Print on the main process."""
-    print(line, flush=True)
-
-
-def quieten() -> None:
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_is_no_banner)
-
-
-def _is_no_banner(record: logging.LogRecord) -> bool:
-    """What Lightning itself remarks in passing is about devices that are not there and products of
-    its own; through the same loggers our data module says what it has read."""
-    return record.levelno > logging.INFO or not record.pathname.startswith(LIGHTNING)
 
 
 def _as_list(value: Any) -> list[Any]:
