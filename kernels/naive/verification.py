@@ -39,7 +39,7 @@ def accept_drafts(
 
     Args: logits (B, N, V) after every node, −∞ for tokens that a row leaves out; sampling, whose
     position moves on; active, path, path_length, block, root and report as in
-    `accept.accept_choices`. choose, for tests, draws indices (B, n) from probs (B, n, V) for places
+    `naive.accept_choices`. choose, for tests, draws indices (B, n) from probs (B, n, V) for places
     of use (B, n); by default the rows' own random numbers do.
     """
     judge = dict(naive=accept_naive, multi_step=accept_multi_step, traversal=accept_traversal)[rule]
