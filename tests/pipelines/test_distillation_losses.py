@@ -136,7 +136,7 @@ def test_what_does_not_go_together_is_refused(more, workspace, trained, tmp_path
         with pytest.raises(error, match=message):
             distill.main(distill_arguments(workspace, tmp_path / "run", *options, *more))
 
-    cached = ("--model.teacher_cache", "nowhere")
+    cached = ("--model.teacher_cache", str(tmp_path))
     refused(UsageError, "kind cover needs the probability", "--model.loss.kind", "cover", *cached)
     layers = ("--model.drafter_layers", "[0]")
     refused(UsageError, "and model.drafter_layers out", "--model.start_from", latest, *layers)

@@ -3,8 +3,9 @@
 `install` cannot be undone, so it belongs into a process of its own. The first forbidden event ends
 the process with code 99 and its name: running a program or foreign code, a connection, a write
 outside the given folder. Code that the interpreter itself imports from its own or the project's
-folders is allowed, and so are the children that render chat templates and encode texts; they are
-watched too (through `audited_child/sitecustomize.py`) and may run what Jinja made of the template.
+folders is allowed, and may be kept compiled there; so are the children that render chat templates
+and encode texts; they are watched too (through `audited_child/sitecustomize.py`) and may run what
+Jinja made of the template.
 """
 
 from __future__ import annotations
@@ -93,14 +94,22 @@ def _is_allowed(
         name = os.fsdecode(name) if isinstance(name, str | bytes) else ""
         return name.startswith(names_of_code) or _is_for_own_code()
     if event in WRITES:
-        return _is_below(arguments[0], folder)
+        return _is_below(arguments[0], folder) or _keeps_compiled_code(arguments[0])
     if event == "open":
         path, mode, flags = arguments
         writes = any(letter in (mode or "") for letter in "wax+") or (flags or 0) & (
             os.O_WRONLY | os.O_RDWR | os.O_CREAT
         )
-        return not writes or isinstance(path, int) or _is_below(path, folder)
+        known = isinstance(path, int) or _is_below(path, folder)
+        return not writes or known or _keeps_compiled_code(path)
     return True
+
+
+def _keeps_compiled_code(path: Any) -> bool:
+    """Whether the interpreter keeps what it compiled of a module that it imports."""
+    asks = sys._getframe(3).f_code.co_filename  # behind the hook
+    own = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    return asks == "<frozen importlib._bootstrap_external>" and own.startswith(OWN_FOLDERS)
 
 
 def _is_for_own_code() -> bool:
