@@ -102,22 +102,27 @@ def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
     return list(dict.fromkeys([ALONE, *several]))
 
 
-def describe(
-    shape: str, strategies: list[str], processes: list[int], batch_size: int,
-    sequence_length: int, steps: int, on_cuda: bool,
-) -> Iterator[str]:  # fmt: skip
-    """The runs, and the memory of a process in fp32 that shares nothing. Raises OutOfMemory, when
-    all is said, where there is less."""
-    target = TARGETS[shape]
+def describe(options: Any, on_cuda: bool) -> Iterator[str]:
+    """What runs, and the memory of a process that shares nothing: in fp32, or of a step alone under
+    bf16 autocast. Raises OutOfMemory, when all is said, where there is less."""
+    target = TARGETS[options.shape]
     drafter = drafter_config_from(target)
-    memory = training_memory(drafter, (batch_size, sequence_length), "32-true", on_cuda, target)
-    runs = ", ".join(f"{strategy} on {count}" for strategy, count in _runs(strategies, processes))
-    rows = batch_size * max(processes)
     yield model_line("target", target)
     yield model_line("drafter", drafter)
-    yield f"runs: {runs}; each {steps} steps of {rows} rows of {sequence_length} tokens"
-    needs = MemoryNeeds(memory, on_cuda)
-    yield f"each process, unsharded and in fp32, {needs}"
+    rows, length = options.batch_size, options.sequence_length
+    kind: tuple[str, torch.dtype] = ("bf16-mixed", torch.bfloat16)
+    if "step" in options.what:
+        yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
+    if "processes" in options.what:
+        kind = ("32-true", torch.float32)
+        several = _runs(options.strategies, options.processes)
+        runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
+        rows *= max(options.processes)
+        yield f"runs: {runs}; each {options.steps} steps of {rows} rows of {length} tokens"
+    precision, dtype = kind
+    shape = (options.batch_size, length)
+    needs = MemoryNeeds(training_memory(drafter, shape, precision, on_cuda, target, dtype), on_cuda)
+    yield f"each process, unsharded, {precision}, {needs}"
     needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
 
 
@@ -192,10 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got {options.what}")
     require_results_file(options.out)
     if options.dry_run:
-        for line in describe(
-            options.shape, options.strategies, options.processes, options.batch_size,
-            options.sequence_length, options.steps, device.type == "cuda",
-        ):  # fmt: skip
+        for line in describe(options, device.type == "cuda"):
             print(line, flush=True)
         return
     most = max(options.processes) if "processes" in options.what else 1

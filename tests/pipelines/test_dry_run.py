@@ -265,6 +265,14 @@ def test_a_benchmark_says_what_it_takes(benchmark, said, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_s_benchmark_says_what_a_step_takes(tmp_path, capsys):
+    options = ("--shape", "tiny", "--device", "cpu", "--dry_run", "--what", "[step]")
+    bench_training.main([str(tmp_path / "out.jsonl"), *options])
+    printed = capsys.readouterr().out
+    assert "a step of 16 rows of 1024 tokens" in printed and "runs:" not in printed
+    assert "bf16-mixed, memory: about" in printed
+
+
 def test_a_finished_run_says_so(workspace, finished, capsys):
     before = everything_under(finished)
     distill.main(options_of(workspace, finished, "--dry_run"))
