@@ -15,6 +15,8 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # environment forbids to keep what was compiled, as in many containers
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
+.NOTPARALLEL:  # two of them would set up the same environment
+
 .PHONY: help quickstart chat test test-long check docs clean
 
 help:  ## this list

@@ -195,6 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise UsageError(f"--more may not set {name}: --steps decides it")
     if not options.what or set(options.what) - set(WHAT):
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got {options.what}")
+    if options.features and "step" not in options.what:
+        raise UsageError("--features are read in a step: add it to --what, or leave them out")
     require_results_file(options.out)
     if options.dry_run:
         for line in describe(options, device.type == "cuda"):

@@ -152,11 +152,11 @@ class Modes:
     """
 
     def __init__(self, trees: Sequence[TokenTree | str], costs: Costs | None = None) -> None:
-        if not trees:
+        given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
+        if not given:
             raise UsageError(
                 "modes without a tree: give one at least, to choose it or plain decoding"
             )
-        given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
         self.trees = (PLAIN, *given)
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self.costs = costs or Costs()

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from stree.errors import UsageError
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree_pipelines.benches.timing import in_turns
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.frozen_target import TargetInputs
 
-PEAKS = {"H100": 989e12, "H200": 989e12}  # bf16 products without sparsity, NVIDIA's data sheets
+# bf16 products without sparsity by NVIDIA's data sheets, of the SXM modules
+PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of them its prompt, which do not count
 
 
@@ -27,6 +29,11 @@ def step_row(
 ) -> dict[str, Any]:  # fmt: skip
     """A row of a distillation from the checkpoint `target` under bf16 autocast, whose rows are
     conversations of 512 random tokens. `options` are those of Distillation."""
+    if sequence_length <= PROMPT:
+        raise UsageError(
+            f"a step's rows begin with a prompt of {PROMPT} tokens, which do not count: wanted a "
+            f"longer --sequence_length, got {sequence_length}"
+        )
     module = Distillation(target, **options)
     module.to(device).train()
     assert module.frozen is not None and module.target is not None
@@ -41,7 +48,6 @@ def step_row(
     )  # fmt: skip
     inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
     num_counted = int(batch["loss_mask"].sum())
-    read = _features(module, inputs, device)
 
     def target_pass() -> None:
         with torch.autocast(device.type, torch.bfloat16):
@@ -69,6 +75,9 @@ def step_row(
         torch.cuda.reset_peak_memory_stats(device)
     whole = in_turns({"step": step}, device, repeats)["step"]
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    read = _features(module, inputs, device)
+    for parameter in module.exported.parameters():  # the head's too: an update is of all weights
+        parameter.grad = torch.zeros_like(parameter)
     ways = {"target": target_pass, "drafter": drafter_passes, "update": update}
     parts = in_turns(ways, device, repeats)
     optimizer.zero_grad()
@@ -84,8 +93,7 @@ def step_row(
         operations=operations, tflops=operations / seconds / 1e12, peak_bytes=peak_bytes,
         target_parameters=_count(module.target), drafter_parameters=_count(module.exported),
     )  # fmt: skip
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((value for gpu, value in PEAKS.items() if gpu in name), None)
+    peak = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return row if peak is None else {**row, "of_peak": operations / seconds / peak}
 
 
@@ -94,6 +102,8 @@ def num_operations(
 ) -> int:
     """Multiplications and additions of a step, over weights."""
     layers = 2 * _in_layers(target) + 6 * _in_layers(drafter)
+    if drafter.config.feature_layers:  # what the target gives needs no gradient
+        layers -= 2 * drafter.config.feature_width * drafter.config.d_model
     heads = 2 * target.head_weight.numel() + 6 * drafter.head_weight.numel()
     return num_tokens * layers + num_counted * heads
 

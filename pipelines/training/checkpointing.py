@@ -312,9 +312,15 @@ class TrainingCheckpoints(pl.Callback):
         """Save what the last step's end would have saved, now that a batch has been taken for the
         next one, and stop."""
         if trainer.global_step != self._saved_step:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            progress.total.ready -= 1
-            progress.current.ready -= 1
+            loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            counts = loop.batch_progress.total, loop.batch_progress.current
+            for each in counts:
+                each.ready -= 1
+            loop._batches_that_stepped -= 1  # Lightning counts it behind either place
+            if not loop._should_check_val_fx(fetcher):  # or it is behind a validation
+                for each in counts:
+                    each.completed -= 1
             self._save(trainer)
         self._stop(trainer)
 

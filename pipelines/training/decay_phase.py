@@ -28,6 +28,7 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
     progress = loop.automatic_optimization.optim_progress
     optimizer = trainer.optimizers[0]
     average = module.weight_average
+    rates = [group["lr"] for group in optimizer.param_groups]
     weights = [_copy(each) for each in module.parameters()]
     moments = {
         parameter: {name: _copy(each) for name, each in state.items()}
@@ -46,6 +47,8 @@ def as_it_was(trainer: pl.Trainer, module: Training) -> Iterator[None]:
         for owner, state in moments.items():
             for name, value in state.items():
                 optimizer.state[owner][name].copy_(value)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     if average is not None and averages is not None:
         average.load_state_dict(averages)
     progress.load_state_dict(counts)

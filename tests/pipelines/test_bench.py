@@ -13,6 +13,7 @@ from torch import nn
 
 from stree import generate
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
+from stree.models.convert import save_model
 from stree.models.mlp import Experts
 from stree.models.slicing import slice_drafter
 from stree_pipelines import (
@@ -441,6 +442,32 @@ def test_a_step_of_training_in_its_parts(tmp_path, monkeypatch):
     assert row["us_step"]["median"] > 0 and set(row["us_parts"]) == {"target", "drafter", "update"}
     bench_report.main([str(tmp_path)])
     assert "tiny, 1 × 32, features" in (tmp_path / "bars.md").read_text()
+
+
+def test_an_update_in_a_training_step_is_of_all_weights(tmp_path, monkeypatch):
+    """The head's too, where it is not the embedding."""
+    monkeypatch.setattr(training_step, "SEGMENT", 16)
+    monkeypatch.setattr(training_step, "PROMPT", 4)
+    config = bench_training.TINY.replace(tie_embeddings=False)
+    save_model(models.random_model(config, CPU), tmp_path / "target")
+    updated, step = [], torch.optim.AdamW.step
+
+    def noted(optimizer, *arguments):
+        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        updated.append(all(each.grad is not None for each in weights))
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    training_step.step_row(str(tmp_path / "target"), 1, 32, 1, CPU)
+    assert len(updated) > 4 and all(updated)
+
+
+def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
+    out = str(tmp_path / "o.jsonl")
+    with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
+        training_step.step_row("nowhere", 1, 200, 1, CPU)
+    with pytest.raises(UsageError, match="--features are read in a step"):
+        bench_training.main([out, "--shape", "tiny", "--device", "cpu", "--features", "[1]"])
 
 
 def test_operations_of_a_training_step():

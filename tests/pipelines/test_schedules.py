@@ -150,11 +150,13 @@ def test_a_run_that_was_stopped_around_a_decay_is_the_same(workspace, branching,
     assert_same_run(run_dir, branching)
 
 
-@pytest.mark.parametrize("every_n_steps", quick_first([(99,)], [(2,)]))
+@pytest.mark.parametrize(
+    ("every_n_steps", "validation"), quick_first([(99, 0)], [(2, 0), (99, 2), (2, 2)])
+)
 def test_a_decay_that_is_told_to_stop_is_begun_again(
-    workspace, branching, tmp_path, monkeypatch, every_n_steps
+    workspace, tmp_path, monkeypatch, every_n_steps, validation
 ):
-    """The state before it is saved, unless it was."""
+    """The state before it is saved, unless it was; what follows is as if nothing had been."""
     step = Distillation.training_step
 
     def told(module, batch, batch_idx):
@@ -163,18 +165,20 @@ def test_a_decay_that_is_told_to_stop_is_begun_again(
         return step(module, batch, batch_idx)
 
     monkeypatch.setattr(Distillation, "training_step", told)
-    arguments = branching_arguments(
-        workspace, tmp_path, "--checkpoint.every_n_steps", str(every_n_steps)
-    )
+    options = ["--checkpoint.every_n_steps", str(every_n_steps)]
+    if validation:
+        options += ["--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "2"]
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    arguments = branching_arguments(workspace, run_dir, *options)
     with pytest.raises(Preempted, match="stopped by SIGTERM after step 2; everything is saved"):
         distill.main(arguments)
-    assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "drafter") == [1]
+    assert steps_in(run_dir / "checkpoints") == [2] and steps_in(run_dir / "drafter") == [1]
     monkeypatch.undo()
     distill.main(arguments)
-    assert metric_rows(tmp_path) == metric_rows(branching)
-    for export in (1, 4, 6):
-        name = f"drafter/step-{export:08d}"
-        assert_equal_weights(tmp_path / name, branching / name)
+    distill.main(branching_arguments(workspace, whole, *options))
+    if every_n_steps > 2:  # this one is there because of the stop
+        shutil.rmtree(run_dir / "checkpoints/step-00000002")
+    assert_same_run(run_dir, whole)
 
 
 def test_what_is_exported_is_the_average_that_the_training_state_has(branching):

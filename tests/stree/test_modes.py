@@ -268,3 +268,9 @@ def test_costs_that_are_measured_again_count_at_once():
     assert modes.choose(1) == CHAIN
     modes.costs = costs(1.0, 5.0, 1.1)
     assert modes.choose(1) == WIDE
+
+
+@pytest.mark.parametrize("trees", [[], ["chain-0"], ["chain-0", "chain-0"]])
+def test_a_choice_among_no_drafts_is_refused(trees):
+    with pytest.raises(UsageError, match="without a tree"):
+        Modes(trees)

@@ -108,8 +108,11 @@ def _is_allowed(
 def _keeps_compiled_code(path: Any) -> bool:
     """Whether the interpreter keeps what it compiled of a module that it imports."""
     asks = sys._getframe(3).f_code.co_filename  # behind the hook
-    own = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
-    return asks == "<frozen importlib._bootstrap_external>" and own.startswith(OWN_FOLDERS)
+    return (
+        asks == "<frozen importlib._bootstrap_external>"
+        and "__pycache__" in Path(os.fsdecode(path)).parts
+        and any(_is_below(path, folder) for folder in OWN_FOLDERS)
+    )
 
 
 def _is_for_own_code() -> bool:
