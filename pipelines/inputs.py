@@ -84,7 +84,9 @@ def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look
 def of_evaluation(options: Mapping[str, Any], checkpoints: Sequence[str]) -> Iterator[Look]:
     """Of the options that eval_spec.py and the gate share, and drafters."""
     if options.get("run") is not None and not checkpoints:
-        yield "--run", partial(require_exports, options["run"])
+        run = options["run"]
+        is_there = Path(run).is_dir()
+        yield ("--run", partial(require_exports, run)) if is_there else folder("--run", run)
     if options["target"] is not None:
         yield folder("--target", input_path(options["target"]))
     for each in checkpoints:

@@ -23,7 +23,7 @@ def choice_of(name: str) -> tuple[type[Modes], list[str]] | None:
     policy = Bandit if name.startswith(BANDIT) else Modes
     if (policy is Modes and OR not in name) or Path(name).is_file():
         return None
-    return policy, name.removeprefix(BANDIT).split(OR)
+    return policy, [each.strip() for each in name.removeprefix(BANDIT).split(OR)]
 
 
 def as_growth(

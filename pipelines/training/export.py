@@ -16,6 +16,7 @@ from stree.files import make_directory, point_to, sweep_leftovers, verify_manife
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
 from stree_pipelines.training.checkpointing import TrainingCheckpoints, step_directory
+from stree_pipelines.training.console import say
 from stree_pipelines.training.decay_phase import as_it_was, run_decay
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.optimization import OptimizerConfig
@@ -119,6 +120,7 @@ class Exports(pl.Callback):
         for first, last in self.branches(trainer.max_steps):
             if first == trainer.global_step and not self._exists_everywhere(trainer, last):
                 checkpoints = TrainingCheckpoints.of(trainer)
+                say(f"step {first}: {last - first} steps of the decay of export {last} begin")
                 with pl_module.untimed(), as_it_was(trainer, pl_module):
                     is_done = run_decay(
                         trainer, pl_module, first, last, partial(checkpoints.told, trainer)

@@ -105,7 +105,7 @@ def architecture_options(**changes) -> list[str]:
 MISSING = {
     "distil": ("model.target: no folder T", "model.start_from: no folder S",
                "data.valid: V.jsonl: no such file", "model.loss.reference: no folder R"),
-    "eval": ("--run: nowhere/drafter holds no step-", "--target: no folder T",
+    "eval": ("--run: no folder nowhere", "--target: no folder T",
              "--benchmarks: no benchmark file b2.jsonl; no benchmark 'b1' in",
              "--tree: no tree 'X.yaml'"),
     "gate": ("--target: no folder T", "--checkpoint: no folder C", "--benchmarks: no benchmark"),
