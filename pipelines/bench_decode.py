@@ -26,6 +26,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
+from stree.models.hybrid import HybridModel
 from stree.verifiers import NAMES
 from stree_kernels import ops
 from stree_pipelines.benches import calls
@@ -59,6 +60,7 @@ WHAT = (
     "calls", "profiles", "draft", "draft_profiles", "unrolled", "memory", "steps", "graphs", "rows",
     "joint", "serve", "orders",
 )  # fmt: skip
+DRAFTED = ("draft", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 CAPTURED = ("profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 
 
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--verifiers", type=list[str], default=["coupled"], help=f"for graphs: {', '.join(NAMES)}")
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
-        help="for draft: own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
+        help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
         "width=2048, head=32768+rank=256")  # fmt: skip
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
@@ -167,37 +169,36 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
     if "profiles" in options.what:
         nodes = [each for each in options.nodes if each in PROFILED_NODES]
         yield from calls.profiles(target, nodes, context, 5)
-    if "draft" in options.what:
-        for kind in options.drafters:
-            named = {} if kind == OWN else {"drafter": kind}
-            for row in calls.draft(random_drafter(shape, device, kind), context, repeats):
-                yield {**row, **named}
-    if "draft_profiles" in options.what:
-        for kind in options.drafters:
-            named = {} if kind == OWN else {"drafter": kind}
-            for row in calls.draft_profiles(random_drafter(shape, device, kind), context, 5):
-                yield {**row, **named}
     if "unrolled" in options.what:
         yield from calls.unrolled(target, context, max(5, repeats // 5))
     if "memory" in options.what:
         yield from calls.memory(target, 64)
+    for kind in options.drafters if set(DRAFTED) & set(options.what) else ():
+        named = {} if kind == OWN else {"drafter": kind}
+        drafter = random_drafter(shape, device, kind)
+        for row in with_a_drafter(target, drafter, options):
+            yield {**row, **named}
+
+
+def with_a_drafter(
+    target: HybridModel, drafter: HybridModel, options: Any
+) -> Iterator[dict[str, Any]]:
+    context, repeats = options.context, options.repeats
+    if "draft" in options.what:
+        yield from calls.draft(drafter, context, repeats)
+    if "draft_profiles" in options.what:
+        yield from calls.draft_profiles(drafter, context, 5)
     if "steps" in options.what:
-        drafter = random_drafter(shape, device)
         yield from decode_at(target, drafter, options.taus, context, options.num_steps, 3)
     if "graphs" in options.what:
-        drafter = random_drafter(shape, device)
         verifiers, counts = options.verifiers, options.graph_rows
         yield from graphs(target, drafter, context, repeats, verifiers, counts)
     if "rows" in options.what:
-        drafter = random_drafter(shape, device)
         yield from steps_of_rows(target, drafter, options.rows, context, repeats)
     if "joint" in options.what:
-        drafter = random_drafter(shape, device)
         yield from joint_of_rows(target, drafter, options.rows, context, repeats)
     if "serve" in options.what:
-        drafter = random_drafter(shape, device)
-        taus, counts = options.taus, options.rows
-        yield from serve_at(target, drafter, counts, taus, context, options.num_steps)
+        yield from serve_at(target, drafter, options.rows, options.taus, context, options.num_steps)
 
 
 def describe(

@@ -125,7 +125,7 @@ def steps_table(rows: list[Row]) -> Table:
     heads = ("", "plain, µs", "tree, µs", "not hidden by the host", "speed-up", "speed-up ÷ τ")
     lines = [
         (
-            f"{row['shape']}, τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
+            f"{_drafter_of(row)}, τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
             f"{_value(row['us_tree']):,.0f}", f"{row['host_share']:.1%}",
             f"{row['speedup']:.2f}", f"{row['speedup_per_tau']:.3f}",
         )
@@ -208,14 +208,18 @@ def drafts_table(rows: list[Row]) -> Table:
     heads = ("", "nodes", "T = 0, µs", "T = 1, µs")
     lines = [
         (
-            row["shape"] + (f", {row['drafter']}" if row.get("drafter") else ""),
-            str(row["num_nodes"]),
+            _drafter_of(row), str(row["num_nodes"]),
             *(f"{_value(row[key]):,.0f}" if key in row else MISSING
               for key in ("us_draft", "us_draft_sampled")),
         )
         for row in rows
     ]  # fmt: skip
     return Table("Drafts", (heads, *lines))
+
+
+def _drafter_of(row: Row) -> str:
+    """The target's shape, and the drafter where it is not the shape's own."""
+    return row["shape"] + (f", {row['drafter']}" if row.get("drafter") else "")
 
 
 def losses_figure(rows: list[Row]) -> Figure:

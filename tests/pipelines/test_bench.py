@@ -56,16 +56,17 @@ def test_rows(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
-        "draft", "draft", *("unrolled",) * 5, "memory",
+        *("unrolled",) * 5, "memory", "draft", "draft",
     ]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
         assert times or line.get("what") == "memory"
         assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
-    kept = lines[-1]["kept_bytes"] / lines[-1]["state_bytes"]
-    assert lines[-1]["over_a_state_a_node"] == pytest.approx(kept / 64)
-    assert lines[-1]["kept_bytes_joint"] - lines[-1]["kept_bytes"] == TAIL
+    (memory,) = (line for line in lines if line.get("what") == "memory")
+    kept = memory["kept_bytes"] / memory["state_bytes"]
+    assert memory["over_a_state_a_node"] == pytest.approx(kept / 64)
+    assert memory["kept_bytes_joint"] - memory["kept_bytes"] == TAIL
 
 
 def test_attention_by_the_order_of_nodes(monkeypatch):
@@ -169,6 +170,7 @@ def test_families_are_measured_one_after_the_other(
         "--repeats", "1", "--num_steps", "2",
     ])  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not any("drafter" in line for line in lines)
     rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
     rows_of["draft_profiles"] = ["profile of draft", "profile of draft_sampled"]
     assert [(line["shape"], line["what"]) for line in lines] == [
@@ -177,6 +179,20 @@ def test_families_are_measured_one_after_the_other(
     assert all(line["tau"] == 2 for line in lines if line["what"] == "step")
     printed = capsys.readouterr().out
     assert all(f"target {name}: " in printed for name in names)
+
+
+def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
+    monkeypatch.setattr(bench_decode, "CAPTURED", ())
+    options = SimpleNamespace(
+        what=["steps"], taus=[2.0], context=4, repeats=1, num_steps=2,
+        drafters=["own", "head=16", "layers=1"],
+    )  # fmt: skip
+    rows = list(bench_decode.measure("tiny", options, CPU))
+    assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
+    table = bench_report.steps_table([{"shape": "tiny", **row} for row in rows])
+    assert [line[0] for line in table.rows[1:]] == [
+        "tiny, τ = 2.00", "tiny, head=16, τ = 2.00", "tiny, layers=1, τ = 2.00",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
