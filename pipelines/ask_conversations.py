@@ -3,40 +3,87 @@
 python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz \\
     --source schema-guided-dialogue --out data/dialogues.jsonl
 A later turn is asked after the model's own earlier answers.
+
+python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz --out data/long.jsonl \\
+    --lengths 0 1024 2048 4096 --tokenizer checkpoints/python-docs-hybrid --limit 8 --turns 1
+asks the same questions after other conversations, in prompts of so many tokens: data/long-0.jsonl,
+data/long-1024.jsonl and so on (docs/long-context.md).
 """
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from stree.errors import NotFound, UsageError, exit_with_reason
-from stree.files import make_directory, write_atomically
+from stree.files import make_directory, sha256_of_file, write_atomically
+from stree.tokenizer import fingerprint, load_tokenizer
 from stree_pipelines.command_line import PlainParser, input_path
-from stree_pipelines.data.asked import prompts_asked
+from stree_pipelines.data.asked import prompts_asked, prompts_asked_after
+from stree_pipelines.data.chat import chat_encoder
+from stree_pipelines.evaluation.benchmarks import load_benchmark
+from stree_pipelines.evaluation.context import describe_code
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = PlainParser("ask_conversations.py", description=__doc__)
     add = parser.add_argument
     add("conversations", help="ShareGPT file, JSONL or JSONL.gz, of rows that name their source")
-    add("--out", required=True, help="JSONL file of prompts to write")
+    add("--out", required=True, help="JSONL file of prompts to write; of --lengths, OUT-LENGTH")
     add("--source", default="", help="take conversations whose source begins so (default: all)")
     add("--limit", type=int, default=80, help="first so many of them")
     add("--turns", type=int, default=2, help="first so many turns of the user's")
+    add("--lengths", type=int, nargs="+", default=[],
+        help="in tokens, of prompts that ask the same after other conversations")  # fmt: skip
+    add("--tokenizer", help="target folder or other whose tokens --lengths are in")
     options = parser.parse_args(arguments)
     for name in ("limit", "turns"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} is {getattr(options, name)}, wanted at least 1")
+    lengths = sorted(set(options.lengths))
+    if lengths and lengths[0] < 0:
+        raise UsageError(f"--lengths has {lengths[0]}, wanted 0 or more tokens")
+    if bool(lengths) != bool(options.tokenizer):
+        raise UsageError("--lengths are in tokens of --tokenizer: give both, or neither")
     file, out = Path(input_path(options.conversations)), Path(options.out)
     if not file.is_file():
         raise NotFound(f"no file {file}: name a ShareGPT file, JSONL or JSONL.gz")
-    prompts = prompts_asked(file, options.source, options.limit, options.turns)
-    if not prompts:
+    asked = file, options.source, options.limit, options.turns
+    written = {out: ""}
+    if lengths:
+        tokenizer = load_tokenizer(input_path(options.tokenizer))
+        encoder = chat_encoder(tokenizer)
+        prompts = prompts_asked_after(*asked, lengths, encoder)
+        written = {
+            out.with_name(f"{out.stem}-{length}{out.suffix}"): text
+            for length, text in prompts.items()
+        }
+    else:
+        written[out] = prompts_asked(*asked)
+    if not all(written.values()):
         raise UsageError(f"{file} has no conversation whose source begins with {options.source!r}")
     make_directory(out.parent)
-    write_atomically(out, prompts)
-    print(f"{out}: {prompts.count(chr(10)):,} prompts from {file}")
+    for path, text in written.items():
+        write_atomically(path, text)
+        told = f"{path}: {text.count(chr(10)):,} prompts"
+        if lengths:
+            counts = [
+                len(encoder.encode_prompt([*each.history, ("user", each.turns[0])]))
+                for each in load_benchmark(str(path)).prompts
+            ]
+            told += f" of {min(counts):,} to {max(counts):,} tokens"
+        print(f"{told} from {file}", flush=True)
+    if lengths:
+        provenance = {
+            "conversations": str(file), "sha256": sha256_of_file(file), "source": options.source,
+            "tokenizer": fingerprint(tokenizer), "command": shlex.join(sys.argv),
+            **describe_code(),
+        }  # fmt: skip
+        text = json.dumps(provenance, indent=2) + "\n"
+        write_atomically(out.with_name(f"{out.stem}.provenance.json"), text)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ def build_parser() -> CommandParser:
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap")
     add("--batch_size", "--batch-size", type=int, default=1, help="prompts decoded at once")
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
+    add("--beyond_positions", "--beyond-positions", action="store_true",
+        help="let prompts be longer than what the target was made for")  # fmt: skip
     add("--overwrite", action="store_true", help="measure again what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     return parser

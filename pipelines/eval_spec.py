@@ -66,6 +66,8 @@ def build_parser() -> CommandParser:
     )
     add("--ignore_eos", "--ignore-eos", action="store_true",
         help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip
+    add("--beyond_positions", "--beyond-positions", action="store_true",
+        help="let prompts be longer than what the target was made for")  # fmt: skip
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
     add("--overwrite", action="store_true", help="measure again what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")

@@ -62,7 +62,7 @@ def read_prompts(
 def _turns_of(source: str, turn: str, limit: int | None) -> Iterator[tuple[str, Sequence[Turn]]]:
     if _holds_benchmark_prompts(Path(source)):
         for prompt in load_benchmark(source, limit=limit).prompts:
-            yield prompt.id, [("user", prompt.turns[0])]
+            yield prompt.id, [*prompt.history, ("user", prompt.turns[0])]
         return
     conversations, _ = read_conversations(source, limit=limit)
     for conversation in conversations:

@@ -6,7 +6,7 @@ import gc
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
+from stree.models.hybrid import HybridModel
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import eos_token_ids, load_tokenizer
@@ -96,6 +97,8 @@ class Answerer:
         self._warm: set[tuple[Drafter | None, str, tuple[str, float]]] = set()
         if target_model is not None:
             self.device = target_model.device
+            if settings.beyond_positions:
+                raise UsageError("beyond_positions is for a target that is loaded for it")
             if target_model.dtype != self.dtype:
                 raise UsageError(
                     f"the target is in {target_model.dtype} but dtype is {settings.dtype}: "
@@ -105,7 +108,9 @@ class Answerer:
     @property
     def target(self) -> Any:
         if self._target is None:
+            config = self._target_config
             self._target = load_model(self.settings.target, self.device, self.dtype).eval()
+            self._target.config = config
         return self._target
 
     def is_warm(self, job: Job) -> bool:
@@ -118,9 +123,15 @@ class Answerer:
         with _naming(job, Conversation(prompt)):
             self.warm_decoder(job, self.prompt_ids(prompt))
 
-    @property
+    @cached_property
     def _target_config(self) -> HybridConfig:
-        return load_config(self.settings.target) if self._target is None else self._target.config
+        if self._target is not None:
+            return self._target.config
+        config = load_config(self.settings.target)
+        if self.settings.beyond_positions:
+            most = max(config.max_position_embeddings, self.max_length)
+            config = replace(config, max_position_embeddings=most)
+        return config
 
     def require_positions(self) -> None:
         """Refuse now, not after an hour, a conversation whose answers may be longer than what the
@@ -136,7 +147,8 @@ class Answerer:
                     raise UsageError(
                         f"{benchmark.name} prompt {prompt.id} has {given} tokens, and answers of "
                         f"up to {new}: the target was made for {positions} positions; lower "
-                        "max_new_tokens, or leave the prompt out"
+                        "max_new_tokens, leave the prompt out, or give --beyond_positions to see "
+                        "what it does there"
                     )
 
     def require_end(self) -> None:
@@ -318,7 +330,7 @@ class Answerer:
         self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
     ) -> list[int]:
         """The conversation up to user turn `index`, with the model's own answers before it."""
-        conversation = [("user", prompt.turns[0])]
+        conversation = [*prompt.history, ("user", prompt.turns[0])]
         for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
             conversation += [("assistant", answer.text), ("user", question)]
         return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
@@ -377,6 +389,11 @@ class Answerer:
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             gc.collect()
+
+    def drafter_model(self, drafter: Drafter | None) -> HybridModel | None:
+        """The model that drafts, alone and by the target's tokens; None where none does."""
+        made = self._drafter(drafter) if drafter is not None else None
+        return made if isinstance(made, HybridModel) else None
 
     def _drafter(self, drafter: Drafter) -> Any:
         if drafter not in self._drafters:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from stree.errors import BadData, NotFound, UsageError
 from stree.plain_data import parse_json
+from stree_pipelines.data.conversations import Turn
 from stree_pipelines.evaluation.records import config_hash
 
 DEFAULT_DIRECTORY = Path("data/benchmarks")  # where fetch_benchmarks.py writes
@@ -20,15 +22,30 @@ CORPUS_BENCHMARK = "python_docs"
 PROMPT_FORMAT = (
     'a line is {"id": "q1", "turns": ["What the user says first", "then"]}; "category" may be given'
 )
+# Also: "history", what user and assistant said in turn before, and "reference_answer", what the
+# data has as the answer to the first of the turns. `ask_conversations.py --lengths` writes both.
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """One conversation to hold: what the user says, turn by turn."""
+    """One conversation to hold: what the user says, turn by turn.
+
+    Attributes:
+        history: (role, text) of what both said before, an answer last.
+        reference_answer: the data's own answer to the first turn; "" where there is none.
+    """
 
     id: str
     category: str
     turns: tuple[str, ...]
+    history: tuple[Turn, ...] = ()
+    reference_answer: str = ""
+
+    @property
+    def content(self) -> list[Any]:
+        """All that it says, as JSON has it."""
+        more = [[list(turn) for turn in self.history], self.reference_answer]
+        return [self.id, list(self.turns), *(more if any(more) else ())]
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class Benchmark:
     @property
     def prompts_hash(self) -> str:
         """Which prompts these are, texts included: rows are comparable when it is equal."""
-        return config_hash({"prompts": [[p.id, list(p.turns)] for p in self.prompts]})
+        return config_hash({"prompts": [prompt.content for prompt in self.prompts]})
 
 
 def load_benchmark(
@@ -131,5 +148,15 @@ def _parse(content: Any) -> BenchmarkPrompt:
         raise ValueError(f"turns is {turns!r}, wanted a list of what the user says")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("turns must be texts, none empty")
-    "".join(turns).encode()  # half a surrogate pair, which JSON can spell, is no text
-    return BenchmarkPrompt(str(identity), str(content.get("category", "")), tuple(turns))
+    history, answer = content.get("history", []), content.get("reference_answer", "")
+    if not isinstance(history, list) or len(history) % 2:
+        raise ValueError("history must be a list of texts, of the user and the assistant in turn")
+    if not all(isinstance(text, str) and text.strip() for text in history):
+        raise ValueError("history must be texts, none empty")
+    if not isinstance(answer, str):
+        raise ValueError(f"reference_answer is {answer!r:.40}, wanted a text")
+    "".join([*turns, *history, answer]).encode()  # half a surrogate pair is no text
+    return BenchmarkPrompt(
+        str(identity), str(content.get("category", "")), tuple(turns),
+        tuple(zip(cycle(("user", "assistant")), history, strict=False)), answer,
+    )  # fmt: skip

@@ -46,8 +46,10 @@ from stree_pipelines.evaluation.plan import (
     Round,
     make_job,
 )
+from stree_pipelines.evaluation.reading import read_answer
 from stree_pipelines.evaluation.records import (
     Lossless,
+    Reading,
     ResultKey,
     ResultRow,
     ResultStore,
@@ -161,6 +163,7 @@ class Evaluation:
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
                 for group, mine in zip(groups, rounds, strict=True):
                     self._measure(group, mine)
+                self._read_answers(jobs)
         finally:  # a checkpoint that failed must not leave less memory to the next one
             for drafter in dict.fromkeys(job.drafter for job in jobs if job.drafter):
                 self.answerer.release(drafter)
@@ -214,6 +217,37 @@ class Evaluation:
         for job in jobs:
             self._on_main(partial(self._publish, job))
             self._published.add(job.result_key)
+
+    def _read_answers(self, jobs: Sequence[Job]) -> None:
+        """Let target and drafters read the data's own answers, where prompts have them."""
+        drafters = list(dict.fromkeys(job.drafter for job in jobs if job.drafter)) or [None]
+        benchmarks = list({job.benchmark.name: job.benchmark for job in jobs}.values())
+        known = set()
+        if not self.settings.overwrite:
+            known = {each.key for each in self.store.readings()}
+        missing = [
+            (drafter, benchmark, prompt)
+            for drafter in drafters
+            for benchmark in benchmarks
+            for prompt in benchmark.prompts
+            if prompt.reference_answer
+            and (drafter and drafter.sha256, benchmark.name, benchmark.prompts_hash, prompt.id)
+            not in known
+        ]
+        if not missing:
+            return
+        readings: list[Reading] = []
+
+        def read() -> None:
+            mine = self.workers.share(missing)
+            with self.progress.task("answers of the data", len(mine)) as task:
+                for each in mine:
+                    readings.append(read_answer(self.answerer, *each))
+                    task.advance(f"{each[1].name} {readings[-1].num_prompt_tokens:,} tokens")
+
+        self._together("answers of the data", read)
+        gathered = list(chain(*self.workers.gather(readings)))
+        self._on_main(lambda: self.store.save_readings(gathered))
 
     def _publish(self, job: Job) -> None:
         found = self.store.journalled(job.samples_name)

@@ -75,6 +75,7 @@ class EvaluationSettings:
     seed: int = 0
     batch_size: int = 1
     ignore_eos: bool = False
+    beyond_positions: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:

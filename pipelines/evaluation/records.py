@@ -30,6 +30,7 @@ from stree.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
+READINGS_NAME = "readings.jsonl"
 SAMPLES_NAME = "samples"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
@@ -213,6 +214,33 @@ class SampleRow(Record):
         )
 
 
+# (checkpoint sha256, benchmark, prompts hash, prompt id)
+ReadingKey = tuple[str | None, str, str, str]
+
+
+class Reading(Record):
+    """The data's own answer to a prompt, as target and drafter read it; numbers of the drafter are
+    None where no model drafts. Losses are in nats; they and overlaps are summed over the answer's
+    tokens."""
+
+    version: int = SCHEMA_VERSION
+    checkpoint_sha256: str | None
+    benchmark: str
+    prompts_hash: str
+    prompt_id: str
+    num_prompt_tokens: Count
+    num_tokens: Count
+    target_loss: NonNegative
+    drafter_loss: NonNegative | None  # also None where its head lacks a token of the answer
+    overlap: NonNegative | None
+    same_choice: Count | None
+    overlap_begun_anew: NonNegative | None  # by a drafter that read from the question on only
+
+    @property
+    def key(self) -> ReadingKey:
+        return self.checkpoint_sha256, self.benchmark, self.prompts_hash, self.prompt_id
+
+
 def config_hash(content: dict[str, Any]) -> str:
     """sha256 of a JSON-able description, independent of its key order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -309,6 +337,14 @@ class ResultStore:
     def samples(self, row: ResultRow) -> list[SampleRow]:
         """The prompts behind a row; none when their file is gone."""
         return read_rows(self.directory / row.samples, SampleRow)
+
+    def readings(self) -> list[Reading]:
+        return read_rows(self.directory / READINGS_NAME, Reading)
+
+    def save_readings(self, readings: Sequence[Reading]) -> None:
+        """Beside those that are there; one of the same key takes its place."""
+        saved = {each.key: each for each in (*self.readings(), *readings)}
+        write_rows(self.directory / READINGS_NAME, saved.values())
 
     def journalled(self, samples_name: str) -> dict[SampleKey, SampleRow]:
         """Finished prompts of a row that is not published yet, each once."""

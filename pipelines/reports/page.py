@@ -7,7 +7,7 @@ from typing import Any
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.reports import runs_tables
+from stree_pipelines.reports import by_length, runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
@@ -30,6 +30,11 @@ def page_context(data: RunData) -> dict[str, Any]:
             {"temperature": f"{t:g}", **advise(data, t)._asdict()} for t in data.temperatures
         ],
         "tables": tables,
+        "by_length": [
+            {"tables": by_length.tables(data, rungs), "verdicts": by_length.verdicts(data, rungs)}
+            for rungs in by_length.ladders(data)
+        ],
+        "lengths_intro": by_length.INTRO,
         "lossless": _lossless(data),
         "samples": _samples(data),
         "environment": environment(data.rows, [data.command]),

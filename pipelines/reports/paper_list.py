@@ -13,11 +13,21 @@ from stree_pipelines.reports import node_orders, paper_numbers, paper_tables
 from stree_pipelines.reports.paper_tables import Made
 
 STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
+LENGTHS = "docs/results/h200-long"
 POLICIES, PAPER_TREES = "docs/results/h200-policies", "docs/results/h200-paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
 TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
+LONG = (
+    "python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz "
+    "--out data/long.jsonl --lengths 1024 2048 4096 8192 16384 32768 "
+    "--tokenizer runs/chat-75m/target/latest --limit 32 --turns 1",
+    "python pipelines/eval_spec.py --config configs/eval/long-75m.yaml "
+    "--target runs/chat-75m/target/latest --checkpoint runs/chat-75m-features/drafter/latest "
+    "--out OUT",
+)
+CHAT_FEATURES = "ours is the 73 M hybrid of `make chat` and the drafter of chat-75m-features.yaml"
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat` and the 9.2 M drafter of chat-75m-scratch.yaml"
 RANDOM = "ours has random weights of those shapes"
 RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
@@ -141,7 +151,11 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("drafters-figure-2", "throughput and calibration by drafter size", RTX_4090,
               "it needs Pythia-6.9B and drafters of several sizes; calibration is not measured"),
         Entry("drafters-table-3", "LongBench from 1k to 8k tokens", "H100",
-              "it needs LongBench, and a target and drafters that were trained at such lengths"),
+              CHAT_FEATURES + ", both trained at 1,024 tokens. Ours are questions after other "
+              "conversations, not LongBench's documents, and of a target that was not made for "
+              "them: [long contexts](long-context.md) tells its part from the drafter's. T = 0; "
+              "the paper names none. Peak memory is left out",
+              LONG, LENGTHS, paper_tables.drafters_3),
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
               "the chat pair's drafters have the target's tokenizer. `text:FOLDER` drafts with "
               "another one; the arm 'chain as text' of configs/compare/chat-75m.yaml shows what "

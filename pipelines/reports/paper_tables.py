@@ -14,8 +14,10 @@ from stree.tree import balanced
 from stree_pipelines.bench_report import read_rows
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
+from stree_pipelines.reports import by_length
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
+from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
@@ -189,6 +191,42 @@ def speeds(paper: dict[float, tuple[Cells, ...]], title: str) -> Callable[[Path]
         return made(title, lines, found.values())
 
     return build
+
+
+def drafters_3(folder: Path) -> Made:
+    """Columns of ours are prompt lengths to the nearest 1,024 tokens, the paper's and further
+    ones."""
+    data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
+    rungs = by_length.ladders(data)[:1] if data is not None else []
+    require_rows(rungs, "prompts of several lengths", folder)
+    assert data is not None
+    found = {f"{round(rung.num_tokens / 1024)}k": rung for rung in rungs[0]}
+    head, *paper = theirs.DRAFTERS_3
+    lengths = [*head[1:], *(length for length in found if length not in (*head, "0k"))]
+    lines: list[Cells] = [("Method", *lengths)]
+    lines += [
+        (f"{name}, paper", *cells, *[MISSING] * (len(lengths) - len(cells)))
+        for name, *cells in paper
+    ]
+    used = {
+        (row.method, row.benchmark): row
+        for row in data.rows
+        if row.temperature == 0 and row.step in (None, data.steps.get(data.last))
+        and row.benchmark in {rung.benchmark for rung in found.values()}
+    }  # fmt: skip
+    require_rows(used, "prompts of several lengths at T = 0", folder)
+    for method, label in LABELS.items():
+        cells = []
+        for length in lengths:
+            row = used.get((method, found[length].benchmark)) if length in found else None
+            tau = (
+                ""
+                if row is None or method == AUTOREGRESSIVE
+                else (f" ({figure(row.acceptance_length)})")
+            )
+            cells.append(figure(row and row.tokens_per_second) + tau)
+        lines.append((f"{label}, {OURS}", *cells))
+    return made("Mamba Drafters, Table 3: tokens/s (τ) by prompt length", lines, used.values())
 
 
 def stree_6(folder: Path) -> Made:

@@ -92,7 +92,7 @@ def acceptance_histogram(data: RunData, temperature: float) -> Figure | None:
         axes.bar(
             [depth + offset for depth in depths],
             [100 * histogram.get(depth, 0) / calls for depth in depths],
-            width * 0.92, color=_colour(data, method), label=method_label(method),
+            width * 0.92, color=colour_of(data, method), label=method_label(method),
         )  # fmt: skip
     axes.set_xlabel("draft tokens accepted in a call")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -107,7 +107,7 @@ def depth_rates(data: RunData, temperature: float) -> Figure | None:
         if rates:
             axes.plot(
                 list(rates), [100 * rate for rate in rates.values()], "o-",
-                color=_colour(data, method), label=method_label(method),
+                color=colour_of(data, method), label=method_label(method),
             )  # fmt: skip
     axes.set_ylim(0, 102)
     axes.set_xlabel("depth in the tree")
@@ -219,13 +219,13 @@ def _plot_over_steps(axes: Axes, data: RunData, method: str, temperature: float,
         return
     steps, values, intervals = zip(*points, strict=True)
     low, high = zip(*intervals, strict=True)
-    colour = _colour(data, method)
+    colour = colour_of(data, method)
     label = f"{method_label(method)}, T = {temperature:g}"
-    axes.plot(steps, values, color=colour, label=label, **_look(data, temperature))
+    axes.plot(steps, values, color=colour, label=label, **look_of(data, temperature))
     axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
 
 
-def _look(data: RunData, temperature: float) -> dict[str, Any]:
+def look_of(data: RunData, temperature: float) -> dict[str, Any]:
     """Of a temperature's line: the first one solid with filled markers, the others hollow."""
     number = data.temperatures.index(temperature)
     look = {"linestyle": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
@@ -243,7 +243,7 @@ def _plot_baseline(axes: Axes, data: RunData, temperature: float) -> None:
                 break
     if points:
         label = f"{method_label(AUTOREGRESSIVE)}, T = {temperature:g}"
-        look = _look(data, temperature)
+        look = look_of(data, temperature)
         axes.plot(*zip(*points, strict=True), color=PLAIN_COLOUR, label=label, **look)
 
 
@@ -259,7 +259,7 @@ def _last_cells(data: RunData, temperature: float) -> Sequence[tuple[str, Any]]:
     return [(method, cell) for method, cell in cells if cell is not None]
 
 
-def _colour(data: RunData, method: str) -> str:
+def colour_of(data: RunData, method: str) -> str:
     name = method.partition(":")[0]
     same = [other for other in data.methods if other.partition(":")[0] == name]
     position = same.index(method) if method in same else 0

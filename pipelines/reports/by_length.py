@@ -1,0 +1,333 @@
+"""τ by prompt length, of the same questions after more and more text; and what makes it fall.
+
+A ladder is several benchmarks of an evaluation that ask the same questions in prompts of other
+lengths (`ask_conversations.py --lengths`). Everything is paired by question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
+
+from stree import metrics
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import Reading
+from stree_pipelines.reports import plots
+from stree_pipelines.reports.run_data import RunData, method_label, open_results
+from stree_pipelines.reports.tables import MISSING, Table, bracket, figure
+
+INTRO = (
+    "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
+    "target call; behind it the difference to the shortest prompts. The data's answers are read by "
+    "target and drafter as they stand: the loss of perplexity is the model's own, overlap is the "
+    "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
+    "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
+)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One length: a benchmark, its mean prompt in tokens, and the drafter's readings, by
+    question; none where the benchmark has no answers of the data."""
+
+    benchmark: str
+    num_tokens: float
+    readings: tuple[Reading, ...]
+
+    @property
+    def length(self) -> str:
+        return f"{self.num_tokens:,.0f}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure, and its difference to the shortest prompts' (a ratio, of perplexities)."""
+
+    value: float
+    change: float
+    interval: metrics.Interval | None
+
+    @property
+    def is_less(self) -> bool:
+        return self.interval is not None and self.interval[1] < 0
+
+    @property
+    def is_more(self) -> bool:
+        return self.interval is not None and self.interval[0] > 0
+
+
+def ladders(data: RunData) -> list[list[Rung]]:
+    """Those of a run, shortest prompts first; none in most."""
+    found: dict[tuple[tuple[str, str], ...], list[Rung]] = {}
+    readings = open_results(data.folder).readings() if data.rows else []
+    hashes = {row.prompts_hash for row in data.rows}
+    drafters = {row.checkpoint_sha256 for row in data.rows if row.step == data.steps.get(data.last)}
+    for benchmark in data.benchmarks:
+        cells = [cell for key, cell in data.cells.items() if key[2] == benchmark and cell.samples]
+        if not cells:
+            continue
+        first = [sample.turns[0] for sample in cells[0].samples]
+        names = [sample.prompt_id for sample in cells[0].samples]
+        asked = tuple(zip(names, (turn.user for turn in first), strict=True))
+        by_id = {
+            each.prompt_id: each
+            for each in readings
+            if each.benchmark == benchmark
+            and each.prompts_hash in hashes
+            and each.checkpoint_sha256 in drafters
+        }
+        complete = tuple(by_id[name] for name in names if name in by_id)
+        mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
+        rung = Rung(benchmark, mean, complete if len(complete) == len(names) else ())
+        found.setdefault(asked, []).append(rung)
+    return [
+        sorted(rungs, key=lambda rung: rung.num_tokens)
+        for rungs in found.values()
+        if len({rung.num_tokens for rung in rungs}) > 1
+    ]
+
+
+def acceptance(
+    data: RunData, rungs: Sequence[Rung], method: str, temperature: float
+) -> list[Change | None]:
+    """τ at each length."""
+    cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+    changes: list[Change | None] = []
+    for cell in cells:
+        if cell is None or cells[0] is None or cell["acceptance_length"] is None:
+            changes.append(None)
+            continue
+        interval = None
+        if cell.samples and cells[0].samples:
+            interval = metrics.acceptance_gain_interval(cell.samples, cells[0].samples)
+        tau = cell["acceptance_length"]
+        changes.append(Change(tau, tau - cells[0]["acceptance_length"], interval))
+    return changes
+
+
+def read(rungs: Sequence[Rung], name: str) -> list[Change | None]:
+    """The mean over an answer's tokens of what readings hold by this name."""
+    sums = [_column(rung.readings, name) for rung in rungs]
+    tokens = [_column(rung.readings, "num_tokens") for rung in rungs]
+    changes: list[Change | None] = []
+    for sums_Q, tokens_Q in zip(sums, tokens, strict=True):
+        if sums_Q is None or sums[0] is None or tokens_Q is None or tokens[0] is None:
+            changes.append(None)
+            continue
+        changes.append(_change(sums_Q, tokens_Q, sums[0], tokens[0]))
+    return changes
+
+
+def _change(
+    sums_Q: NDArray[np.float64], tokens_Q: NDArray[np.float64],
+    first_Q: NDArray[np.float64], their_tokens_Q: NDArray[np.float64],
+) -> Change:  # fmt: skip
+    interval = metrics.bootstrap_interval(
+        lambda i_RQ: (
+            sums_Q[i_RQ].sum(1) / tokens_Q[i_RQ].sum(1)
+            - first_Q[i_RQ].sum(1) / their_tokens_Q[i_RQ].sum(1)
+        ),
+        len(sums_Q),
+    )
+    value = float(sums_Q.sum() / tokens_Q.sum())
+    return Change(value, value - float(first_Q.sum() / their_tokens_Q.sum()), interval)
+
+
+def _column(readings: Sequence[Reading], name: str) -> NDArray[np.float64] | None:
+    values = [getattr(each, name) for each in readings]
+    return None if not values or None in values else np.array(values, dtype=np.float64)
+
+
+def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
+    heads = ["tokens", "tokens/s (Autoregressive)"]
+    columns: list[list[str]] = []
+    for method in data.methods:
+        label = method_label(method)
+        heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
+        taus = acceptance(data, rungs, method, temperature)
+        cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+        columns.append([figure(each and each.value) for each in taus])
+        columns.append([_difference(each) for each in taus])
+        columns.append([
+            MISSING if cell is None else figure(cell["tokens_per_second"], form=".1f")
+            + f" ({figure(cell['speedup'], unit='×')})" + bracket(cell.interval("speedup"))
+            for cell in cells
+        ])  # fmt: skip
+    plain = [_plain_speed(data, rung.benchmark, temperature) for rung in rungs]
+    lines = [
+        (rung.length, figure(plain[at], form=".1f"), *(column[at] for column in columns))
+        for at, rung in enumerate(rungs)
+    ]
+    count = _num_questions(data, rungs)
+    title = f"By prompt length, T = {temperature:g} ({count} questions)"
+    return Table(title, (tuple(heads), *lines))
+
+
+def reading_table(rungs: Sequence[Rung]) -> Table | None:
+    """None without readings."""
+    target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
+    if not any(target):
+        return None
+    overlap, anew = read(rungs, "overlap"), read(rungs, "overlap_begun_anew")
+    same = read(rungs, "same_choice")
+    heads = (
+        "tokens", "perplexity, target", "times the shortest's", "perplexity, drafter",
+        "times the shortest's", "overlap", "difference", "overlap, begun anew", "same choice",
+    )  # fmt: skip
+    lines = [
+        (
+            rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
+            _value(overlap[at], ".3f"), _difference(overlap[at], ".3f"), _value(anew[at], ".3f"),
+            _value(same[at], ".3f"),
+        )
+        for at, rung in enumerate(rungs)
+    ]  # fmt: skip
+    tokens = sum(each.num_tokens for each in rungs[0].readings)
+    title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
+    return Table(title, (heads, *lines))
+
+
+def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
+    found = [decoding_table(data, rungs, temperature) for temperature in data.temperatures]
+    answers = reading_table(rungs)
+    return found if answers is None else [*found, answers]
+
+
+def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
+    """A sentence a method and temperature, and what the readings say of the reason."""
+    lines = []
+    falls = False
+    for temperature in data.temperatures:
+        for method in data.methods:
+            change = acceptance(data, rungs, method, temperature)[-1]
+            if change is None:
+                continue
+            falls |= change.is_less
+            what = "falls" if change.is_less else "rises" if change.is_more else "is flat"
+            if change.interval is None:
+                what = "has too few questions for an interval"
+            lines.append(
+                f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
+                f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
+            )
+    target, overlap = read(rungs, "target_loss")[-1], read(rungs, "overlap")[-1]
+    anew = read(rungs, "overlap_begun_anew")[-1]
+    if target is not None:
+        lines.append(_reason(rungs, target, overlap, anew, falls))
+    return lines
+
+
+def _reason(
+    rungs: Sequence[Rung], target: Change, overlap: Change | None, anew: Change | None, falls: bool
+) -> str:
+    ratio, by = _perplexity(target)
+    said = (
+        f"The target reads the same answers with a perplexity of {ratio} there, {by} times that "
+        f"after {rungs[0].length} tokens"
+    )
+    if overlap is not None:
+        said += f"; the drafter's overlap with it changes by {_difference(overlap, '.3f')}"
+    if anew is not None and overlap is not None:
+        said += f", to {overlap.value:.3f} ({anew.value:.3f} begun anew at the question)"
+    said += ". "
+    if target.is_more:
+        return said + (
+            "It is the target that fails at this length: what is accepted of its text there says "
+            "little of the drafter."
+        )
+    if overlap is None or not overlap.is_less:
+        gone = "so neither reads worse: what falls is due to the text that the target writes there"
+        return said + (f"{gone[:1].upper()}{gone[1:]}." if falls else "Neither reads worse there.")
+    if anew is not None and anew.value > overlap.value:
+        return said + "The drafter fails: its state has read more than it can hold."
+    return said + "The drafter follows the target less, and not for what its own state has read."
+
+
+def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
+    """τ against prompt length with its intervals."""
+    picture, axes = plots.new_figure()
+    lengths = [max(rung.num_tokens, 1) for rung in rungs]
+    for temperature in data.temperatures:
+        for method in data.methods:
+            cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+            points = [
+                (
+                    length,
+                    cell["acceptance_length"],
+                    *_ends(cell.interval("acceptance_length"), cell["acceptance_length"]),
+                )
+                for length, cell in zip(lengths, cells, strict=True)
+                if cell is not None and cell["acceptance_length"] is not None
+            ]
+            if not points:
+                continue
+            at, taus, low, high = zip(*points, strict=True)
+            colour = plots.colour_of(data, method)
+            label = f"{method_label(method)}, T = {temperature:g}"
+            axes.plot(at, taus, color=colour, label=label, **plots.look_of(data, temperature))
+            axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0)
+    if not axes.get_legend_handles_labels()[0]:
+        return None
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("τ, new tokens per call")
+    plots.add_legend(picture, axes, ncols=2, handlelength=3.2)
+    return picture
+
+
+def markdown(data: RunData) -> str | None:
+    """All ladders; None without one."""
+    parts = []
+    for rungs in ladders(data):
+        parts += [f"- {line}" for line in verdicts(data, rungs)]
+        parts += ["", *(table.to_markdown() for table in tables(data, rungs))]
+    if not parts:
+        return None
+    return "\n".join(["# Acceptance length by prompt length\n", f"{INTRO}\n", *parts])
+
+
+def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:
+    return next(
+        cell.num_prompts for key, cell in data.cells.items() if key[2] == rungs[0].benchmark
+    )
+
+
+def _plain_speed(data: RunData, benchmark: str, temperature: float) -> float | None:
+    for method in data.methods:
+        cell = data.cell(data.last, method, benchmark, temperature)
+        if cell is not None and cell.baseline_speed:
+            return cell.baseline_speed
+    cell = data.cell("", AUTOREGRESSIVE, benchmark, temperature)
+    return cell["tokens_per_second"] if cell is not None else None
+
+
+def _ends(interval: metrics.Interval | None, value: float) -> metrics.Interval:
+    return interval or (value, value)
+
+
+def _value(change: Change | None, form: str = ".2f") -> str:
+    return figure(change and change.value, form=form)
+
+
+def _difference(change: Change | None, form: str = ".2f") -> str:
+    if change is None:
+        return MISSING
+    return figure(change.change, change.interval, f"+{form}")
+
+
+def _perplexity(loss: Change | None) -> tuple[str, str]:
+    """A perplexity, and how many times the shortest prompts' it is, given a loss."""
+    if loss is None:
+        return MISSING, MISSING
+    interval = loss.interval and (float(np.exp(loss.interval[0])), float(np.exp(loss.interval[1])))
+    return figure(float(np.exp(loss.value)), form=".3g"), figure(
+        float(np.exp(loss.change)), interval
+    )
