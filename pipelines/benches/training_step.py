@@ -7,16 +7,19 @@ computes again are left out, so that a share of the peak is what training needs,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree_pipelines.benches.timing import in_turns
+from stree_pipelines.estimates import num_parameters
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.frozen_target import TargetInputs
+from stree_pipelines.training.frozen_target import FrozenTarget, TargetInputs
 
 # bf16 products without sparsity by NVIDIA's data sheets, of the SXM modules
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
@@ -36,14 +39,15 @@ def step_row(
         )
     module = Distillation(target, **options)
     module.to(device).train()
-    assert module.frozen is not None and module.target is not None
-    module.frozen.place(device, [], 1)
+    assert module.frozen is not None
+    frozen = module.frozen
+    frozen.place(device, [], 1)
     module.prepare_layers()
     optimizer = module.configure_optimizers()
     shape = (batch_size, sequence_length)
     places = torch.arange(sequence_length, device=device).expand(shape)
     batch = dict(
-        tokens=torch.randint(module.target.config.vocab_size, shape, device=device),
+        tokens=torch.randint(frozen.model.config.vocab_size, shape, device=device),
         segment_ids=places // SEGMENT, loss_mask=places % SEGMENT >= PROMPT,
     )  # fmt: skip
     inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
@@ -51,31 +55,30 @@ def step_row(
 
     def target_pass() -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            module.frozen.hidden_states(inputs, device, Features(()))  # type: ignore[union-attr]
+            frozen.hidden_states(inputs, device)
 
     def drafter_passes() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             hidden = module.exported.hidden_states(inputs.tokens, inputs.segment_ids, read=read)
         hidden.sum().backward()
 
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(module.exported.parameters(), 1.0)
+        optimizer.step()
+
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             loss = module.loss_terms(batch, torch.full((), num_counted, device=device)).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.exported.parameters(), 1.0)
-        optimizer.step()
+        update()
         optimizer.zero_grad()
-
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(module.exported.parameters(), 1.0)
-        optimizer.step()
 
     step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     whole = in_turns({"step": step}, device, repeats)["step"]
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    read = _features(module, inputs, device)
+    read = _features(module.exported.config.feature_layers, frozen, inputs, device)
     for parameter in module.exported.parameters():  # the head's too: an update is of all weights
         parameter.grad = torch.zeros_like(parameter)
     ways = {"target": target_pass, "drafter": drafter_passes, "update": update}
@@ -83,7 +86,7 @@ def step_row(
     optimizer.zero_grad()
     used = {name: each["median"] for name, each in parts.items()}
     seconds = whole["median"] * 1e-6
-    operations = num_operations(module.target, module.exported, batch_size * sequence_length,
+    operations = num_operations(frozen.model, module.exported, batch_size * sequence_length,
                                 num_counted)  # fmt: skip
     row = dict(
         what="distillation step", batch_size=batch_size, sequence_length=sequence_length,
@@ -91,7 +94,8 @@ def step_row(
         us_rest=whole["median"] - sum(used.values()),  # heads and loss, with their backward
         tokens_per_second=batch_size * sequence_length / seconds,
         operations=operations, tflops=operations / seconds / 1e12, peak_bytes=peak_bytes,
-        target_parameters=_count(module.target), drafter_parameters=_count(module.exported),
+        target_parameters=num_parameters(frozen.model.config),
+        drafter_parameters=num_parameters(module.exported.config),
     )  # fmt: skip
     peak = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return row if peak is None else {**row, "of_peak": operations / seconds / peak}
@@ -118,19 +122,13 @@ def _in_layers(model: HybridModel) -> int:
     )
 
 
-def _count(model: HybridModel) -> int:
-    return sum(weight.numel() for weight in model.parameters())
-
-
-@torch.no_grad()
-def _features(module: Distillation, inputs: TargetInputs, device: torch.device) -> Any:
-    """What the drafter reads, or None."""
-    layers = module.exported.config.feature_layers
+def _features(
+    layers: Sequence[int], frozen: FrozenTarget, inputs: TargetInputs, device: torch.device
+) -> Tensor | None:
+    """What a drafter reads of the states after these layers, (B, T, F); None without any."""
+    features = Features(layers)
     if not layers:
         return None
-    features = Features(layers)
     with torch.autocast(device.type, torch.bfloat16):
-        module.target.hidden_states(  # type: ignore[union-attr]
-            inputs.tokens, inputs.segment_ids, features=features
-        )
+        frozen.hidden_states(inputs, device, features)
     return features.values

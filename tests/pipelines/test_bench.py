@@ -455,6 +455,8 @@ def test_a_step_of_training_in_its_parts(tmp_path, monkeypatch):
     made = bench_training.measure_step("tiny", options, CPU)
     (row,) = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
     assert row["counted_tokens"] == 24
+    target = models.random_model(bench_training.TINY, CPU)
+    assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
     assert row["us_step"]["median"] > 0 and set(row["us_parts"]) == {"target", "drafter", "update"}
     bench_report.main([str(tmp_path)])
     assert "tiny, 1 × 32, features" in (tmp_path / "bars.md").read_text()
