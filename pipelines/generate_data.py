@@ -21,10 +21,11 @@ import torch
 
 from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.description import counted
 from stree.errors import UsageError, exit_with_reason
-from stree.growths import GROWTHS
+from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
-from stree.modes import Modes
+from stree.modes import Costs, Modes, context_of, room_to_time
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines.command_line import CommandParser, input_path
@@ -33,7 +34,7 @@ from stree_pipelines.data.generated import GenerationSpec
 from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, require_writable
 from stree_pipelines.estimates import cache_bytes, num_parameters
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
-from stree_pipelines.evaluation.plan import growth_of, tree_named
+from stree_pipelines.evaluation.plan import tree_of
 from stree_pipelines.inputs import folder, require_there, source
 from stree_pipelines.inputs import tree as tree_there
 from stree_pipelines.progress import EvaluationProgress
@@ -103,10 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
     sizes: dict[str, Any] = dict(
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
-    growth = growth_of(generation.tree)
-    decoder = BatchDecoder(target, drafter, growth, **sizes)
-    if isinstance(growth, Modes):
-        decoder.measure_costs()
+    decoder = BatchDecoder(target, drafter, generation.growth, **sizes)
+    if decoder.modes is not None:
+        progress.say(f"measuring what steps cost, plain and with {decoder.modes}, to choose by")
+        progress.say(costs_line(decoder.measure_costs(), decoder.modes, decoder.num_rows))
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }  # fmt: skip
@@ -143,12 +144,19 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     if drafter is not None:
         require_same_tokenizer(target, drafter)
         load_config(drafter)
-    tree = tree_named(options["tree"]) if drafter else TokenTree.chain(0, "root")
+    growth = as_growth(options["tree"], input_path) if drafter else TokenTree.chain(0, "root")
+    modes = growth if isinstance(growth, Modes) else None
+    deepest, tree = modes.deepest if modes else growth, tree_of(growth)
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
-    kept = that_fit(prompts, room, options["max_new_tokens"], tree)
+    kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
+    if modes and room_to_time(deepest, room, context_of(room)) < 1:
+        raise UsageError(
+            f"--tree {modes} is chosen by measured costs, and {room} tokens are too few to time "
+            f"steps of {deepest} in: raise --max_length, or name one tree or shallower ones"
+        )
     if len(kept) < len(prompts):
         progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
     spec = GenerationSpec(
@@ -164,7 +172,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
             "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
         )},
     )  # fmt: skip
-    generation = Generation(options["out"], spec, kept, tree)
+    generation = Generation(options["out"], spec, kept, growth)
     for sample in range(min(spec.samples, len(spec.temperatures))):
         generation.request(sample)  # refuses settings that no decoding could use
     return generation
@@ -174,7 +182,8 @@ def describe(
     options: dict[str, Any], generation: Generation, on_cuda: bool, dtype: torch.dtype
 ) -> None:
     """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
-    spec, nodes = generation.spec, generation.tree.num_nodes
+    spec, growth = generation.spec, generation.growth
+    nodes = (growth.largest if isinstance(growth, Modes) else growth).num_nodes
     models = {name: load_config(options[name]) for name in ("target", "drafter") if options[name]}
     needs: dict[str, int] = {}
     for name, config in models.items():
@@ -191,6 +200,11 @@ def describe(
     most = 4 * (ids + spec.num_samples * spec.max_new_tokens)
     print(require_disk(options["out"], {"answers, uncompressed, at most": most}), flush=True)
     memory.require(SMALLER)
+
+
+def costs_line(costs: Costs, modes: Modes, num_rows: int) -> str:
+    times = (f"{each.name} {1e3 * costs.of(num_rows, each):.1f} ms" for each in modes.trees)
+    return f"a step of {counted(num_rows, 'row')}: {', '.join(times)}"
 
 
 def comparison_line(speculation: Tally, plain: Tally) -> str:

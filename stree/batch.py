@@ -37,7 +37,7 @@ from stree.generation import (
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
-from stree.modes import PLAIN, Costs, Modes, measure_costs
+from stree.modes import PLAIN, Costs, Modes, context_of, measure_costs
 from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
@@ -360,7 +360,7 @@ class BatchDecoder:
                 "costs are measured of a decoder that was made with Modes, while no row is taken"
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            after = min(32, self.max_length // 4) if context is None else context
+            after = context_of(self.max_length) if context is None else context
             self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps)
         return self.modes.costs
 

@@ -273,6 +273,16 @@ def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:
     return list({(tree.kind, tree.width, tree.depth): tree for tree in by_size}.values())
 
 
+def context_of(max_length: int) -> int:
+    """After how many tokens steps are timed unless told."""
+    return min(32, max_length // 4)
+
+
+def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
+    """How many steps of it can be timed after `context` tokens, behind two that are not."""
+    return (max_length - context) // (tree.max_depth + 1) - 2
+
+
 @torch.no_grad()
 def measure_costs(
     decoder: BatchDecoder, trees: Sequence[TokenTree], context: int, num_steps: int
@@ -295,7 +305,7 @@ def measure_costs(
         seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
         readings = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
-            room = (decoder.max_length - context) // (tree.max_depth + 1) - 2
+            room = room_to_time(tree, decoder.max_length, context)
             if room < 1:
                 raise UsageError(
                     f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "

@@ -14,6 +14,7 @@ from stree.batch import BatchDecoder
 from stree.errors import BadData, UsageError
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.generation import GenerationConfig, GenerationOutput
+from stree.modes import Modes
 from stree.plain_data import parse_json
 from stree.requests import Request
 from stree.tree import TokenTree
@@ -91,10 +92,11 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 
 
 def that_fit(
-    prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, tree: TokenTree
+    prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, deepest: int
 ) -> list[Prompt]:
-    """Those whose answer has room in `max_length` tokens. Raises BadData when there is none."""
-    longest = max_length - max_new_tokens - tree.max_depth - 1
+    """Those whose answer has room in `max_length` tokens, with trees so deep. Raises BadData when
+    there is none."""
+    longest = max_length - max_new_tokens - deepest - 1
     kept = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
     if not kept:
         raise BadData(
@@ -163,10 +165,11 @@ class Generation:
     """
 
     def __init__(
-        self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt], tree: TokenTree
-    ) -> None:
+        self, folder: str | Path, spec: GenerationSpec, prompts: Sequence[Prompt],
+        growth: TokenTree | Modes,
+    ) -> None:  # fmt: skip
         self.folder, self.spec = Path(folder), spec
-        self.prompts, self.tree = prompts, tree
+        self.prompts, self.growth = prompts, growth
         self._require_same_data()
 
     def missing(self) -> list[int]:

@@ -115,7 +115,11 @@ class EvaluationSettings:
 
 def tree_named(name: str) -> TokenTree:
     """A tree, or a choice, by the name that all doors take. Raises `UsageError`."""
-    growth = as_growth(name, input_path)
+    return tree_of(as_growth(name, input_path))
+
+
+def tree_of(growth: TokenTree | Modes) -> TokenTree:
+    """As which records have it."""
     return ChosenTree.of(growth) if isinstance(growth, Modes) else growth
 
 

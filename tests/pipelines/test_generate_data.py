@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -262,13 +263,24 @@ def test_speed_is_told_beside_plain_decoding_s(workspace, tmp_path, capsys):
     assert drafted["num_calls"] < plain["num_calls"] == plain["num_called_tokens"]
 
 
-def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path):
+def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     name = "chain-2 or paper"
     data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
+    said = capsys.readouterr().err
+    assert "measuring what steps cost, plain and with chain-2 or paper, to choose by" in said
+    assert re.search(r"a step of 4 rows: plain [\d.]+ ms, chain-2 [\d.]+ ms, paper [\d.]+ ms", said)
     assert json.loads((data / "generation.json").read_text())["tree"].startswith(name)
     assert [row["answer_tokens"] for row in rows_of(data)] == [
         row["answer_tokens"] for row in rows_of(whole)
     ]
+
+
+def test_a_choice_that_cannot_be_timed_is_refused(workspace, tmp_path, monkeypatch):
+    """Before a model is loaded, and with this command's options."""
+    monkeypatch.setattr(generate_data, "load_model", None)
+    given = ("--tree", "chain-2 or chain-30", "--max_length", "100", "--limit", "1")
+    with pytest.raises(UsageError, match=r"100 tokens .* chain-30 .*: raise --max_length"):
+        generate(workspace, tmp_path / "data", *given)
 
 
 def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path):
