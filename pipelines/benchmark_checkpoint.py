@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from stree.errors import exit_with_reason
@@ -24,7 +25,7 @@ from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
 from stree_pipelines.gate import gate, summary
-from stree_pipelines.gate.baseline import Baseline
+from stree_pipelines.gate.baseline import Baseline, folder_of
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
 from stree_pipelines.inputs import of_evaluation, require_there
 
@@ -77,7 +78,10 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
-    require_there(of_evaluation(options, [options["checkpoint"]]))
+    require_there([
+        *of_evaluation(options, [options["checkpoint"]]),
+        ("--baseline", partial(folder_of, Path(options["baseline"]))),
+    ])  # fmt: skip
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
     checkpoint, out = options["checkpoint"], Path(options["out"])
     baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])

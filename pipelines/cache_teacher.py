@@ -12,6 +12,8 @@ processes (accelerate launch, torchrun, srun) share the work.
 
 from __future__ import annotations
 
+from typing import Any
+
 import stree.threads  # noqa: F401  (before torch is loaded)
 
 import torch
@@ -26,6 +28,7 @@ from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, requi
 from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
 from stree_pipelines.free_resources import free_disk_bytes
+from stree_pipelines.inputs import of_training, require_there
 from stree_pipelines.training.distillation import Distillation, require_own_target
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
@@ -66,7 +69,14 @@ class CacheCLI(DistillCLI):
         add("--dry_run", "--dry-run", action="store_true", help="Say what it would take, and exit.")
         self._own_options = {each.lstrip("-") for each in set(parser.known_options()) - before}
 
+    def require_inputs(self) -> None:
+        def value(section: str, name: str) -> Any:
+            return self.options[section][name] if f"{section}.{name}" in READ else None
+
+        require_there(of_training(value))
+
     def before_instantiate_classes(self) -> None:
+        self.require_inputs()
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")
 

@@ -35,7 +35,7 @@ from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, requi
 from stree_pipelines.estimates import cache_bytes, num_parameters
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import tree_of
-from stree_pipelines.inputs import folder, require_there, source
+from stree_pipelines.inputs import folder, require_there, source, template
 from stree_pipelines.inputs import tree as tree_there
 from stree_pipelines.progress import EvaluationProgress
 
@@ -138,6 +138,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     require_there([
         folder("--target", target), *([] if drafter is None else [folder("--drafter", drafter)]),
         source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
+        *template("--chat_template", options["chat_template"]),
     ])  # fmt: skip
     config = load_config(target)
     tokenizer = load_tokenizer(target)

@@ -13,6 +13,7 @@ from stree.drafters.naming import DrafterName
 from stree.errors import NotFound
 from stree.growths import as_growth
 from stree_pipelines.command_line import input_path
+from stree_pipelines.data.chat import named_template
 from stree_pipelines.data.conversations import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
 from stree_pipelines.evaluation.plan import require_exports
@@ -66,6 +67,12 @@ def tree(option: str, name: str) -> Look:
     return option, partial(as_growth, name, input_path)
 
 
+def template(option: str, name: str | None) -> Iterator[Look]:
+    """A chat template; none is the tokenizer's own."""
+    if name is not None:
+        yield option, partial(named_template, input_path(name))
+
+
 def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look:
     def look() -> None:
         missing = []
@@ -94,11 +101,11 @@ def of_evaluation(options: Mapping[str, Any], checkpoints: Sequence[str]) -> Ite
     found = options["benchmark_dir"]
     yield benchmarks("--benchmarks", options["benchmarks"], found and input_path(found))
     yield tree("--tree", options["tree"])
+    yield from template("--chat_template", options["chat_template"])
 
 
 def of_training(value: Callable[[str, str], Any]) -> Iterator[Look]:
-    """Of a training's configuration, by section and name; a template may be a name, and is looked
-    for by who knows those."""
+    """Of a training's configuration, by section and name."""
     for section, name in TRAINING_INPUTS:
         found, option = value(section, name), f"{section}.{name}"
         for each in found if isinstance(found, list) else [] if found is None else [found]:
@@ -107,7 +114,9 @@ def of_training(value: Callable[[str, str], Any]) -> Iterator[Look]:
                 yield file(option, path)
             elif name in ("train", "valid"):
                 yield source(option, path)
-            elif name != "template":
+            elif name == "template":
+                yield from template(option, path)
+            else:
                 yield folder(option, path)
 
 

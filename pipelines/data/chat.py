@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.errors import BadData, CheckpointRefused, UsageError, exit_with_reason
+from stree.errors import BadData, CheckpointRefused, NotFound, UsageError, exit_with_reason
 from stree.plain_data import read_text
 from stree.tokenizer import encodes_in_linear_time
 from stree_pipelines.command_line import PlainParser
@@ -87,18 +87,24 @@ class EncodedChat:
 
 
 def resolve_template(tokenizer: Any, template: str | None = None) -> str:
-    """The Jinja text of a template: None is the tokenizer's own; otherwise a name in `TEMPLATES`, a
-    path to a .jinja file, or the text itself. Raises `UsageError`."""
-    if template is None:
-        own = tokenizer.chat_template
-        if isinstance(own, dict):
-            own = own.get("default")
-        if not own:
-            raise UsageError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-                f"name one of {', '.join(TEMPLATES)} or give a .jinja file"
-            )
-        return own
+    """The Jinja text of a template: None is the tokenizer's own, anything else is for
+    `named_template`. Raises `UsageError`."""
+    if template is not None:
+        return named_template(template)
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not own:
+        raise UsageError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
+            f"name one of {', '.join(TEMPLATES)} or give a .jinja file"
+        )
+    return own
+
+
+def named_template(template: str) -> str:
+    """The Jinja text of a name in `TEMPLATES`, of a path to a .jinja file, or the text itself.
+    Raises `NotFound`, and `UsageError` for a file that cannot be read."""
     if template in TEMPLATES:
         return TEMPLATES[template]
     if "{%" in template or "{{" in template:
@@ -108,7 +114,7 @@ def resolve_template(tokenizer: Any, template: str | None = None) -> str:
             return read_text(Path(template))
         except (OSError, ValueError) as error:
             raise UsageError(f"chat template {template} cannot be read: {error}") from error
-    raise UsageError(
+    raise NotFound(
         f"no chat template {template!r}: neither a file nor one of {', '.join(TEMPLATES)}"
     )
 

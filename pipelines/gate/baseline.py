@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stree.errors import CannotWrite, UsageError
+from stree.errors import CannotWrite, NotFound, UsageError
 from stree.files import write_atomically
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
@@ -36,21 +36,11 @@ class Baseline:
     def at(cls, given: str | Path, step: int | None = None, movable: bool = False) -> Baseline:
         """Look the baseline up.
 
-        Raises UsageError when it leads nowhere, or cannot be moved (`movable`) because it is a
-        folder and no pointer.
+        Raises what `folder_of` raises, and UsageError when it cannot be moved (`movable`) because
+        it is a folder and no pointer.
         """
         given = Path(given)
-        try:
-            folder = _follow(given)
-            leads_somewhere = folder.is_dir()
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # a loop of links, a name of 10^6 bytes
-            raise UsageError(f"--baseline {given} is no pointer to a folder: {error}") from error
-        if not leads_somewhere:
-            raise UsageError(f"--baseline {given} leads to no folder ({folder.resolve()})")
+        folder = folder_of(given)
         if movable and not given.is_symlink() and not given.is_file():
             raise UsageError(
                 f"--promote moves a pointer and --baseline {given} is a folder: give a symlink to "
@@ -107,6 +97,19 @@ class Baseline:
             raise CannotWrite(
                 f"cannot move {self.given}: {error.strerror}; the old baseline stays"
             ) from error
+
+
+def folder_of(given: Path) -> Path:
+    """The folder that a baseline leads to. Raises NotFound when there is none, UsageError for a
+    file that is no pointer."""
+    try:
+        folder = _follow(given)
+        is_there = folder.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name of 10^6 bytes
+        raise UsageError(f"--baseline {given} is no pointer to a folder: {error}") from error
+    if not is_there:
+        raise NotFound(f"{given} leads to no folder ({folder.resolve()})")
+    return folder
 
 
 def _follow(given: Path) -> Path:

@@ -104,15 +104,20 @@ def architecture_options(**changes) -> list[str]:
 
 MISSING = {
     "distil": ("model.target: no folder T", "model.start_from: no folder S",
-               "data.valid: V.jsonl: no such file", "model.loss.reference: no folder R"),
+               "data.valid: V.jsonl: no such file", "model.loss.reference: no folder R",
+               "data.template: no chat template 'none.jinja'"),
+    "cache": ("model.target: no folder T", "data.valid: V.jsonl: no such file",
+              "data.template: no chat template 'none.jinja'"),
     "eval": ("--run: no folder nowhere", "--target: no folder T",
              "--benchmarks: no benchmark file b2.jsonl; no benchmark 'b1' in",
-             "--tree: no tree 'X.yaml'"),
-    "gate": ("--target: no folder T", "--checkpoint: no folder C", "--benchmarks: no benchmark"),
+             "--tree: no tree 'X.yaml'", "--chat_template: no chat template 'none'"),
+    "gate": ("--target: no folder T", "--checkpoint: no folder C", "--benchmarks: no benchmark",
+             "--baseline: B leads to no folder"),
     "answers": ("--target: no folder T", "--drafter: no folder D", "--prompts: P.jsonl: no such",
-                "--tree: no tree 'X'"),
+                "--tree: no tree 'X'", "--chat_template: no chat template 'none'"),
     "compare": ("target: no folder T", "benchmarks: no benchmark file b2.jsonl",
-                "drafter of arm one: no folder D", "drafter of arm two: there is no corpus F",
+                "chat_template: no chat template 'none'", "drafter of arm one: no folder D",
+                "drafter of arm two: there is no corpus F",
                 "tree of arm two: no tree 'X'"),
     "study": ("hold_back.train: no file H", "hold_back.prompts: no file I",
               "distil of arm two: no file none.yaml", "model.target of arm one: no folder T",
@@ -127,7 +132,7 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "distil.yaml").write_text("model: {target: T}\ndata: {valid: V.jsonl}\n")
     arms = [{"name": "one", "drafter": "D"}, {"name": "two", "drafter": "ngram:3,F", "tree": "X"}]
-    comparison = {"target": "T", "benchmarks": ["starter", "b2.jsonl"]}
+    comparison = {"target": "T", "benchmarks": ["starter", "b2.jsonl"], "chat_template": "none"}
     (tmp_path / "compare.yaml").write_text(json.dumps({**comparison, "out": "o", "arms": arms}))
     plan = {
         "out": "o", "distil": "distil.yaml", "trees": ["paper"], "compare": comparison,
@@ -140,13 +145,16 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
         "distil": (distill.main, ["fit", "--config", str(config), "--run_dir", "r",
                    "--model.target", "T", "--model.start_from", "S", "--data.train", "starter",
                    "--data.valid", "V.jsonl", "--model.loss.reference", "R",
-                   "--model.loss.keep", "0.5"]),
+                   "--model.loss.keep", "0.5", "--data.template", "none.jinja"]),
+        "cache": (cache_teacher.main, ["--config", str(config), "--out", "o", "--model.target", "T",
+                  "--model.start_from", "not read here", "--data.train", "starter",
+                  "--data.valid", "V.jsonl", "--data.template", "none.jinja"]),
         "eval": (eval_spec.main, ["--run", "nowhere", "--target", "T", "--benchmarks", "b1",
-                 "b2.jsonl", "--tree", "chain-2 or X.yaml"]),
+                 "b2.jsonl", "--tree", "chain-2 or X.yaml", "--chat_template", "none"]),
         "gate": (benchmark_checkpoint.main, ["C", "--baseline", "B", "--target", "T", "--out", "o",
                  "--fail_below", "speedup=-5%", "--benchmarks", "b1"]),
         "answers": (generate_data.main, ["--target", "T", "--drafter", "D", "--prompts", "P.jsonl",
-                    "--out", "o", "--tree", "X"]),
+                    "--out", "o", "--tree", "X", "--chat_template", "none"]),
         "compare": (compare.main, ["compare.yaml"]),
         "study": (study.main, ["train", "study.yaml"]),
     }  # fmt: skip
@@ -155,6 +163,7 @@ def test_all_that_is_missing_is_one_error_that_says_what_asks_for_it(
         main([*arguments, "--dry_run"])
     assert all(each in str(refused.value) for each in MISSING[command]), str(refused.value)
     assert str(refused.value).count(": no folder T") <= 1
+    assert "not read here" not in str(refused.value)
     assert not (tmp_path / "o").exists() and not (tmp_path / "r").exists()
 
 
