@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from stree import metrics
 from stree.errors import BadData, InvariantBroken, UsageError
+from stree.modes import PLAIN
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
@@ -214,9 +215,16 @@ def _judge_one(
     new, old, point = figures
     interval = metrics.bootstrap_interval(change, num_prompts, seed)
     verdict, reason = _verdict(threshold, point, interval, num_prompts)
+    if not any(map(_has_drafted, (*mine, *theirs))):
+        verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
     return Finding(
         threshold, method, temperature, num_prompts, old, new, point, interval, verdict, reason
     )
+
+
+def _has_drafted(sample: SampleRow) -> bool:
+    """False where the tree of each step was chosen, and none was."""
+    return not sample.calls_by_tree or bool(sample.calls_by_tree.keys() - {PLAIN.name})
 
 
 def _verdict(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stree.files import reporting_refusals, write_atomically
+from stree.modes import PLAIN
 from stree_pipelines.command_line import typed_command
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
-from stree_pipelines.reports.run_data import in_batches
+from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables import MISSING, Table
 
 HEADLINES = {
@@ -71,6 +72,7 @@ def markdown(
         f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}, seed {checkpoint.seed}, code "
         f"{checkpoint.environment.git_sha or '?'}",
         *_apart(checkpoint, baseline),
+        *_chosen(mine, theirs),
         *([f"- {note}"] if note else []),
         "",
         _thresholds(findings).to_markdown(),
@@ -169,6 +171,24 @@ def _apart(checkpoint: ResultRow, baseline: ResultRow) -> list[str]:
     """Where the two were measured, if not alike."""
     mine, theirs = map(_circumstances, (checkpoint, baseline))
     return [] if mine == theirs else [f"- measured apart: the baseline on {theirs}; this on {mine}"]
+
+
+def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]:
+    """Which trees the steps had, where each step's was chosen."""
+    others = {row.key[1:]: row for row in theirs}
+    lines = []
+    for row in mine:
+        other = others.get(row.key[1:])
+        if other is None or not (row.tree_shares or other.tree_shares):
+            continue
+        line = (
+            f"- steps by tree, {row.method} on {row.benchmark} at T = {row.temperature:g}: of the "
+            f"baseline {told_shares(other)}; of the checkpoint {told_shares(row)}"
+        )
+        if any(PLAIN.name in each.tree_shares for each in (row, other)):
+            line += "; plain ones draft nothing, and say nothing about a drafter"
+        lines.append(line)
+    return lines
 
 
 def _circumstances(row: ResultRow) -> str:

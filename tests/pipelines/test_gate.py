@@ -16,9 +16,10 @@ import yaml
 from damage import flip_last_byte
 from tiny_run import make_workspace
 
-from stree import metrics
+from stree import Decoder, metrics
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.models.convert import load_model, save_model
+from stree.modes import PLAIN, Costs
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
@@ -30,6 +31,7 @@ from stree_pipelines.evaluation.records import (
     write_rows,
 )
 from stree_pipelines.gate import gate
+from stree_pipelines.reports.run_data import told_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = {"worse": 1, "fair": 10, "better": 100}
@@ -178,6 +180,24 @@ def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
     rows = ResultStore(world / "out").results()
     (row,) = [row for row in rows if row.tree and row.tree.name == name]
     assert sum(row.tree_shares.values()) == pytest.approx(1.0)
+    shares = told_shares(row)
+    assert f"of the baseline {shares}; of the checkpoint {shares}\n" in summary(world)
+
+
+def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
+    """As where it costs next to nothing."""
+
+    def measured(decoder, *_):
+        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.modes.trees}
+        decoder.modes.costs = Costs(costs)
+
+    monkeypatch.setattr(Decoder, "measure_costs", lambda decoder: measured(decoder.batch))
+    more = ["--tree", "chain-2 or chain-3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "fair", *more))
+    told = summary(world)
+    assert told.startswith("## Checkpoint benchmark: inconclusive")
+    assert "of the baseline plain 100%; of the checkpoint plain 100%; plain ones draft" in told
+    assert "inconclusive, plain decoding was chosen for every step of both" in told
 
 
 def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
@@ -358,6 +378,10 @@ def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline()
 
 def test_undefined_figures_and_foreign_samples():
     old = [sample(q, (0, 0)) for q in range(8)]
+    plain, few = ([sample(q, (0, 0), calls_by_tree=calls) for q in range(8)]
+                  for calls in ({"plain": 2}, {"chain-2": 2}))  # fmt: skip
+    assert "every step of both" in judge(TAU, plain, plain).reason
+    assert judge(TAU, plain, few).verdict == judge(TAU, few, plain).verdict == gate.PASS
     assert "undefined" in judge("depth_accept_rates[2]=-3%", old, old).reason
     with pytest.raises(BadData, match="other prompts"):
         judge(TAU, old, old[::-1])
