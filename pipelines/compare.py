@@ -1,6 +1,7 @@
 """Compare drafters, trees and verifiers on one target, in turns prompt by prompt.
 
 python pipelines/compare.py configs/compare/quickstart.yaml
+python pipelines/compare.py configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
 The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree (chain-tuned: the
 fastest of chain-1 to chain-6 there; A or B: chosen step by step, by measured cost; bandit A or B),
 a verifier and a way to backtrack.
@@ -28,10 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("config", help="YAML file of options and arms")
     add("--out", help="folder of the rows and the pages (default: the file's `out`)")
-    add("--limit", type=int, help="first so many prompts of each benchmark (default: the file's)")
-    add("--benchmark_dir", help="where benchmarks are looked up by name (default: the file's)")
-    add("--batch_size", type=int, help="prompts decoded at once (default: the file's, or 1)")
-    add("--device", help="auto, cpu, cuda or cuda:N (default: the file's, or auto)")
+    add("--target", help="folder of the target (default of this and of what follows: the file's)")
+    add("--benchmarks", nargs="+", help="names in --benchmark_dir, or JSONL files")
+    add("--benchmark_dir", "--benchmark-dir", help="where benchmarks are looked up by name")
+    add("--temperatures", type=float, nargs="+", help="0 is greedy")
+    add("--max_new_tokens", "--max-new-tokens", type=int, help="a turn")
+    add("--limit", type=int, help="first so many prompts of each benchmark")
+    add("--chat_template", "--chat-template", help="name or .jinja file")
+    add("--dtype", help="of the weights: float32 or bfloat16")
+    add("--device", help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=int, help="of sampling, together with prompt and turn")
+    add("--batch_size", "--batch-size", type=int, help="prompts decoded at once")
+    add("--ignore_eos", "--ignore-eos", action="store_true", default=None,
+        help="go on to max_new_tokens")  # fmt: skip
     add("--overwrite", action="store_true", default=None, help="measure again what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     options = vars(parser.parse_args(arguments))

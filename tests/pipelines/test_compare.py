@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from stree.tree import TokenTree
 from stree_pipelines import compare, dry_run
 from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, tree_named
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import arms as report
@@ -160,6 +161,37 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(world, done, tmp_path, c
     found = [row for row in ResultStore(done).results() if row.method == "tuned"]
     assert all(f"{row.tree.name} (" in printed for row in found)
     assert "rows: 26" in printed and "26 are there" in printed and "answers: 0 to go" in printed
+
+
+def test_what_the_command_says_goes_before_the_file(world, tmp_path):
+    given = content(world, tmp_path / "file", target="absent", ignore_eos=False)
+    path = str(written(tmp_path, {**given, "arms": given["arms"][3:4]}))
+    more = {
+        "out": str(tmp_path / "try"), "target": str(world / "target"), "max_new_tokens": 3,
+        "limit": 1, "temperatures": [0.5], "seed": 7, "chat_template": "chatml",
+        "dtype": "float64", "batch_size": 2,
+    }  # fmt: skip
+    options = [
+        word for name, value in more.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]  # fmt: skip
+    (tmp_path / "few.jsonl").write_bytes((world / "talk.jsonl").read_bytes())
+    benchmarks = ["--benchmarks", str(tmp_path / "few.jsonl")]
+    compare.main([path, *options, *benchmarks, "--ignore_eos"])
+    for row in ResultStore(tmp_path / "try").results():
+        assert (row.benchmark, row.num_prompts, row.temperature) == ("few", 1, 0.5)
+        assert (row.max_new_tokens, row.seed, row.batch_size, row.ignore_eos) == (3, 7, 2, True)
+        assert row.environment.dtypes["weights"] == "float64"
+    assert (tmp_path / "try/comparison.md").exists() and not (tmp_path / "file").exists()
+
+
+def test_every_option_of_what_is_measured_may_be_typed(capsys):
+    """All of an evaluation's but those that are an arm's."""
+    with pytest.raises(SystemExit):
+        compare.main(["--help"])
+    told = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    known = {field.name for field in fields(EvaluationSettings)}
+    assert known - told == {"methods", "tree", "verifier", "backtracking", "num_chain_drafts"}
 
 
 def test_a_dry_run_refuses_what_does_not_fit(world, tmp_path, monkeypatch, capsys):
