@@ -221,6 +221,33 @@ def test_two_processes_give_the_same_exports(workspace, branching, forks, tmp_pa
             torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("told", [0, 1])
+def test_two_processes_of_which_one_is_told_to_stop_in_a_decay(workspace, forks, tmp_path, told):
+    """Both stop with the state before it, and go on bit for bit as if nothing had been."""
+    more = (*WSD, *EMA, "--export.steps", "[1,4]", "--checkpoint.every_n_steps", "99",
+            "--trainer.devices", "2", "--trainer.strategy", "ddp")  # fmt: skip
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+
+    def run(folder: Path, **options) -> list[int]:
+        arguments = distill_arguments(workspace, folder, *more, steps=6)
+        return run_together(forks, 2, arguments, Path(f"{folder}.log"), **options)
+
+    # The decay of the export at 1, steps 1 and 2; the fourth begins the decay of the export at 4
+    step = "stree_pipelines.training.distillation:Distillation.training_step"
+    signalled = ("planted:tell", {"call": step, "nth": 4, "number": signal.SIGTERM})
+    codes = run(run_dir, before=[signalled if rank == told else None for rank in range(2)])
+    said = [Path(f"{run_dir}.log.{rank}").read_text() for rank in range(2)]
+    assert codes == [Preempted.exit_code] * 2, said
+    assert "step 2: 2 steps of the decay of export 4 begin" in said[0]
+    assert "stopped by SIGTERM after step 2; everything is saved" in said[told]
+    assert "stopped by a signal to another rank after step 2; ev" in said[1 - told]
+    assert steps_in(run_dir / "checkpoints") == [2] and steps_in(run_dir / "drafter") == [1]
+    assert run(run_dir) == run(whole) == [0, 0]
+    shutil.rmtree(run_dir / "checkpoints/step-00000002")  # there because of the stop
+    assert_same_run(run_dir, whole)
+
+
 def test_a_dry_run_counts_the_steps_of_decays(workspace, tmp_path, capsys):
     distill.main(branching_arguments(workspace, tmp_path / "run", "--dry_run"))
     assert "exports at steps 1, 4, 6, with 3 further steps for decays" in capsys.readouterr().out

@@ -136,6 +136,15 @@ def pause(at_step: int) -> None:
     _replace(name, lambda original: _preceded(original, at_step, wait))
 
 
+def tell(call: str, nth: int, number: int) -> None:
+    """Send this process a signal, before the nth call of `call`."""
+
+    def send(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    _replace(call, lambda original: _preceded(original, nth, send))
+
+
 def set_to(name: str, value: Any) -> None:
     """Give a module's constant ("module:NAME") another value."""
     module, constant = name.split(":")
