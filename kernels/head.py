@@ -20,7 +20,7 @@ from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.pointwise import normed, with_parts
 from stree_kernels.products import precision_of
 from stree_kernels.shapes import Sampling, Stream
-from stree_kernels.short_products import FEW, SPLIT, block_of, shares_of, short_product
+from stree_kernels.short_products import FEW, SPLIT, block_of, shares_of, short_product, tile_of
 from stree_kernels.uniforms import token_noise
 
 
@@ -99,20 +99,9 @@ def head_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, BLOCK_OUTPUTS)
-    output = tl.program_id(0) * share + at
-    mine = (at < share) & (output < outputs)
-    k = tl.arange(0, BLOCK_INPUTS)
-    in_k = k < inputs
-    row = tl.arange(0, BLOCK_ROWS)
-    known = row < rows
-    there = known[:, None] & in_k[None, :]
-    tile = tl.load(
-        weight + output.to(tl.int64)[:, None] * inputs + k[None, :],
-        mask=mine[:, None] & in_k[None, :], other=0.0,
-    )  # fmt: skip
-    if scale is not None:
-        factor = load_kept(scale + k, in_k)
+    output, mine, k, row, known, there, tile, _, factor = tile_of(
+        weight, scale, rows, outputs, inputs, share, False, BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS
+    )
     token = output
     if ids is not None:
         token = tl.load(ids + output, mask=mine, other=0).to(tl.int32)

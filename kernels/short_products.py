@@ -151,22 +151,9 @@ def short_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, BLOCK_OUTPUTS)
-    output = tl.program_id(0) * share + at
-    mine = (at < share) & (output < outputs)
-    k = tl.arange(0, BLOCK_INPUTS)
-    in_k = k < inputs
-    row = tl.arange(0, BLOCK_ROWS)
-    known = row < rows
-    there = known[:, None] & in_k[None, :]
-    weight += output.to(tl.int64)[:, None] * inputs + k[None, :]
-    in_tile = mine[:, None] & in_k[None, :]
-    tile = tl.load(weight, mask=in_tile, other=0.0)
-    if GATED:
-        up_tile = tl.load(weight + outputs.to(tl.int64) * inputs, mask=in_tile, other=0.0)
-    if scale is not None:
-        factor = load_kept(scale + k, in_k)
-
+    output, mine, k, row, known, there, tile, up_tile, factor = tile_of(
+        weight, scale, rows, outputs, inputs, share, GATED, BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS
+    )
     sequence, place = (row // per_row).to(tl.int64), row % per_row
     line = row.to(tl.int64)
     if WRITTEN:
@@ -205,6 +192,33 @@ def short_kernel(
         y = silu_times(y, short_product(up_tile, values, SPLIT, PRECISION).to(y.dtype))
     at = out + row[None, :] * outputs + output[:, None]
     tl.store(at, y, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def tile_of(
+    weight, scale, rows, outputs, inputs, share, GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """What a program has before its inputs come: its outputs and which of them there are, the
+    inputs, the rows, which of them and of their numbers there are; its rows of the weight, of a
+    gated one those of either half, and the norm's scale."""
+    at = tl.arange(0, BLOCK_OUTPUTS)
+    output = tl.program_id(0) * share + at
+    mine = (at < share) & (output < outputs)
+    k = tl.arange(0, BLOCK_INPUTS)
+    in_k = k < inputs
+    row = tl.arange(0, BLOCK_ROWS)
+    known = row < rows
+    there = known[:, None] & in_k[None, :]
+    weight += output.to(tl.int64)[:, None] * inputs + k[None, :]
+    in_tile = mine[:, None] & in_k[None, :]
+    tile = tl.load(weight, mask=in_tile, other=0.0)
+    up_tile, factor = None, None
+    if GATED:
+        up_tile = tl.load(weight + outputs.to(tl.int64) * inputs, mask=in_tile, other=0.0)
+    if scale is not None:
+        factor = load_kept(scale + k, in_k)
+    return output, mine, k, row, known, there, tile, up_tile, factor
 
 
 @triton.jit
