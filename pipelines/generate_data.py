@@ -146,20 +146,20 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         require_same_tokenizer(target, drafter)
         load_config(drafter)
     growth = as_growth(options["tree"], input_path) if drafter else TokenTree.chain(0, "root")
-    modes = growth if isinstance(growth, Modes) else None
-    deepest, tree = modes.deepest if modes else growth, tree_of(growth)
+    deepest = growth.deepest if isinstance(growth, Modes) else growth
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
     room = min(options["max_length"], config.num_positions or options["max_length"])
     kept = that_fit(prompts, room, options["max_new_tokens"], deepest.max_depth)
-    if modes and room_to_time(deepest, room, context_of(room)) < 1:
+    if isinstance(growth, Modes) and room_to_time(deepest, room, context_of(room)) < 1:
         raise UsageError(
-            f"--tree {modes} is chosen by measured costs, and {room} tokens are too few to time "
+            f"--tree {growth} is chosen by measured costs, and {room} tokens are too few to time "
             f"steps of {deepest} in: raise --max_length, or name one tree or shallower ones"
         )
     if len(kept) < len(prompts):
         progress.say(f"{len(prompts) - len(kept):,} prompts are left out, too long for max_length")
+    tree = tree_of(growth)
     spec = GenerationSpec(
         target_sha256=checkpoint_sha256(target),
         drafter_sha256=None if drafter is None else checkpoint_sha256(drafter),
