@@ -12,14 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
@@ -28,18 +26,10 @@ from stree.tokenizer import fingerprint, load_tokenizer
 from stree_pipelines.data.chat import ChatEncoder, show_mask
 from stree_pipelines.data.conversations import ReadReport, read_conversations
 from stree_pipelines.data.generated import is_generated, read_answers
-from stree_pipelines.data.packing import (
-    Packing,
-    TokenTable,
-    count_rows,
-    joined,
-    make_batch,
-    pack,
-    shared_out,
-)
+from stree_pipelines.data.micro_batches import Batch, MicroBatches, as_tensors, permutation
+from stree_pipelines.data.packing import Packing, TokenTable, joined, make_batch, pack, shared_out
 from stree_pipelines.training.teacher_cache import CachedTargets, TeacherCache
 
-Batch = dict[str, Any]
 CHUNK = 1024  # conversations encoded together
 MIX_STREAM = 1 << 40  # of random numbers; passes over the data have the small ones
 
@@ -74,70 +64,6 @@ def tokenize(
                 masks.append(chat.assistant)
     offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), report
-
-
-@lru_cache(maxsize=4)  # every micro-batch of a pass asks for the same one
-def permutation(seed: int, stream: int, size: int) -> NDArray[np.int64]:
-    """A permutation of range(size) that is a function of (seed, stream). Built on the raw output of
-    PCG64, which NumPy keeps stable across versions (shuffling functions it does not)."""
-    keys = np.random.PCG64(np.random.SeedSequence((seed, stream))).random_raw(size)
-    order = np.argsort(keys, kind="stable")
-    order.flags.writeable = False
-    return order
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """The endless sequence of training batches of one rank: item k is a function of (seed, k).
-
-    The packed rows are laid out pass after pass, each pass permuted by (seed, its number). A global
-    batch is a stretch of `world_size * batch_size * accumulate` rows; its micro-batches take
-    `world_size * batch_size` of them in turn, and of those each rank `batch_size`.
-    """
-
-    table: TokenTable
-    packing: Packing
-    batch_size: int
-    seed: int
-    pad_id: int
-    rank: int = 0
-    world_size: int = 1
-    accumulate: int = 1
-    teacher: CachedTargets | None = None
-
-    def rows(self, k: int) -> NDArray[np.int64]:
-        """Rows of the packing that stand in micro-batch k of this rank: (batch_size,)."""
-        return self._rows_at((k * self.world_size + self.rank) * self.batch_size, self.batch_size)
-
-    def totals(self, step: int) -> dict[str, int]:
-        """What the whole global batch of a step counts, by the names of `packing.count_rows`. Every
-        rank knows it beforehand: the loss is a mean over it, and nobody has to ask the others."""
-        size = self.world_size * self.batch_size * self.accumulate
-        rows = self._rows_at(step * size, size)
-        return {name: int(counts[rows].sum()) for name, counts in self._row_counts.items()}
-
-    @cached_property
-    def _row_counts(self) -> dict[str, NDArray[np.int64]]:
-        return count_rows(self.table, self.packing)
-
-    def _rows_at(self, start: int, count: int) -> NDArray[np.int64]:
-        places = np.arange(start, start + count)
-        passes, within = np.divmod(places, len(self.packing))
-        rows = np.empty(count, dtype=np.int64)
-        for number in np.unique(passes):
-            chosen = passes == number
-            # stream 0 ordered the samples for packing
-            order = permutation(self.seed, int(number) + 1, len(self.packing))
-            rows[chosen] = order[within[chosen]]
-        return rows
-
-    def __getitem__(self, k: int) -> Batch:
-        rows = self.rows(k)
-        arrays = make_batch(self.table, self.packing, rows, self.pad_id)
-        if self.teacher is not None:
-            arrays |= self.teacher.of_rows(self.packing, rows)
-        totals = self.totals(k // self.accumulate)
-        return {**_as_tensors(arrays), "totals": totals}
 
 
 class TrainLoader:
@@ -458,10 +384,10 @@ class ConversationDataModule(pl.LightningDataModule):
         batches = []
         for begin in range(rank * self.batch_size, num_rows + rank * self.batch_size, per_round):
             rows = np.arange(begin, min(begin + self.batch_size, num_rows))
-            batch = _as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
+            batch = as_tensors(make_batch(table, packing, rows if len(rows) else [0], self.pad_id))
             batch["loss_mask"] &= len(rows) > 0
             if "valid" in self._teachers:
-                batch |= _as_tensors(self._teachers["valid"].of_rows(packing, rows))
+                batch |= as_tensors(self._teachers["valid"].of_rows(packing, rows))
             batches.append(batch)
         return FixedBatches(batches)
 
@@ -494,7 +420,3 @@ class ConversationDataModule(pl.LightningDataModule):
             raise UsageError(f"there are {len(table):,} conversations, no number {index}")
         part = slice(table.offsets[index], table.offsets[index + 1])
         return show_mask(table.tokens[part], table.mask[part], self.tokenizer, color)
-
-
-def _as_tensors(arrays: dict[str, NDArray]) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
-from stree_pipelines.data.datamodule import ConversationDataModule, accumulation, permutation
+from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
+from stree_pipelines.data.micro_batches import permutation
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.module import real_tokens
 
