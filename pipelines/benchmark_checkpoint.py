@@ -79,7 +79,7 @@ def build_parser() -> CommandParser:
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
     require_there([
-        *of_evaluation(options, [options["checkpoint"]]),
+        *of_evaluation(options, [options["checkpoint"]], "checkpoint"),
         ("--baseline", partial(folder_of, Path(options["baseline"]))),
     ])  # fmt: skip
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]

@@ -88,8 +88,10 @@ def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look
     return option, look
 
 
-def of_evaluation(options: Mapping[str, Any], checkpoints: Sequence[str]) -> Iterator[Look]:
-    """Of the options that eval_spec.py and the gate share, and drafters."""
+def of_evaluation(
+    options: Mapping[str, Any], checkpoints: Sequence[str], argument: str = "--checkpoint"
+) -> Iterator[Look]:
+    """Of the options that eval_spec.py and the gate share, and drafters, which `argument` names."""
     if options.get("run") is not None and not checkpoints:
         run = options["run"]
         is_there = Path(run).is_dir()
@@ -97,7 +99,7 @@ def of_evaluation(options: Mapping[str, Any], checkpoints: Sequence[str]) -> Ite
     if options["target"] is not None:
         yield folder("--target", input_path(options["target"]))
     for each in checkpoints:
-        yield from drafter("--checkpoint", each)
+        yield from drafter(argument, each)
     found = options["benchmark_dir"]
     yield benchmarks("--benchmarks", options["benchmarks"], found and input_path(found))
     yield tree("--tree", options["tree"])

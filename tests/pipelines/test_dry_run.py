@@ -111,7 +111,7 @@ MISSING = {
     "eval": ("--run: no folder nowhere", "--target: no folder T",
              "--benchmarks: no benchmark file b2.jsonl; no benchmark 'b1' in",
              "--tree: no tree 'X.yaml'", "--chat_template: no chat template 'none'"),
-    "gate": ("--target: no folder T", "--checkpoint: no folder C", "--benchmarks: no benchmark",
+    "gate": ("--target: no folder T", "; checkpoint: no folder C", "--benchmarks: no benchmark",
              "--baseline: B leads to no folder"),
     "answers": ("--target: no folder T", "--drafter: no folder D", "--prompts: P.jsonl: no such",
                 "--tree: no tree 'X'", "--chat_template: no chat template 'none'"),
