@@ -46,10 +46,11 @@ from stree_pipelines.evaluation.plan import (
     Round,
     make_job,
 )
-from stree_pipelines.evaluation.reading import read_answer
+from stree_pipelines.evaluation.reading import read_answer, reading_key
 from stree_pipelines.evaluation.records import (
     Lossless,
     Reading,
+    ReadingKey,
     ResultKey,
     ResultRow,
     ResultStore,
@@ -220,19 +221,19 @@ class Evaluation:
 
     def _read_answers(self, jobs: Sequence[Job]) -> None:
         """Let target and drafters read the data's own answers, where prompts have them."""
-        drafters = list(dict.fromkeys(job.drafter for job in jobs if job.drafter)) or [None]
-        benchmarks = list({job.benchmark.name: job.benchmark for job in jobs}.values())
-        known = set()
+        drafters: list[Drafter | None] = [
+            *dict.fromkeys(job.drafter for job in jobs if job.drafter)
+        ]
+        benchmarks = {job.benchmark.name: job.benchmark for job in jobs}.values()
+        known: set[ReadingKey] = set()
         if not self.settings.overwrite:
             known = {each.key for each in self.store.readings()}
         missing = [
             (drafter, benchmark, prompt)
-            for drafter in drafters
+            for drafter in drafters or [None]
             for benchmark in benchmarks
             for prompt in benchmark.prompts
-            if prompt.reference_answer
-            and (drafter and drafter.sha256, benchmark.name, benchmark.prompts_hash, prompt.id)
-            not in known
+            if prompt.reference_answer and reading_key(drafter, benchmark, prompt) not in known
         ]
         if not missing:
             return

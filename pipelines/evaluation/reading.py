@@ -14,7 +14,7 @@ from stree.prefill import FEATURES_CHUNK
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.plan import Drafter
-from stree_pipelines.evaluation.records import Reading
+from stree_pipelines.evaluation.records import Reading, ReadingKey
 
 MOST_TOKENS = 512  # of an answer: the logits of all of them are in memory at once
 
@@ -38,6 +38,13 @@ class Agreement(NamedTuple):
         overlap = torch.minimum(target.exp(), drafter.exp()).sum(-1)
         same = target.argmax(-1) == drafter.argmax(-1)
         return cls(loss_of(drafter, answer), float(overlap.double().sum()), int(same.sum()))
+
+
+def reading_key(
+    drafter: Drafter | None, benchmark: Benchmark, prompt: BenchmarkPrompt
+) -> ReadingKey:
+    """Of the reading of a prompt that is to be."""
+    return drafter.sha256 if drafter else None, benchmark.name, benchmark.prompts_hash, prompt.id
 
 
 @torch.no_grad()

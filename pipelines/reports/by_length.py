@@ -6,6 +6,7 @@ lengths (`ask_conversations.py --lengths`). Everything is paired by question.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,14 +17,16 @@ from numpy.typing import NDArray
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.evaluation.records import Reading
+from stree_pipelines.evaluation.records import Reading, SampleRow
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import RunData, method_label, open_results
 from stree_pipelines.reports.tables import MISSING, Table, bracket, figure
 
+REPEATED = 4  # tokens in a row: fewer come back in any text
 INTRO = (
     "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
-    "target call; behind it the difference to the shortest prompts. The data's answers are read by "
+    "target call; behind it the difference to the shortest prompts. Repeated: of the target's new "
+    "tokens, those that end four that its answer has had before. The data's answers are read by "
     "target and drafter as they stand: the loss of perplexity is the model's own, overlap is the "
     "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
     "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
@@ -64,32 +67,37 @@ class Change:
 def ladders(data: RunData) -> list[list[Rung]]:
     """Those of a run, shortest prompts first; none in most."""
     found: dict[tuple[tuple[str, str], ...], list[Rung]] = {}
-    readings = open_results(data.folder).readings() if data.rows else []
-    hashes = {row.prompts_hash for row in data.rows}
-    drafters = {row.checkpoint_sha256 for row in data.rows if row.step == data.steps.get(data.last)}
+    readings = {each.key: each for each in open_results(data.folder).readings()}
+    hashes = {row.benchmark: row.prompts_hash for row in data.rows}
     for benchmark in data.benchmarks:
-        cells = [cell for key, cell in data.cells.items() if key[2] == benchmark and cell.samples]
-        if not cells:
+        samples = _samples(data, benchmark)
+        if not samples:
             continue
-        first = [sample.turns[0] for sample in cells[0].samples]
-        names = [sample.prompt_id for sample in cells[0].samples]
-        asked = tuple(zip(names, (turn.user for turn in first), strict=True))
-        by_id = {
-            each.prompt_id: each
-            for each in readings
-            if each.benchmark == benchmark
-            and each.prompts_hash in hashes
-            and each.checkpoint_sha256 in drafters
-        }
-        complete = tuple(by_id[name] for name in names if name in by_id)
+        first = [sample.turns[0] for sample in samples]
+        keys = (
+            (sample.checkpoint_sha256, benchmark, hashes[benchmark], sample.prompt_id)
+            for sample in samples
+        )
+        read = tuple(readings[key] for key in keys if key in readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
-        rung = Rung(benchmark, mean, complete if len(complete) == len(names) else ())
+        rung = Rung(benchmark, mean, read if len(read) == len(samples) else ())
+        asked = tuple((sample.prompt_id, sample.turns[0].user) for sample in samples)
         found.setdefault(asked, []).append(rung)
     return [
         sorted(rungs, key=lambda rung: rung.num_tokens)
         for rungs in found.values()
         if len({rung.num_tokens for rung in rungs}) > 1
     ]
+
+
+def _samples(data: RunData, benchmark: str) -> Sequence[SampleRow]:
+    """Of the drafter to judge by; of the target where none is there."""
+    cells = (
+        data.cell(data.last, method, benchmark, temperature)
+        for method in (*data.methods, AUTOREGRESSIVE)
+        for temperature in data.temperatures
+    )
+    return next((cell.samples for cell in cells if cell and cell.samples), ())
 
 
 def acceptance(
@@ -144,23 +152,31 @@ def _column(readings: Sequence[Reading], name: str) -> NDArray[np.float64] | Non
 
 
 def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
-    heads = ["tokens", "tokens/s (Autoregressive)"]
+    heads = ["tokens", "repeated", "tokens/s (Autoregressive)"]
     columns: list[list[str]] = []
     for method in data.methods:
         label = method_label(method)
         heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
         taus = acceptance(data, rungs, method, temperature)
         cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-        columns.append([figure(each and each.value) for each in taus])
-        columns.append([_difference(each) for each in taus])
+        columns.append([
+            MISSING if cell is None else
+            figure(cell["acceptance_length"], cell.interval("acceptance_length"))
+            for cell in cells
+        ])  # fmt: skip
+        columns.append([MISSING, *map(_difference, taus[1:])])
         columns.append([
             MISSING if cell is None else figure(cell["tokens_per_second"], form=".1f")
             + f" ({figure(cell['speedup'], unit='×')})" + bracket(cell.interval("speedup"))
             for cell in cells
         ])  # fmt: skip
-    plain = [_plain_speed(data, rung.benchmark, temperature) for rung in rungs]
     lines = [
-        (rung.length, figure(plain[at], form=".1f"), *(column[at] for column in columns))
+        (
+            rung.length,
+            figure(repeated(data, rung.benchmark, temperature), form=".2f"),
+            figure(_plain_speed(data, rung.benchmark, temperature), form=".1f"),
+            *(column[at] for column in columns),
+        )
         for at, rung in enumerate(rungs)
     ]
     count = _num_questions(data, rungs)
@@ -182,8 +198,8 @@ def reading_table(rungs: Sequence[Rung]) -> Table | None:
     lines = [
         (
             rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
-            _value(overlap[at], ".3f"), _difference(overlap[at], ".3f"), _value(anew[at], ".3f"),
-            _value(same[at], ".3f"),
+            _value(overlap[at]), _difference(overlap[at], ".3f") if at else MISSING,
+            _value(anew[at]), _value(same[at]),
         )
         for at, rung in enumerate(rungs)
     ]  # fmt: skip
@@ -198,54 +214,96 @@ def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
     return found if answers is None else [*found, answers]
 
 
+def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
+    """Of the new tokens of the target's answers, the share that ends `REPEATED` tokens which the
+    same answer has had in this order before; what repeats itself is easy to draft."""
+    found = [
+        cell
+        for method in (AUTOREGRESSIVE, *data.methods)
+        for checkpoint in ("", data.last)
+        if (cell := data.cell(checkpoint, method, benchmark, temperature)) and cell.samples
+    ]
+    if not found:
+        return None
+    count = total = 0
+    for turn in (turn for sample in found[0].samples for turn in sample.turns):
+        runs = [turn.tokens[end - REPEATED : end] for end in range(REPEATED, len(turn.tokens) + 1)]
+        count += len(runs) - len(set(runs))
+        total += len(turn.tokens)
+    return count / total if total else None
+
+
 def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
     """A sentence a method and temperature, and what the readings say of the reason."""
     lines = []
     falls = False
     for temperature in data.temperatures:
         for method in data.methods:
-            change = acceptance(data, rungs, method, temperature)[-1]
+            changes = acceptance(data, rungs, method, temperature)
+            change = changes[-1]
             if change is None:
                 continue
             falls |= change.is_less
-            what = "falls" if change.is_less else "rises" if change.is_more else "is flat"
+            what = "rises" if change.is_more else "does not change beyond noise"
+            if change.is_less:
+                what = f"falls, {_from(rungs, changes, 'is_less')}"
             if change.interval is None:
-                what = "has too few questions for an interval"
+                what = "is of too few questions to say"
             lines.append(
                 f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
                 f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
             )
-    target, overlap = read(rungs, "target_loss")[-1], read(rungs, "overlap")[-1]
-    anew = read(rungs, "overlap_begun_anew")[-1]
-    if target is not None:
-        lines.append(_reason(rungs, target, overlap, anew, falls))
+    if rungs[0].readings and rungs[-1].readings:
+        lines.append(_reason(rungs, falls))
     return lines
 
 
-def _reason(
-    rungs: Sequence[Rung], target: Change, overlap: Change | None, anew: Change | None, falls: bool
-) -> str:
-    ratio, by = _perplexity(target)
+def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) -> str:
+    """The first length from which on all are so; the longest is."""
+    first = len(rungs) - 1
+    while first > 1 and getattr(changes[first - 1], name, False):
+        first -= 1
+    return f"from {rungs[first].length} tokens on"
+
+
+def _reason(rungs: Sequence[Rung], falls: bool) -> str:
+    """Who reads worse at the longest prompts; `falls`, whether some τ does."""
+    losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
+    target, overlap = losses[-1], overlaps[-1]
+    assert target is not None
+    perplexity, times = _perplexity(target)
     said = (
-        f"The target reads the same answers with a perplexity of {ratio} there, {by} times that "
-        f"after {rungs[0].length} tokens"
+        f"The target reads the data's answers with a perplexity of {perplexity} there, {times} "
+        f"times that after {rungs[0].length} tokens"
     )
     if overlap is not None:
-        said += f"; the drafter's overlap with it changes by {_difference(overlap, '.3f')}"
-    if anew is not None and overlap is not None:
-        said += f", to {overlap.value:.3f} ({anew.value:.3f} begun anew at the question)"
-    said += ". "
+        said += (
+            f"; the drafter's overlap with it is {overlap.value:.3f}, "
+            f"{_difference(overlap, '.3f')} against there"
+        )
     if target.is_more:
-        return said + (
-            "It is the target that fails at this length: what is accepted of its text there says "
-            "little of the drafter."
+        return (
+            f"{said}. The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its "
+            "text there says little of the drafter."
         )
     if overlap is None or not overlap.is_less:
-        gone = "so neither reads worse: what falls is due to the text that the target writes there"
-        return said + (f"{gone[:1].upper()}{gone[1:]}." if falls else "Neither reads worse there.")
-    if anew is not None and anew.value > overlap.value:
-        return said + "The drafter fails: its state has read more than it can hold."
-    return said + "The drafter follows the target less, and not for what its own state has read."
+        if falls:
+            return f"{said}. Neither reads worse: the target writes text that is harder to draft."
+        return f"{said}. Neither reads worse there."
+    gain = _begun_anew(rungs[-1])
+    said += f"; begun anew at the question it gains {_difference(gain, '.3f')}"
+    if gain.is_more:
+        return f"{said}. The drafter fails, {_from(rungs, overlaps, 'is_less')}: by its own state."
+    return f"{said}. The drafter follows the target less, but not by what its state has read."
+
+
+def _begun_anew(rung: Rung) -> Change:
+    """The overlap that a drafter gains by having read the question only."""
+    tokens, anew, whole = (
+        _column(rung.readings, name) for name in ("num_tokens", "overlap_begun_anew", "overlap")
+    )
+    assert tokens is not None and anew is not None and whole is not None
+    return _change(anew, tokens, whole, tokens)
 
 
 def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
@@ -256,13 +314,9 @@ def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
         for method in data.methods:
             cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
             points = [
-                (
-                    length,
-                    cell["acceptance_length"],
-                    *_ends(cell.interval("acceptance_length"), cell["acceptance_length"]),
-                )
+                (length, tau, *(cell.interval("acceptance_length") or (tau, tau)))
                 for length, cell in zip(lengths, cells, strict=True)
-                if cell is not None and cell["acceptance_length"] is not None
+                if cell is not None and (tau := cell["acceptance_length"]) is not None
             ]
             if not points:
                 continue
@@ -309,12 +363,8 @@ def _plain_speed(data: RunData, benchmark: str, temperature: float) -> float | N
     return cell["tokens_per_second"] if cell is not None else None
 
 
-def _ends(interval: metrics.Interval | None, value: float) -> metrics.Interval:
-    return interval or (value, value)
-
-
-def _value(change: Change | None, form: str = ".2f") -> str:
-    return figure(change and change.value, form=form)
+def _value(change: Change | None) -> str:
+    return MISSING if change is None else figure(change.value, form=".3f")
 
 
 def _difference(change: Change | None, form: str = ".2f") -> str:
@@ -327,7 +377,5 @@ def _perplexity(loss: Change | None) -> tuple[str, str]:
     """A perplexity, and how many times the shortest prompts' it is, given a loss."""
     if loss is None:
         return MISSING, MISSING
-    interval = loss.interval and (float(np.exp(loss.interval[0])), float(np.exp(loss.interval[1])))
-    return figure(float(np.exp(loss.value)), form=".3g"), figure(
-        float(np.exp(loss.change)), interval
-    )
+    interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))
+    return figure(math.exp(loss.value), form=".3g"), figure(math.exp(loss.change), interval)

@@ -224,7 +224,7 @@ def drafters_3(folder: Path) -> Made:
                 if row is None or method == AUTOREGRESSIVE
                 else (f" ({figure(row.acceptance_length)})")
             )
-            cells.append(figure(row and row.tokens_per_second) + tau)
+            cells.append(figure(row.tokens_per_second if row else None) + tau)
         lines.append((f"{label}, {OURS}", *cells))
     return made("Mamba Drafters, Table 3: tokens/s (τ) by prompt length", lines, used.values())
 
