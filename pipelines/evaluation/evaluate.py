@@ -46,7 +46,7 @@ from stree_pipelines.evaluation.plan import (
     Round,
     make_job,
 )
-from stree_pipelines.evaluation.reading import read_answer, reading_key
+from stree_pipelines.evaluation.reading import read_answer
 from stree_pipelines.evaluation.records import (
     Lossless,
     Reading,
@@ -229,11 +229,12 @@ class Evaluation:
         if not self.settings.overwrite:
             known = {each.key for each in self.store.readings()}
         missing = [
-            (drafter, benchmark, prompt)
+            (drafter, prompt, key)
             for drafter in drafters or [None]
             for benchmark in benchmarks
             for prompt in benchmark.prompts
-            if prompt.reference_answer and reading_key(drafter, benchmark, prompt) not in known
+            if prompt.reference_answer
+            and (key := self._reading_key(drafter, benchmark, prompt)) not in known
         ]
         if not missing:
             return
@@ -244,11 +245,23 @@ class Evaluation:
             with self.progress.task("answers of the data", len(mine)) as task:
                 for each in mine:
                     readings.append(read_answer(self.answerer, *each))
-                    task.advance(f"{each[1].name} {readings[-1].num_prompt_tokens:,} tokens")
+                    task.advance(f"{readings[-1].num_prompt_tokens:,} tokens")
 
         self._together("answers of the data", read)
         gathered = list(chain(*self.workers.gather(readings)))
         self._on_main(lambda: self.store.save_readings(gathered))
+
+    def _reading_key(
+        self, drafter: Drafter | None, benchmark: Benchmark, prompt: BenchmarkPrompt
+    ) -> ReadingKey:
+        return ReadingKey(
+            drafter.sha256 if drafter else None, self.target_sha256, self.settings.dtype,
+            self.chat_template_sha256, benchmark.name, benchmark.prompts_hash, prompt.id,
+        )  # fmt: skip
+
+    @property
+    def chat_template_sha256(self) -> str:
+        return hashlib.sha256(self.chat_template.encode()).hexdigest()
 
     def _publish(self, job: Job) -> None:
         found = self.store.journalled(job.samples_name)
@@ -334,7 +347,7 @@ class Evaluation:
             batch_size=self.settings.batch_size,
             seed=job.seed,
             decoding_hash=job.decoding_hash,
-            chat_template_sha256=hashlib.sha256(self.chat_template.encode()).hexdigest(),
+            chat_template_sha256=self.chat_template_sha256,
             lossless=summarise_lossless(samples),
             environment=describe_environment(self.answerer.device, dtypes, self.workers.count),
             samples=job.samples_name,

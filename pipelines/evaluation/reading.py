@@ -12,7 +12,7 @@ from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.prefill import FEATURES_CHUNK
 from stree_pipelines.data.chat import chat_encoder
-from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
+from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.plan import Drafter
 from stree_pipelines.evaluation.records import Reading, ReadingKey
 
@@ -40,16 +40,9 @@ class Agreement(NamedTuple):
         return cls(loss_of(drafter, answer), float(overlap.double().sum()), int(same.sum()))
 
 
-def reading_key(
-    drafter: Drafter | None, benchmark: Benchmark, prompt: BenchmarkPrompt
-) -> ReadingKey:
-    """Of the reading of a prompt that is to be."""
-    return drafter.sha256 if drafter else None, benchmark.name, benchmark.prompts_hash, prompt.id
-
-
 @torch.no_grad()
 def read_answer(
-    answerer: Any, drafter: Drafter | None, benchmark: Benchmark, prompt: BenchmarkPrompt
+    answerer: Any, drafter: Drafter | None, prompt: BenchmarkPrompt, key: ReadingKey
 ) -> Reading:
     """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
     where no model of its vocabulary drafts."""
@@ -69,10 +62,7 @@ def read_answer(
         after = Agreement.of(target, _law(model, tokens, features, 0, start), answer)
         begun = Agreement.of(target, _law(model, tokens, features, question, start), answer)
     return Reading(
-        checkpoint_sha256=drafter.sha256 if drafter else None,
-        benchmark=benchmark.name,
-        prompts_hash=benchmark.prompts_hash,
-        prompt_id=prompt.id,
+        **key._asdict(),
         num_prompt_tokens=start,
         num_tokens=len(answer),
         target_loss=loss_of(target, answer),

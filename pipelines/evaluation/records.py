@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -214,8 +214,16 @@ class SampleRow(Record):
         )
 
 
-# (checkpoint sha256, benchmark, prompts hash, prompt id)
-ReadingKey = tuple[str | None, str, str, str]
+class ReadingKey(NamedTuple):
+    """What decides a reading; rows name all of it but the prompt alike."""
+
+    checkpoint_sha256: str | None
+    target_sha256: str
+    dtype: str
+    chat_template_sha256: str | None
+    benchmark: str
+    prompts_hash: str
+    prompt_id: str
 
 
 class Reading(Record):
@@ -225,6 +233,9 @@ class Reading(Record):
 
     version: int = SCHEMA_VERSION
     checkpoint_sha256: str | None
+    target_sha256: str
+    dtype: str
+    chat_template_sha256: str | None
     benchmark: str
     prompts_hash: str
     prompt_id: str
@@ -238,7 +249,7 @@ class Reading(Record):
 
     @property
     def key(self) -> ReadingKey:
-        return self.checkpoint_sha256, self.benchmark, self.prompts_hash, self.prompt_id
+        return ReadingKey(*(getattr(self, name) for name in ReadingKey._fields))
 
 
 def config_hash(content: dict[str, Any]) -> str:

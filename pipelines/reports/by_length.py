@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.evaluation.records import Reading, SampleRow
+from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import RunData, method_label, open_results
+from stree_pipelines.reports.settings import dtype_of
 from stree_pipelines.reports.tables import MISSING, Table, bracket, figure
 
 REPEATED = 4  # tokens in a row: fewer come back in any text
@@ -68,16 +69,17 @@ def ladders(data: RunData) -> list[list[Rung]]:
     """Those of a run, shortest prompts first; none in most."""
     found: dict[tuple[tuple[str, str], ...], list[Rung]] = {}
     readings = {each.key: each for each in open_results(data.folder).readings()}
-    hashes = {row.benchmark: row.prompts_hash for row in data.rows}
+    rows = {row.benchmark: row for row in data.rows}
     for benchmark in data.benchmarks:
         samples = _samples(data, benchmark)
         if not samples:
             continue
         first = [sample.turns[0] for sample in samples]
-        keys = (
-            (sample.checkpoint_sha256, benchmark, hashes[benchmark], sample.prompt_id)
-            for sample in samples
-        )
+        row = rows[benchmark]
+        place = (
+            row.target_sha256, dtype_of(row), row.chat_template_sha256, benchmark, row.prompts_hash
+        )  # fmt: skip
+        keys = (ReadingKey(s.checkpoint_sha256, *place, s.prompt_id) for s in samples)
         read = tuple(readings[key] for key in keys if key in readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
         rung = Rung(benchmark, mean, read if len(read) == len(samples) else ())

@@ -22,7 +22,7 @@ from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation import reading as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
-from stree_pipelines.evaluation.records import Reading, ResultStore
+from stree_pipelines.evaluation.records import Reading, ReadingKey, ResultStore
 from stree_pipelines.report import write_records, write_report
 from stree_pipelines.reports import by_length
 from stree_pipelines.reports.run_data import load_run
@@ -143,7 +143,9 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     (job,) = {job for job in evaluation.plan(world / "drafter/step-00000001")
               if job.method == "stree" and job.benchmark.name == "long-200"}  # fmt: skip
     prompt = job.benchmark.prompts[0]
-    found = reading_module.read_answer(evaluation.answerer, job.drafter, job.benchmark, prompt)
+    key = ReadingKey("d", "t", "float64", None, "long-200", "p", prompt.id)
+    found = reading_module.read_answer(evaluation.answerer, job.drafter, prompt, key)
+    assert found.key == key
 
     target = load_model(world / "target", dtype=torch.float64)
     drafter = load_model(world / "drafter/step-00000001", dtype=torch.float64)
@@ -215,7 +217,8 @@ def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=
             store.publish(make_row(method, step, name, samples, 0.0), samples)
         store.save_readings([
             Reading(
-                checkpoint_sha256="100", benchmark=name, prompts_hash="p", prompt_id=f"q{index}",
+                checkpoint_sha256="100", target_sha256="7a", dtype="float32",
+                chat_template_sha256=None, benchmark=name, prompts_hash="p", prompt_id=f"q{index}",
                 num_prompt_tokens=length, num_tokens=10, target_loss=10 * target_loss[at] + index,
                 drafter_loss=30, overlap=10 * overlap[at] - index / 10, same_choice=5,
                 overlap_begun_anew=10 * anew[at] - index / 10,
