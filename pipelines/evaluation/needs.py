@@ -21,12 +21,16 @@ from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
+from stree_pipelines.evaluation.reading import MOST_TOKENS
 from stree_pipelines.evaluation.records import ResultKey
 
 # Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
 # of a turn, and text, id and acceptance of a token.
 SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
 RESULT_BYTES = 2650
+LAWS_BYTES = (
+    20  # a token and entry of the vocabulary: of both models in fp32, and what is made of them
+)
 # What each arm of a comparison says itself
 ARM_OPTIONS = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
 
@@ -208,6 +212,11 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
         parts["earlier turns"] = answerer.num_prefixes * sum(
             cache_bytes(config, answerer.max_length, 1, answerer.dtype)
             for config in [*[load_config(settings.target)] * len(trees), *drafting]
+        )
+    if any(prompt.reference_answer for job in jobs for prompt in job.benchmark.prompts):
+        configs = [load_config(settings.target), *([largest] if largest else [])]
+        parts["answers of the data"] = LAWS_BYTES * MOST_TOKENS * configs[0].vocab_size + sum(
+            cache_bytes(config, answerer.max_length, 1, answerer.dtype) for config in configs
         )
     return MemoryNeeds(parts, answerer.device.type == "cuda")
 
