@@ -30,7 +30,7 @@ from stree_pipelines.evaluation.records import (
     samples_label,
     write_rows,
 )
-from stree_pipelines.reports import by_length, plots, runs_plots, runs_tables
+from stree_pipelines.reports import by_length, by_length_tables, plots, runs_plots, runs_tables
 from stree_pipelines.reports.lossless import lossless_markdown
 from stree_pipelines.reports.page import page_context, runs_context
 from stree_pipelines.reports.rendering import render_page
@@ -66,11 +66,11 @@ def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
     if lossless:
         files["lossless.md"] = lossless
     files |= _drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step")
-    if (lengths := by_length.markdown(data)) is not None:
+    if (lengths := by_length_tables.markdown(data)) is not None:
         files["by_length.md"] = lengths
         for number, rungs in enumerate(by_length.ladders(data), start=1):
             name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
-            files |= _drawn(name, by_length.drawn(data, rungs), "τ against prompt length")
+            files |= _drawn(name, by_length_tables.drawn(data, rungs), "τ against prompt length")
     page = {**page_context(data), "figures": _figures(data)}
     files["report.html"] = render_page("report.html.j2", page)
     return _write(files, out)
@@ -162,7 +162,7 @@ def _figures(data: RunData) -> list[dict[str, Any]]:
             wanted.append((title, remark, partial(draw, data, temperature)))
     for rungs in by_length.ladders(data):
         remark = f"The same questions after more text, {checkpoint_title(data, data.last)}"
-        draw = partial(by_length.drawn, data, rungs)
+        draw = partial(by_length_tables.drawn, data, rungs)
         wanted.append(("Acceptance length by prompt length", remark, draw))
     wanted.append(("Distillation loss", "", partial(plots.loss_vs_step, data)))
     drawn = [(title, remark, draw()) for title, remark, draw in wanted]
@@ -182,8 +182,8 @@ def summary(data: RunData) -> str:
         headline = f"{advice.headline}. " if advice.headline else ""
         lines.append(f"T = {temperature:g}: {headline}{advice.reason}\n")
     for rungs in by_length.ladders(data):
-        lines += [table.to_markdown() for table in by_length.tables(data, rungs)]
-        lines += [f"{line}\n" for line in by_length.verdicts(data, rungs)]
+        lines += [table.to_markdown() for table in by_length_tables.tables(data, rungs)]
+        lines += [f"{line}\n" for line in by_length_tables.verdicts(data, rungs)]
     lines += [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
     return "\n".join(lines)
 

@@ -6,32 +6,19 @@ lengths (`ask_conversations.py --lengths`). Everything is paired by question.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
-from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import RunData, method_label, open_results
+from stree_pipelines.reports.run_data import RunData, open_results
 from stree_pipelines.reports.settings import dtype_of
-from stree_pipelines.reports.tables import MISSING, Table, bracket, figure
 
 REPEATED = 4  # tokens in a row: fewer come back in any text
-INTRO = (
-    "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
-    "target call; behind it the difference to the shortest prompts. Repeated: of the target's new "
-    "tokens, those that end four that its answer has had before. The data's answers are read by "
-    "target and drafter as they stand: the loss of perplexity is the model's own, overlap is the "
-    "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
-    "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
-)
 
 
 @dataclass(frozen=True)
@@ -80,9 +67,9 @@ def ladders(data: RunData) -> list[list[Rung]]:
             row.target_sha256, dtype_of(row), row.chat_template_sha256, benchmark, row.prompts_hash
         )  # fmt: skip
         keys = (ReadingKey(s.checkpoint_sha256, *place, s.prompt_id) for s in samples)
-        read = tuple(readings[key] for key in keys if key in readings)
+        there = tuple(readings[key] for key in keys if key in readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
-        rung = Rung(benchmark, mean, read if len(read) == len(samples) else ())
+        rung = Rung(benchmark, mean, there if len(there) == len(samples) else ())
         asked = tuple((sample.prompt_id, sample.turns[0].user) for sample in samples)
         found.setdefault(asked, []).append(rung)
     return [
@@ -107,16 +94,16 @@ def acceptance(
 ) -> list[Change | None]:
     """τ at each length."""
     cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+    taus = [None if cell is None else cell["acceptance_length"] for cell in cells]
     changes: list[Change | None] = []
-    for cell in cells:
-        if cell is None or cells[0] is None or cell["acceptance_length"] is None:
+    for cell, tau in zip(cells, taus, strict=True):
+        if cell is None or cells[0] is None or tau is None or taus[0] is None:
             changes.append(None)
             continue
         interval = None
         if cell.samples and cells[0].samples:
             interval = metrics.acceptance_gain_interval(cell.samples, cells[0].samples)
-        tau = cell["acceptance_length"]
-        changes.append(Change(tau, tau - cells[0]["acceptance_length"], interval))
+        changes.append(Change(tau, tau - taus[0], interval))
     return changes
 
 
@@ -153,69 +140,6 @@ def _column(readings: Sequence[Reading], name: str) -> NDArray[np.float64] | Non
     return None if not values or None in values else np.array(values, dtype=np.float64)
 
 
-def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
-    heads = ["tokens", "repeated", "tokens/s (Autoregressive)"]
-    columns: list[list[str]] = []
-    for method in data.methods:
-        label = method_label(method)
-        heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
-        taus = acceptance(data, rungs, method, temperature)
-        cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-        columns.append([
-            MISSING if cell is None else
-            figure(cell["acceptance_length"], cell.interval("acceptance_length"))
-            for cell in cells
-        ])  # fmt: skip
-        columns.append([MISSING, *map(_difference, taus[1:])])
-        columns.append([
-            MISSING if cell is None else figure(cell["tokens_per_second"], form=".1f")
-            + f" ({figure(cell['speedup'], unit='×')})" + bracket(cell.interval("speedup"))
-            for cell in cells
-        ])  # fmt: skip
-    lines = [
-        (
-            rung.length,
-            figure(repeated(data, rung.benchmark, temperature), form=".2f"),
-            figure(_plain_speed(data, rung.benchmark, temperature), form=".1f"),
-            *(column[at] for column in columns),
-        )
-        for at, rung in enumerate(rungs)
-    ]
-    count = _num_questions(data, rungs)
-    title = f"By prompt length, T = {temperature:g} ({count} questions)"
-    return Table(title, (tuple(heads), *lines))
-
-
-def reading_table(rungs: Sequence[Rung]) -> Table | None:
-    """None without readings."""
-    target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
-    if not any(target):
-        return None
-    overlap, anew = read(rungs, "overlap"), read(rungs, "overlap_begun_anew")
-    same = read(rungs, "same_choice")
-    heads = (
-        "tokens", "perplexity, target", "times the shortest's", "perplexity, drafter",
-        "times the shortest's", "overlap", "difference", "overlap, begun anew", "same choice",
-    )  # fmt: skip
-    lines = [
-        (
-            rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
-            _value(overlap[at]), _difference(overlap[at], ".3f") if at else MISSING,
-            _value(anew[at]), _value(same[at]),
-        )
-        for at, rung in enumerate(rungs)
-    ]  # fmt: skip
-    tokens = sum(each.num_tokens for each in rungs[0].readings)
-    title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
-    return Table(title, (heads, *lines))
-
-
-def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
-    found = [decoding_table(data, rungs, temperature) for temperature in data.temperatures]
-    answers = reading_table(rungs)
-    return found if answers is None else [*found, answers]
-
-
 def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
     """Of the new tokens of the target's answers, the share that ends `REPEATED` tokens which the
     same answer has had in this order before; what repeats itself is easy to draft."""
@@ -235,149 +159,10 @@ def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
     return count / total if total else None
 
 
-def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
-    """A sentence a method and temperature, and what the readings say of the reason."""
-    lines = []
-    falls = False
-    for temperature in data.temperatures:
-        for method in data.methods:
-            changes = acceptance(data, rungs, method, temperature)
-            change = changes[-1]
-            if change is None:
-                continue
-            falls |= change.is_less
-            what = "rises" if change.is_more else "does not change beyond noise"
-            if change.is_less:
-                what = f"falls, {_from(rungs, changes, 'is_less')}"
-            if change.interval is None:
-                what = "is of too few questions to say"
-            lines.append(
-                f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
-                f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
-            )
-    if rungs[0].readings and rungs[-1].readings:
-        lines.append(_reason(rungs, falls))
-    return lines
-
-
-def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) -> str:
-    """The first length from which on all are so; the longest is."""
-    first = len(rungs) - 1
-    while first > 1 and getattr(changes[first - 1], name, False):
-        first -= 1
-    return f"from {rungs[first].length} tokens on"
-
-
-def _reason(rungs: Sequence[Rung], falls: bool) -> str:
-    """Who reads worse at the longest prompts; `falls`, whether some τ does."""
-    losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
-    target, overlap = losses[-1], overlaps[-1]
-    assert target is not None
-    perplexity, times = _perplexity(target)
-    said = (
-        f"The target reads the data's answers with a perplexity of {perplexity} there, {times} "
-        f"times that after {rungs[0].length} tokens"
-    )
-    if overlap is not None:
-        said += (
-            f"; the drafter's overlap with it is {overlap.value:.3f}, "
-            f"{_difference(overlap, '.3f')} against there"
-        )
-    if target.is_more:
-        return (
-            f"{said}. The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its "
-            "text there says little of the drafter."
-        )
-    if overlap is None or not overlap.is_less:
-        if falls:
-            return f"{said}. Neither reads worse: the target writes text that is harder to draft."
-        return f"{said}. Neither reads worse there."
-    gain = _begun_anew(rungs[-1])
-    said += f"; begun anew at the question it gains {_difference(gain, '.3f')}"
-    if gain.is_more:
-        return f"{said}. The drafter fails, {_from(rungs, overlaps, 'is_less')}: by its own state."
-    return f"{said}. The drafter follows the target less, but not by what its state has read."
-
-
-def _begun_anew(rung: Rung) -> Change:
+def begun_anew(rung: Rung) -> Change:
     """The overlap that a drafter gains by having read the question only."""
     tokens, anew, whole = (
         _column(rung.readings, name) for name in ("num_tokens", "overlap_begun_anew", "overlap")
     )
     assert tokens is not None and anew is not None and whole is not None
     return _change(anew, tokens, whole, tokens)
-
-
-def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
-    """τ against prompt length with its intervals."""
-    picture, axes = plots.new_figure()
-    lengths = [max(rung.num_tokens, 1) for rung in rungs]
-    for temperature in data.temperatures:
-        for method in data.methods:
-            cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-            points = [
-                (length, tau, *(cell.interval("acceptance_length") or (tau, tau)))
-                for length, cell in zip(lengths, cells, strict=True)
-                if cell is not None and (tau := cell["acceptance_length"]) is not None
-            ]
-            if not points:
-                continue
-            at, taus, low, high = zip(*points, strict=True)
-            colour = plots.colour_of(data, method)
-            label = f"{method_label(method)}, T = {temperature:g}"
-            axes.plot(at, taus, color=colour, label=label, **plots.look_of(data, temperature))
-            axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0)
-    if not axes.get_legend_handles_labels()[0]:
-        return None
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
-    axes.minorticks_off()
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("τ, new tokens per call")
-    plots.add_legend(picture, axes, ncols=2, handlelength=3.2)
-    return picture
-
-
-def markdown(data: RunData) -> str | None:
-    """All ladders; None without one."""
-    parts = []
-    for rungs in ladders(data):
-        parts += [f"- {line}" for line in verdicts(data, rungs)]
-        parts += ["", *(table.to_markdown() for table in tables(data, rungs))]
-    if not parts:
-        return None
-    return "\n".join(["# Acceptance length by prompt length\n", f"{INTRO}\n", *parts])
-
-
-def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:
-    return next(
-        cell.num_prompts for key, cell in data.cells.items() if key[2] == rungs[0].benchmark
-    )
-
-
-def _plain_speed(data: RunData, benchmark: str, temperature: float) -> float | None:
-    for method in data.methods:
-        cell = data.cell(data.last, method, benchmark, temperature)
-        if cell is not None and cell.baseline_speed:
-            return cell.baseline_speed
-    cell = data.cell("", AUTOREGRESSIVE, benchmark, temperature)
-    return cell["tokens_per_second"] if cell is not None else None
-
-
-def _value(change: Change | None) -> str:
-    return MISSING if change is None else figure(change.value, form=".3f")
-
-
-def _difference(change: Change | None, form: str = ".2f") -> str:
-    if change is None:
-        return MISSING
-    return figure(change.change, change.interval, f"+{form}")
-
-
-def _perplexity(loss: Change | None) -> tuple[str, str]:
-    """A perplexity, and how many times the shortest prompts' it is, given a loss."""
-    if loss is None:
-        return MISSING, MISSING
-    interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))
-    return figure(math.exp(loss.value), form=".3g"), figure(math.exp(loss.change), interval)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.reports import by_length, runs_tables
+from stree_pipelines.reports import by_length, by_length_tables, runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
 from stree_pipelines.reports.runs import Runs
 from stree_pipelines.reports.simulation import parting_sentence
@@ -31,10 +31,13 @@ def page_context(data: RunData) -> dict[str, Any]:
         ],
         "tables": tables,
         "by_length": [
-            {"tables": by_length.tables(data, rungs), "verdicts": by_length.verdicts(data, rungs)}
+            {
+                "tables": by_length_tables.tables(data, rungs),
+                "verdicts": by_length_tables.verdicts(data, rungs),
+            }
             for rungs in by_length.ladders(data)
         ],
-        "lengths_intro": by_length.INTRO,
+        "lengths_intro": by_length_tables.INTRO,
         "lossless": _lossless(data),
         "samples": _samples(data),
         "environment": environment(data.rows, [data.command]),

@@ -24,7 +24,7 @@ from stree_pipelines.evaluation import reading as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import Reading, ReadingKey, ResultStore
 from stree_pipelines.report import write_records, write_report
-from stree_pipelines.reports import by_length
+from stree_pipelines.reports import by_length, by_length_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
 
@@ -251,7 +251,7 @@ def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=
 def test_what_makes_it_fall_is_told(tmp_path, ladder, words):
     data = make_ladder(tmp_path, **ladder)
     (rungs,) = by_length.ladders(data)
-    said = " ".join(by_length.verdicts(data, rungs))
+    said = " ".join(by_length_tables.verdicts(data, rungs))
     for each in words:
         assert each in said
 
@@ -265,7 +265,7 @@ def test_figures_are_paired_by_question(tmp_path):
     loss = by_length.read(rungs, "target_loss")[1]
     # Every question's loss is one nat a token more: no noise is left
     assert loss.interval == pytest.approx((1.0, 1.0)) and loss.change == pytest.approx(1.0)
-    table = by_length.reading_table(rungs)
+    table = by_length_tables.reading_table(rungs)
     assert table.rows[2][2] == f"{math.e:.2f} [{math.e:.2f}, {math.e:.2f}]"
     # Of eight tokens, the second four repeat the first
     assert by_length.repeated(data, "long-1000", 0.0) == pytest.approx(1 / 8)
@@ -277,4 +277,4 @@ def test_other_questions_are_no_ladder(tmp_path):
         if key[2] == "long-16000":
             for sample in cell.samples:
                 object.__setattr__(sample, "prompt_id", f"other-{sample.prompt_id}")
-    assert by_length.ladders(data) == [] and by_length.markdown(data) is None
+    assert by_length.ladders(data) == [] and by_length_tables.markdown(data) is None
