@@ -3,6 +3,7 @@ there: tells a target that fails at a length from a drafter that does (docs/long
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.prefill import FEATURES_CHUNK
+from stree_kernels import ops
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.plan import Drafter
@@ -46,7 +48,7 @@ def read_answer(
 ) -> Reading:
     """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
     where no model of its vocabulary drafts."""
-    model = answerer.drafter_model(drafter)
+    target, model = answerer.target, answerer.drafter_model(drafter)
     encoder = chat_encoder(answerer.tokenizer, answerer.settings.chat_template)
     asked = [*prompt.history, ("user", prompt.turns[0])]
     whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
@@ -54,19 +56,19 @@ def read_answer(
     question = start - len(encoder.encode_prompt(asked[-1:]))
     tokens = torch.tensor(whole[: start + MOST_TOKENS], device=answerer.device)
     answer = tokens[start:]
-    layers = model.config.feature_layers if model is not None else ()
-    stream, features = _target_read(answerer.target, tokens, start, layers, model)
-    target = answerer.target.logits(stream).log_softmax(-1)
     after, begun = None, None
-    if model is not None:
-        after = Agreement.of(target, _law(model, tokens, features, 0, start), answer)
-        begun = Agreement.of(target, _law(model, tokens, features, question, start), answer)
+    with ops.current(target.device):
+        hidden, inputs = _target_read(target, model, tokens, start)
+        law = target.logits(hidden).log_softmax(-1)
+        if model is not None:
+            after = Agreement.of(law, _law(model, tokens, inputs, 0, start), answer)
+            begun = Agreement.of(law, _law(model, tokens, inputs, question, start), answer)
     return Reading(
         **key._asdict(),
         num_prompt_tokens=start,
         num_tokens=len(answer),
-        target_loss=loss_of(target, answer),
-        drafter_loss=None if after is None or after.loss == float("inf") else after.loss,
+        target_loss=loss_of(law, answer),
+        drafter_loss=None if after is None or math.isinf(after.loss) else after.loss,
         overlap=after and after.overlap,
         same_choice=after and after.same_choice,
         overlap_begun_anew=begun and begun.overlap,
@@ -79,39 +81,38 @@ def loss_of(log_probs: Tensor, answer: Tensor) -> float:
 
 
 def _target_read(
-    target: HybridModel, tokens: Tensor, start: int, layers: tuple[int, ...],
-    drafter: HybridModel | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Hidden states (A, D) from which the tokens (T,) from `start` on are predicted, and what the
-    drafter reads of all tokens (1, T, D'), each at the one after it; None where it reads nothing.
-    In pieces: what is in memory for all tokens is of the drafter's width."""
+    target: HybridModel, drafter: HybridModel | None, tokens: Tensor, start: int
+) -> tuple[Tensor, Tensor | None]:
+    """The target's hidden states (A, D) from which the tokens (T,) from `start` on are predicted,
+    and what the drafter adds to its embeddings of all tokens, (1, T, D'); None where it reads
+    tokens alone. In pieces: what is in memory of all tokens is of the drafter's width."""
+    layers = drafter.config.feature_layers if drafter is not None else ()
     cache = target.new_cache(len(tokens), 1)
-    read = []
+    following: list[Tensor] = []
     for begin, end in _pieces(len(tokens), start - 1):
         features = Features((*layers, target.config.num_layers - 1))
         target.prefill(tokens[None, begin:end], cache, features=features)
         streams = features.values
-        if layers and drafter is not None:
-            reader = drafter.model.features
-            read.append(reader.of_tokens(streams[..., : drafter.config.feature_width]))
-    width = target.config.d_model
-    last = streams[0, :-1, -width:]
-    return target.model.norm(last), torch.cat(read, 1).roll(1, dims=1) if read else None
+        if drafter is not None and layers:
+            read = streams[..., : drafter.config.feature_width].contiguous()
+            following.append(drafter.model.features.of_tokens(read))
+    hidden = target.model.norm(streams[0, :-1, -target.config.d_model :].contiguous())
+    # Each token reads the feature of the one before it
+    return hidden, torch.cat(following, 1).roll(1, dims=1) if following else None
 
 
 def _law(
-    drafter: HybridModel, tokens: Tensor, features: Tensor | None, begin: int, start: int
+    drafter: HybridModel, tokens: Tensor, inputs: Tensor | None, begin: int, start: int
 ) -> Tensor:
     """The drafter's log-probabilities (A, V) of the tokens (T,) from `start` on, when it reads from
     `begin` on only."""
-    inputs = None
-    if features is not None:
-        inputs = features[:, begin:].clone()
-        inputs[:, 0] = drafter.model.features.unknown.detach()
+    if inputs is not None:
+        inputs = inputs[:, begin:].clone()
+        inputs[:, 0] = drafter.model.features.unknown
     cache = drafter.new_cache(len(tokens) - begin, 1)
-    read = Features((drafter.config.num_layers - 1,))
-    drafter.prefill(tokens[None, begin:], cache, features=read, inputs=inputs)
-    stream = read.values[0, start - 1 - begin : -1]
+    features = Features((drafter.config.num_layers - 1,))
+    drafter.prefill(tokens[None, begin:], cache, features=features, inputs=inputs)
+    stream = features.values[0, start - 1 - begin : -1]
     return drafter.logits(drafter.model.norm(stream)).log_softmax(-1)
 
 
