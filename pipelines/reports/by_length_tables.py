@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.by_length import (
     Change,
@@ -20,7 +19,7 @@ from stree_pipelines.reports.by_length import (
     repeated,
 )
 from stree_pipelines.reports.run_data import RunData, method_label
-from stree_pipelines.reports.tables import MISSING, Table, bracket, figure
+from stree_pipelines.reports.tables import MISSING, Table, baseline_speed, figure, speed_of, tau_of
 
 INTRO = (
     "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
@@ -40,22 +39,14 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
         heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
         taus = acceptance(data, rungs, method, temperature)
         cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
-        columns.append([
-            MISSING if cell is None else
-            figure(cell["acceptance_length"], cell.interval("acceptance_length"))
-            for cell in cells
-        ])  # fmt: skip
+        columns.append([tau_of(cell) for cell in cells])
         columns.append([MISSING, *map(_difference, taus[1:])])
-        columns.append([
-            MISSING if cell is None else figure(cell["tokens_per_second"], form=".1f")
-            + f" ({figure(cell['speedup'], unit='×')})" + bracket(cell.interval("speedup"))
-            for cell in cells
-        ])  # fmt: skip
+        columns.append([speed_of(cell) for cell in cells])
     lines = [
         (
             rung.length,
             figure(repeated(data, rung.benchmark, temperature), form=".2f"),
-            figure(_plain_speed(data, rung.benchmark, temperature), form=".1f"),
+            figure(baseline_speed(data, data.last, rung.benchmark, temperature)),
             *(column[at] for column in columns),
         )
         for at, rung in enumerate(rungs)
@@ -205,15 +196,6 @@ def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:
     return next(
         cell.num_prompts for key, cell in data.cells.items() if key[2] == rungs[0].benchmark
     )
-
-
-def _plain_speed(data: RunData, benchmark: str, temperature: float) -> float | None:
-    for method in data.methods:
-        cell = data.cell(data.last, method, benchmark, temperature)
-        if cell is not None and cell.baseline_speed:
-            return cell.baseline_speed
-    cell = data.cell("", AUTOREGRESSIVE, benchmark, temperature)
-    return cell["tokens_per_second"] if cell is not None else None
 
 
 def _value(change: Change | None) -> str:

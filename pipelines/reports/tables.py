@@ -106,13 +106,13 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     chain and a tree a last row has the difference of their τ, over the same prompts.
     """
     heads = ("", *(checkpoint_title(data, checkpoint) for checkpoint in data.checkpoints))
-    baseline = [_baseline_speed(data, c, benchmark, temperature) for c in data.checkpoints]
+    baseline = [baseline_speed(data, c, benchmark, temperature) for c in data.checkpoints]
     rows = [heads, (f"Speed ({method_label(AUTOREGRESSIVE)})", *map(figure, baseline))]
     for method in data.methods:
         cells = [data.cell(c, method, benchmark, temperature) for c in data.checkpoints]
         label = method_label(method)
-        rows.append((f"Speed ({label})", *map(_speed, cells)))
-        rows.append((f"τ ({label})", *map(_tau, cells)))
+        rows.append((f"Speed ({label})", *map(speed_of, cells)))
+        rows.append((f"τ ({label})", *map(tau_of, cells)))
     rows += _gains(data, benchmark, temperature)
     prompts = {
         cell.num_prompts
@@ -283,7 +283,7 @@ def _pairs(cell: Cell, other: Cell) -> tuple[list[SampleRow], list[SampleRow]]:
     return [mine for mine, _ in pairs], [their for _, their in pairs]
 
 
-def _baseline_speed(
+def baseline_speed(
     data: RunData, checkpoint: str, benchmark: str, temperature: float
 ) -> float | None:
     for method in data.methods:
@@ -293,7 +293,7 @@ def _baseline_speed(
     return None
 
 
-def _speed(cell: Cell | None) -> str:
+def speed_of(cell: Cell | None) -> str:
     if cell is None or cell["tokens_per_second"] is None:
         return MISSING
     speed = figure(cell["tokens_per_second"])
@@ -302,7 +302,7 @@ def _speed(cell: Cell | None) -> str:
     return f"{speed} ({cell['speedup']:.2f}×){bracket(cell.interval('speedup'))}"
 
 
-def _tau(cell: Cell | None) -> str:
+def tau_of(cell: Cell | None) -> str:
     if cell is None:
         return MISSING
     return figure(cell["acceptance_length"], cell.interval("acceptance_length"))
