@@ -36,4 +36,5 @@ def _size(model: Any) -> str:
     if not hasattr(model, "parameters"):
         return type(model).__name__
     num_parameters = sum(each.numel() for each in model.parameters())
-    return f"{num_parameters / 1e6:.1f} M parameters in {model.config.num_layers} layers"
+    layers = counted(model.config.num_layers, "layer")
+    return f"{num_parameters / 1e6:.1f} M parameters in {layers}"

@@ -24,7 +24,7 @@ from stree.models.hybrid import HybridModel
 from stree.modes import Costs, Modes
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Report, Request
-from stree.settings import Asked, asked_for
+from stree.settings import Asked, asked_for, end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
@@ -150,7 +150,7 @@ class Decoder:
     def _serve(self, read: Callable[[], Asked], streamer: Any) -> Any:
         with ExitStack() as stack:
             if streamer is not None:
-                stack.callback(streamer.end)  # whatever happens: somebody may wait for it
+                stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
             asked, several = read()
             if streamer is not None and len(asked) > 1:
                 raise UsageError(f"got {len(asked)} prompts: a streamer shows one answer at a time")
@@ -228,7 +228,7 @@ def generate(
     """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
     with ExitStack() as stack:
         if streamer is not None:
-            stack.callback(streamer.end)
+            stack.callback(end_of(streamer))
         mask = options.pop("attention_mask", None)
         asked, several = asked_for(inputs, generation_config, mask, options, tokenizer)
         depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth

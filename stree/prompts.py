@@ -45,7 +45,7 @@ def prompts_of(
         masks = _masks(attention_mask, len(rows))
         prompts = [_unpadded(_ids(row), mask) for row, mask in zip(rows, masks, strict=True)]
     else:
-        prompts = [one_prompt(row) if _is_encoding(row) else _ids(row) for row in rows]
+        prompts = [one_prompt(row) if isinstance(row, Mapping) else _ids(row) for row in rows]
         for prompt in prompts if is_matrix and len(rows) > 1 else ():
             if len(prompt) and pad_token_id in (int(prompt[0]), int(prompt[-1])):
                 raise UsageError(
@@ -136,8 +136,8 @@ def _ids(given: Any) -> Tensor:
 
 def _masks(given: Any, count: int) -> list[Any]:
     """The mask of each prompt."""
-    alone = isinstance(given, list | tuple) and not any(map(_is_several_ids, given))
-    masks = [given] if alone or getattr(given, "ndim", 0) == 1 else given
+    is_one = isinstance(given, list | tuple) and not any(map(_is_several_ids, given))
+    masks = [given] if is_one or getattr(given, "ndim", 0) == 1 else given
     if not hasattr(masks, "__len__") or len(masks) != count:
         raise UsageError(
             f"attention_mask is {_named(given)}, wanted a row for each prompt ({count})"

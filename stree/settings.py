@@ -6,14 +6,14 @@ What is asked for and cannot be done is refused by name; nothing is left out sil
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from stree.errors import UsageError
+from stree.errors import UsageError, one_line
 from stree.generation import GenerationConfig, require_whole
 from stree.prompts import prompts_of
 
@@ -100,6 +100,16 @@ def asked_for(
     return [(prompt, settings.after(prompt)) for prompt in prompts], several
 
 
+def end_of(streamer: Any) -> Callable[[], Any]:
+    """What ends a streamer. Raises `UsageError` for an object that is none."""
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise UsageError(
+            f"streamer is {streamer!r:.60}, wanted an object with put(tokens) and end(), such as "
+            "transformers.TextStreamer"
+        )
+    return streamer.end
+
+
 def _of_transformers(given: Any) -> dict[str, Any]:
     """What a GenerationConfig of `transformers` sets."""
     from transformers import GenerationConfig as Theirs
@@ -147,7 +157,7 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
     ]
     if not refused:
         return
-    told = ", ".join(f"{name} = {asked[name]!r:.60}" for name in refused)
+    told = ", ".join(f"{name} = {one_line(repr(asked[name])):.60}" for name in refused)
     meant = get_close_matches(refused[0], (*_OURS, "do_sample", "max_length"), 1, 0.8)
     remedy = f"did you mean {meant[0]}?" if meant else "leave it out" if len(refused) == 1 else (
         "leave them out"

@@ -33,6 +33,7 @@ from stree.models.shared import shared_model
 from stree.modes import Modes
 from stree.prompts import prompts_of
 from stree.requests import Request
+from stree.settings import end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
 
@@ -138,7 +139,7 @@ class TransformersDecoder:
         with ExitStack() as stack:
             streamer = given.pop("streamer", None)
             if streamer is not None:
-                stack.callback(streamer.end)  # whatever happens: somebody may wait for it
+                stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
             _require_supported(given, generation_config, self.model.generation_config)
             generation_config = _stop_strings_as_criterion(generation_config, given)
             # transformers gives neither streamer nor tokenizer to another's loop

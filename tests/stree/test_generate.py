@@ -111,6 +111,11 @@ def test_a_chat_goes_by_the_template(shipped, tokenizer):
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     wanted = shipped.generate(ids, max_new_tokens=6)
     assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens
+    encoded = tokenizer.backend_tokenizer.encode(tokenizer.decode(ids.input_ids[0]))
+    assert shipped.generate(encoded, max_new_tokens=6).tokens == wanted.tokens
+    assert [each.tokens for each in shipped.generate([encoded], max_new_tokens=6)] == [
+        wanted.tokens
+    ]
     one, same = shipped.chat([messages, messages[0]["content"]], max_new_tokens=6)
     assert one.tokens == same.tokens == wanted.tokens and wanted.text == one.text
 
@@ -167,6 +172,8 @@ def test_a_mask_that_does_not_fit_is_refused(decoder, mask, message):
         (lambda it: it.chat([{"role": "juggler", "content": ""}]), "template refuses .*juggler"),
         (lambda it: it.generate([1], input_ids=[1]), "prompts twice"),
         (lambda it: it.generate([[1], [2]], streamer=Ended()), "one answer at a time"),
+        (lambda it: it.generate([1], streamer=print), "wanted an object with put.tokens. and end"),
+        (lambda it: it.generate([1], inputs_embeds=torch.ones(9, 9)), r"^.*inputs_embeds.*$"),
     ],
 )
 def test_texts_and_chats_that_are_none_are_one_line(shipped, call, message):
