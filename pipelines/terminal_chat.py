@@ -4,9 +4,10 @@
         --drafter runs/quickstart/drafter/latest --tree paper
 
 Answers come as they are made, drafts that the target accepted in colour; below each stand τ and
-tokens/s. Lines that begin with / are commands: /plain switches between the tree and plain decoding,
-/again asks the last question once more, /reset forgets the conversation. Ctrl-C stops an answer,
-Ctrl-D leaves. A target without a chat template goes on after each line instead.
+tokens/s. Tab switches between the tree and plain decoding. Lines that begin with / are commands:
+/plain does what Tab does, /again asks the last question once more, /reset forgets the conversation.
+Ctrl-C stops an answer, Ctrl-D leaves. A target without a chat template goes on after each line
+instead.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from stree.generation import DecodingStats, GenerationConfig
 from stree.growths import GROWTHS, as_growth
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
-from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
 PROMPT = "> "
+SWITCH = "/plain"
 HELP = (
-    "/plain switches between the tree and plain decoding, /again asks once more, /reset forgets, "
-    "Ctrl-C stops an answer, Ctrl-D leaves"
+    "Tab (or /plain) switches between the tree and plain decoding, /again asks once more, /reset "
+    "forgets, Ctrl-C stops an answer, Ctrl-D leaves"
 )
 
 
@@ -95,9 +97,9 @@ class Chat:
         """A line that was typed."""
         if not line.startswith("/"):
             self.answer(line)
-        elif line == "/plain" and self.decoder is self.plain:
+        elif line == SWITCH and self.decoder is self.plain:
             self.say("there is no drafter, so decoding is plain anyway: see --drafter and --tree")
-        elif line == "/plain":
+        elif line == SWITCH:
             self.is_plain = not self.is_plain
             self.say("plain decoding" if self.is_plain else f"decoding with {self.decoder.growth}")
         elif line == "/reset":
@@ -182,7 +184,9 @@ def stopping() -> Iterator[list[int]]:
 def typed_lines(console: Console) -> Iterator[str]:
     """What is typed until Ctrl-D; Ctrl-C drops a line."""
     with suppress(ImportError):
-        import readline  # noqa: F401  (lets `input` edit lines and recall them)
+        import readline  # lets `input` edit lines and recall them
+
+        readline.parse_and_bind(rf'"\t": "\C-a\C-k{SWITCH}\n"')  # what was typed gives way
     while True:
         try:
             line = input(PROMPT if sys.stdin.isatty() else "").strip()
@@ -208,7 +212,8 @@ def build_parser() -> PlainParser:
     add("--min_p", "--min-p", type=float, default=0.0, help="0 is off")
     add("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="1 is off")
     add("--seed", type=int, default=0, help="of sampling")
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="an answer")
+    add("--max_new_tokens", "--max-new-tokens", type=int,
+        default=GenerationConfig.max_new_tokens, help="an answer")  # fmt: skip
     add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="float32", help="of the weights: float32 or bfloat16")

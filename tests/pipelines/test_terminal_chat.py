@@ -154,7 +154,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(target, tokenize
     shown = run_on_terminal(command, 160, keys=[
         ("Ctrl-D leaves", b"What is a list?\n"),
         ("\x1b[32m", CTRL_C),
-        (" · stopped", b"/plain\n"),
+        (" · stopped\x1b[0m\r\n> ", b"half a li\t"),  # the key drops it, and switches
         ("plain decoding", b"/again\n"),
         (opening, CTRL_C),
         (" · stopped\x1b[0m\r\n> ", CTRL_D),  # at the prompt: before, it would be no end
