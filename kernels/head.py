@@ -86,7 +86,7 @@ def _multiply(
         num_warps=num_warps, **overlapping(weight),
     )  # fmt: skip
     if total is not None:
-        stream.settle(total)
+        stream.set_total(total)
     return logits, best, candidates
 
 

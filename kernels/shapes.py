@@ -227,7 +227,7 @@ class Stream:
         """Whether one sum is normed, and nothing beside it."""
         return self.beside is None and not isinstance(self.added, tuple)
 
-    def settle(self, total: Tensor) -> None:
+    def set_total(self, total: Tensor) -> None:
         """Take note of the stream (B, Q, D), which has been added up."""
         self.source, self.added, self.tokens, self.nodes = total, None, None, None
 
@@ -242,7 +242,7 @@ class Stream:
             total, y = embed_norm(
                 self.source, self.tokens, self.nodes, self.scale, self.eps, self.written, added
             )
-        self.settle(total)
+        self.set_total(total)
         self.normed = y
         return y
 

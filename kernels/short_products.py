@@ -132,7 +132,7 @@ def _product(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False)
         **overlapping(weight),
     )  # fmt: skip
     if total is not None:
-        stream.settle(total)
+        stream.set_total(total)
     return out
 
 

@@ -25,7 +25,7 @@ from stree.models.hybrid import HybridModel
 from stree.tree import TokenTree
 from stree_pipelines.benches.options import require_numbers, require_results_file
 from stree_pipelines.benches.timing import ratio_in_turns, spread, times_in_turns, write_rows
-from stree_pipelines.command_line import CommandParser
+from stree_pipelines.terminal.command_line import CommandParser
 
 LAYOUTS = ("llama", "mamba2")
 CPU = torch.device("cpu")

@@ -43,9 +43,9 @@ from stree_pipelines.benches.options import device_of, require_numbers, require_
 from stree_pipelines.benches.orders import bytes_of, orders
 from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import require_green, write_rows
-from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import MemoryNeeds, model_line
-from stree_pipelines.estimates import cache_bytes, decoding_memory
+from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
+from stree_pipelines.resources.estimates import cache_bytes, decoding_memory
+from stree_pipelines.terminal.command_line import CommandParser
 
 TESTS = [
     "kernels/test_tree_scan.py", "kernels/test_tree_attention.py", "kernels/test_pointwise.py",

@@ -27,8 +27,8 @@ from stree.models.hybrid import HybridModel
 from stree_pipelines.bench_report import rows_of_file
 from stree_pipelines.benches.calls import level_bytes
 from stree_pipelines.benches.models import OWN, SHAPES, drafter_config
-from stree_pipelines.command_line import CommandParser
-from stree_pipelines.estimates import size
+from stree_pipelines.resources.estimates import size
+from stree_pipelines.terminal.command_line import CommandParser
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from stree_kernels.shapes import (
 )
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, side_by_side, write_rows
-from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import MemoryNeeds
+from stree_pipelines.resources.dry_run import MemoryNeeds
+from stree_pipelines.terminal.command_line import CommandParser
 
 MIXERS = {  # MambaInLlama-8B, the chat target, and something for the CPU
     "8b": MixerShape(32, 128, 128, 8, 8, 32, 4),

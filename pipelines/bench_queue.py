@@ -21,11 +21,11 @@ from stree_pipelines.benches.options import require_results_file
 from stree_pipelines.benches.queue_bench import QueueBench
 from stree_pipelines.benches.queue_results import LEGEND, latency_vs_rate, queue_table
 from stree_pipelines.benches.queueing import POLICIES, QueueRow
-from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.records import append_row, read_rows, write_rows
 from stree_pipelines.reports.plots import to_svg
+from stree_pipelines.terminal.command_line import CommandParser
 
 
 def build_parser() -> CommandParser:

@@ -16,11 +16,11 @@ from stree.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.files import write_atomically
 from stree.plain_data import parse_json
 from stree_pipelines.benches.intervals import logged_steps
-from stree_pipelines.command_line import CommandParser
-from stree_pipelines.estimates import size
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
 from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
+from stree_pipelines.resources.estimates import size
+from stree_pipelines.terminal.command_line import CommandParser
 
 Row = dict[str, Any]
 PALETTE = (*COLOURS.values(), *MORE_COLOURS)

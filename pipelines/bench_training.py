@@ -36,9 +36,9 @@ from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows, write_rows
 from stree_pipelines.benches.training_step import step_row
-from stree_pipelines.command_line import CommandParser
-from stree_pipelines.dry_run import MemoryNeeds, model_line
-from stree_pipelines.estimates import training_memory
+from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
+from stree_pipelines.resources.estimates import training_memory
+from stree_pipelines.terminal.command_line import CommandParser
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.features import FeatureConfig
 from stree_pipelines.training.sharding import require_supported

@@ -18,7 +18,6 @@ from pathlib import Path
 from stree.errors import exit_with_reason
 from stree.growths import GROWTHS
 from stree.verifiers import NAMES as VERIFIERS
-from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -27,7 +26,8 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, METHODS, TREE, Evalu
 from stree_pipelines.gate import gate, summary
 from stree_pipelines.gate.baseline import Baseline, folder_of
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
-from stree_pipelines.inputs import of_evaluation, require_there
+from stree_pipelines.terminal.command_line import CommandParser
+from stree_pipelines.terminal.inputs import of_evaluation, require_there
 
 EXAMPLE = (
     "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
@@ -39,7 +39,7 @@ def build_parser() -> CommandParser:
     """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
     parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
     parser.example = EXAMPLE
-    add = parser.add_argument
+    add, usual = parser.add_argument, EvaluationSettings
     add("checkpoint", type=str, help="drafter folder to judge")
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
@@ -58,16 +58,34 @@ def build_parser() -> CommandParser:
         help="names in --benchmark_dir, or JSONL files")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
     add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
-    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
-    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")
+    add("--tree", type=str, default=usual.tree, help=f"of stree: {GROWTHS}")
+    add("--verifier", type=str, default=usual.verifier, help=", ".join(VERIFIERS))
+    add(
+        "--num_chain_drafts",
+        "--num-chain-drafts",
+        type=int,
+        default=usual.num_chain_drafts,
+        help="of vanilla_sd",
+    )
+    add(
+        "--max_new_tokens",
+        "--max-new-tokens",
+        type=int,
+        default=usual.max_new_tokens,
+        help="a turn",
+    )
     add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
     add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
-    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
-    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=0, help="of sampling and of the bootstrap")
-    add("--batch_size", "--batch-size", type=int, default=1, help="prompts decoded at once")
+    add("--dtype", type=str, default=usual.dtype, help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default=usual.device, help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=int, default=usual.seed, help="of sampling and of the bootstrap")
+    add(
+        "--batch_size",
+        "--batch-size",
+        type=int,
+        default=usual.batch_size,
+        help="prompts decoded at once",
+    )
     add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
     add("--beyond_positions", "--beyond-positions", action="store_true",
         help="let prompts be longer than what the target was made for")  # fmt: skip
@@ -103,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         if result.workers.is_main:
             _publish(result, baseline, checkpoint if options["promote"] else None, out)
     finally:
-        result.workers.part()  # together: a launcher ends all when the first one fails
+        result.workers.leave()  # together: a launcher ends all when the first one fails
     if gate.overall(result.findings) == gate.REGRESSION:
         if not result.workers.is_main:
             sys.exit(gate.Regression.exit_code)  # the main process says why

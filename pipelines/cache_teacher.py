@@ -24,11 +24,16 @@ from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
-from stree_pipelines.dry_run import MemoryNeeds, config_lines, model_line, require_writable
-from stree_pipelines.estimates import forward_memory, size
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
-from stree_pipelines.free_resources import free_disk_bytes
-from stree_pipelines.inputs import of_training, require_there
+from stree_pipelines.resources.dry_run import (
+    MemoryNeeds,
+    config_lines,
+    model_line,
+    require_writable,
+)
+from stree_pipelines.resources.estimates import forward_memory, size
+from stree_pipelines.resources.free_resources import free_disk_bytes
+from stree_pipelines.terminal.inputs import of_training, require_there
 from stree_pipelines.training.distillation import Distillation, require_own_target
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision

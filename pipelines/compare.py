@@ -16,12 +16,12 @@ from pathlib import Path
 
 from stree.errors import exit_with_reason
 from stree.files import write_atomically
-from stree_pipelines.command_line import PlainParser
 from stree_pipelines.evaluation.arms import Comparison, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.reports import arms
 from stree_pipelines.reports.rendering import render_page
+from stree_pipelines.terminal.command_line import PlainParser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_atomically(folder / "comparison.html", page)
             print(f"{text}\n{folder / 'comparison.md'}\n{folder / 'comparison.html'}")
     finally:
-        comparison.workers.part()
+        comparison.workers.leave()
 
 
 if __name__ == "__main__":

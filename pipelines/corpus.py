@@ -22,8 +22,8 @@ from pathlib import Path
 
 from stree.errors import BadData, exit_with_reason
 from stree.files import make_directory, write_atomically
-from stree_pipelines.command_line import PlainParser, input_path
 from stree_pipelines.data.html_docs import passages
+from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 # Tests, bundled tools and generated tables; `this` and `antigravity` are jokes, not documentation.
 SKIPPED_FOLDERS = {

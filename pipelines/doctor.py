@@ -15,8 +15,8 @@ from pathlib import Path
 
 from stree.errors import UsageError, exit_with_reason
 from stree.models.convert import load_config
-from stree_pipelines import machine_checks as machine
-from stree_pipelines.command_line import PlainParser, input_path
+from stree_pipelines.resources import machine_checks as machine
+from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 

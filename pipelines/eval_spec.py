@@ -15,19 +15,19 @@ from pathlib import Path
 from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree.growths import GROWTHS
 from stree.verifiers import NAMES as VERIFIERS
-from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
-from stree_pipelines.evaluation.plan import METHODS, resolve
-from stree_pipelines.inputs import of_evaluation, require_there
+from stree_pipelines.evaluation.plan import METHODS, EvaluationSettings, resolve
+from stree_pipelines.terminal.command_line import CommandParser
+from stree_pipelines.terminal.inputs import of_evaluation, require_there
 
 
 def build_parser() -> CommandParser:
     """Options; each is also a key of the YAML file given with --config."""
     parser = CommandParser("eval_spec.py", description=__doc__)
-    add = parser.add_argument
+    add, usual = parser.add_argument, EvaluationSettings
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[],
@@ -38,30 +38,42 @@ def build_parser() -> CommandParser:
         help=f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}")  # fmt: skip
     add("--benchmark_dir", "--benchmark-dir", type=str | None,
         help="where names are looked up (default: data/benchmarks)")  # fmt: skip
-    add("--methods", type=str, nargs="+", default=list(METHODS), help=", ".join(METHODS))
-    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
-    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
+    add("--methods", type=str, nargs="+", default=list(usual.methods), help=", ".join(METHODS))
+    add(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=list(usual.temperatures),
+        help="0 is greedy",
+    )
+    add("--tree", type=str, default=usual.tree, help=f"of stree: {GROWTHS}")
+    add("--verifier", type=str, default=usual.verifier, help=", ".join(VERIFIERS))
     add(
         "--backtracking",
         type=str,
-        default="replay",
+        default=usual.backtracking,
         help="replay what the last call has kept of the accepted path, or joint: feed it again",
     )
-    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4,
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=usual.num_chain_drafts,
         help="drafts a call of vanilla_sd (the paper's N = 5 counts the root)")  # fmt: skip
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=256, help="a turn")
+    add(
+        "--max_new_tokens",
+        "--max-new-tokens",
+        type=int,
+        default=usual.max_new_tokens,
+        help="a turn",
+    )
     add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
     add("--chat_template", "--chat-template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
-    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
-    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=0, help="of sampling, together with prompt and turn")
+    add("--dtype", type=str, default=usual.dtype, help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default=usual.device, help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=int, default=usual.seed, help="of sampling, together with prompt and turn")
     add(
         "--batch_size",
         "--batch-size",
         type=int,
-        default=1,
+        default=usual.batch_size,
         help="prompts that a process decodes at once; rows of other sizes are another table's",
     )
     add("--ignore_eos", "--ignore-eos", action="store_true",
@@ -98,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
                 evaluation.progress.say(f"{checkpoint} failed: {error}")
     if (Path(settings.out) / "results.jsonl").exists():
         evaluation.progress.say(f"rows: {settings.out}/results.jsonl")
-    evaluation.workers.part()
+    evaluation.workers.leave()
     if failures and not evaluation.workers.is_main:
         sys.exit(failures[0][1].exit_code)  # the main process says why
     if failures and (len(checkpoints) == 1 or isinstance(failures[-1][1], CannotWrite)):

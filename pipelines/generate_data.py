@@ -28,16 +28,21 @@ from stree.models.convert import load_config, load_model
 from stree.modes import Costs, Modes, context_of, room_to_time
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
-from stree_pipelines.command_line import CommandParser, input_path
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec
-from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk, require_writable
-from stree_pipelines.estimates import cache_bytes, num_parameters
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import tree_of
-from stree_pipelines.inputs import folder, require_there, source, template
-from stree_pipelines.inputs import tree as tree_there
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.resources.dry_run import (
+    MemoryNeeds,
+    model_line,
+    require_disk,
+    require_writable,
+)
+from stree_pipelines.resources.estimates import cache_bytes, num_parameters
+from stree_pipelines.terminal.command_line import CommandParser, input_path
+from stree_pipelines.terminal.inputs import folder, require_there, source, template
+from stree_pipelines.terminal.inputs import tree as tree_there
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 

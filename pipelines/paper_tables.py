@@ -14,8 +14,8 @@ from pathlib import Path
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
-from stree_pipelines.command_line import PlainParser, suggestion
 from stree_pipelines.reports.paper_list import ENTRIES, listing, page
+from stree_pipelines.terminal.command_line import PlainParser, suggestion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

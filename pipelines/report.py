@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import make_directory, write_atomically
-from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.records import (
     READINGS_NAME,
     RESULTS_NAME,
@@ -48,6 +47,7 @@ from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.table_rows import as_csv, table6_json, table_rows
 from stree_pipelines.reports.tables import advise, all_tables, table6, table6_markdown, to_latex
+from stree_pipelines.terminal.command_line import CommandParser
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:

@@ -24,17 +24,17 @@ import yaml
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
-from stree_pipelines import inputs
-from stree_pipelines.command_line import PlainParser, input_path, read_yaml
 from stree_pipelines.data.asked import prompts_asked, sourced_rows
 from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
-from stree_pipelines.inputs import require_there
-from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import study as tables
 from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, read_study
 from stree_pipelines.studies.training import train
+from stree_pipelines.terminal import inputs
+from stree_pipelines.terminal.command_line import PlainParser, input_path, read_yaml
+from stree_pipelines.terminal.inputs import require_there
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,7 +130,7 @@ def compare(study: Study, more: dict[str, Any]) -> None:
             write_atomically(study.out / "study.md", text)
             print(f"{text}\n{study.out / 'study.md'}")
     finally:
-        comparison.workers.part()
+        comparison.workers.leave()
 
 
 def hold_back(study: Study, source: HeldBack) -> None:

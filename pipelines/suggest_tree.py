@@ -14,11 +14,11 @@ import yaml
 from stree.errors import UsageError, exit_with_reason
 from stree.files import write_atomically
 from stree.speculation_profile import SuggestedTree
-from stree_pipelines.command_line import CommandParser
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
 from stree_pipelines.reports.tree_suggestion import suggest
+from stree_pipelines.terminal.command_line import CommandParser
 
 
 def rows_of_step(

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from stree.errors import UsageError, exit_with_reason
 from stree.files import publish_directory
-from stree_pipelines.command_line import PlainParser
 from stree_pipelines.data.chat import TEMPLATES
 from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.terminal.command_line import PlainParser
 
 PAD, END = "<|pad|>", "<|end|>"
 CONTROL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entry = COMMANDS[name]
     if entry.subcommand and rest[:1] != [entry.subcommand]:
         rest = [entry.subcommand, *rest]
-    from stree_pipelines.command_line import typed_as
+    from stree_pipelines.terminal.command_line import typed_as
 
     module = importlib.import_module(f"stree_pipelines.{entry.module}")
     with typed_as(f"stree {name}", f"{entry.module.replace('.', '/')}.py"):

@@ -231,7 +231,7 @@ class BatchDecoder:
             if reading:
                 started = self.now()
                 for row, each in reading.items():
-                    reports += self._read(row, each, alone=not decoding)
+                    reports += self._read(row, each, whole=not decoding)
                 self.read_s += self.now() - started
             return reports + (self._collect() if decoding else [])
 
@@ -319,9 +319,9 @@ class BatchDecoder:
             if self._sequences.get(row) is each and each.decoding
         ]  # fmt: skip
 
-    def _read(self, row: int, sequence: Progress, alone: bool) -> list[Report]:
+    def _read(self, row: int, sequence: Progress, whole: bool) -> list[Report]:
         """A piece of the row's prompt; the first token when it was the last piece."""
-        logits = self._prefill.read(row, sequence, alone)
+        logits = self._prefill.read(row, sequence, whole)
         if logits is None:
             return []
         token, finite = self._prefill.first_token(row, sequence, logits)

@@ -43,11 +43,11 @@ class Level:
     places: Tensor
     above: Tensor
 
-    def noise_at(self, alone: bool) -> Tensor:
+    def noise_at(self, unshared: bool) -> Tensor:
         """(B, n) int32, how far behind the root's position the noise is that the children are drawn
-        with: where their depth is, as the target's own; or, alone, where no other node has it, in
-        no step."""
-        return self.nodes.clamp(min=0).int() * FAR if alone else self.depths
+        with: where their depth is, as the target's own; or, unshared, where no other node has it,
+        in no step."""
+        return self.nodes.clamp(min=0).int() * FAR if unshared else self.depths
 
 
 @dataclass

@@ -23,14 +23,14 @@ class Prefill:
     def __init__(self, step: Step, rows: Rows, prefixes: Prefixes | None) -> None:
         self.step, self.rows, self.prefixes = step, rows, prefixes
 
-    def read(self, row: int, sequence: Progress, alone: bool) -> Tensor | None:
-        """A piece of the row's prompt, or, alone, all of it; the logits (1, V) after its last token
+    def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
+        """A piece of the row's prompt, or the whole of it; the logits (1, V) after its last token
         when it was the last piece."""
         if self.prefixes is not None and sequence.num_read == 0:
             read = self.prefixes.load(row, sequence.prompt)
             sequence.num_read, sequence.num_drafted_from = read
             sequence.stats.num_reused_tokens = sequence.num_read
-        end = len(sequence.prompt) if alone else sequence.num_read + PREFILL_CHUNK
+        end = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
         tokens = torch.tensor(sequence.prompt[:end], device=self.step.target.device)
         logits = self._read_tokens(row, sequence, tokens)
         if sequence.reading:

@@ -9,7 +9,7 @@ import torch
 
 from stree.errors import CannotWrite, UsageError
 from stree.tree import MAX_NODES
-from stree_pipelines.dry_run import require_writable
+from stree_pipelines.resources.dry_run import require_writable
 
 
 def device_of(name: str) -> torch.device:

@@ -27,7 +27,6 @@ from stree_pipelines.benches.queueing import (
     poisson_arrivals,
     serve,
 )
-from stree_pipelines.dry_run import config_lines, model_line
 from stree_pipelines.evaluation.context import Workers, describe_environment, device_name
 from stree_pipelines.evaluation.evaluate import Evaluation, what_to_lower
 from stree_pipelines.evaluation.needs import drafter_paths, memory_of
@@ -39,7 +38,8 @@ from stree_pipelines.evaluation.plan import (
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import config_hash
-from stree_pipelines.progress import EvaluationProgress, clock
+from stree_pipelines.resources.dry_run import config_lines, model_line
+from stree_pipelines.terminal.progress import EvaluationProgress, clock
 
 
 @dataclass(frozen=True)

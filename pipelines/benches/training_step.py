@@ -17,7 +17,7 @@ from stree.errors import UsageError
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree_pipelines.benches.timing import in_turns
-from stree_pipelines.estimates import num_parameters
+from stree_pipelines.resources.estimates import num_parameters
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.frozen_target import FrozenTarget, TargetInputs
 

@@ -31,7 +31,7 @@ from stree_pipelines.data.generated import (
 )
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 COMPARED_TOKENS = 64  # of each answer, when speeds are compared
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from stree.errors import BadData, CheckpointRefused, NotFound, UsageError, exit_with_reason
 from stree.plain_data import read_text
 from stree.tokenizer import encodes_in_linear_time
-from stree_pipelines.command_line import PlainParser
 from stree_pipelines.data.conversations import Turn, read_conversations
 from stree_pipelines.data.encoding import ChildEncoder, Encoder
 from stree_pipelines.data.limited_child import ChildEnded
@@ -35,6 +34,7 @@ from stree_pipelines.data.template_rendering import (
     Rendering,
     render,
 )
+from stree_pipelines.terminal.command_line import PlainParser
 
 STREE_CHAT = """\
 {%- for message in messages -%}

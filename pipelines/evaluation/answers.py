@@ -29,7 +29,7 @@ from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
-    Drafter,
+    DrafterIdentity,
     EvaluationSettings,
     Job,
     growth_of,
@@ -91,10 +91,10 @@ class Answerer:
         self.device = pick_device(settings.device)
         self._target = target_model
         # By drafter and method, with the length that each has room for.
-        self._decoders: dict[tuple[Drafter | None, str], tuple[int, Any]] = {}
-        self._drafters: dict[Drafter, Any] = {}
+        self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
+        self._drafters: dict[DrafterIdentity, Any] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
-        self._warm: set[tuple[Drafter | None, str, tuple[str, float]]] = set()
+        self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
             self.device = target_model.device
             if settings.beyond_positions:
@@ -287,7 +287,7 @@ class Answerer:
             time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
         )
 
-    def release(self, drafter: Drafter) -> None:
+    def release(self, drafter: DrafterIdentity) -> None:
         """Free a drafter's weights and caches."""
         self._drop(lambda known: known[0] == drafter)
         self._drafters.pop(drafter, None)
@@ -383,19 +383,19 @@ class Answerer:
             self._decoders[key] = room, decoder
         return decoder
 
-    def _drop(self, condemned: Callable[[tuple[Drafter | None, str]], bool]) -> None:
+    def _drop(self, condemned: Callable[[tuple[DrafterIdentity | None, str]], bool]) -> None:
         """Free decoders; those with graphs refer to themselves and would stay for a while."""
         if any(map(condemned, self._decoders)):
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             gc.collect()
 
-    def drafter_model(self, drafter: Drafter | None) -> HybridModel | None:
+    def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """The model that drafts, alone and by the target's tokens; None where none does."""
         made = self._drafter(drafter) if drafter is not None else None
         return made if isinstance(made, HybridModel) else None
 
-    def _drafter(self, drafter: Drafter) -> Any:
+    def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:
             folder = drafter.name.folder
             model = None if folder is None else load_model(folder, self.device, self.dtype).eval()

@@ -12,22 +12,22 @@ from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.tokenizer import require_same_tokenizer
 from stree.tree import BeamTree
-from stree_pipelines import inputs
-from stree_pipelines.command_line import input_path, read_yaml
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
     TREE,
-    Drafter,
+    DrafterIdentity,
     EvaluationSettings,
     Job,
     choices_of,
     make_job,
 )
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.inputs import require_there
+from stree_pipelines.terminal import inputs
+from stree_pipelines.terminal.command_line import input_path, read_yaml
+from stree_pipelines.terminal.inputs import require_there
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest
@@ -251,9 +251,9 @@ class Comparison(Evaluation):
         }  # fmt: skip
 
     @cached_property
-    def _drafters(self) -> dict[str, Drafter]:
+    def _drafters(self) -> dict[str, DrafterIdentity]:
         """By name. Looked up once: chains are tuned with the drafter that is then compared."""
-        drafters = {arm.drafter: Drafter.at(arm.drafter) for arm in self.arms}
+        drafters = {arm.drafter: DrafterIdentity.at(arm.drafter) for arm in self.arms}
         for drafter in drafters.values():
             if drafter.name.folder is not None and not drafter.name.retokenised:
                 require_same_tokenizer(self.settings.target, drafter.name.folder)

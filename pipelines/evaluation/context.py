@@ -67,13 +67,13 @@ class Workers:
                 return cls(int(os.environ[rank]), int(os.environ[count]))
         return cls()
 
-    def part(self) -> None:
-        """Leave the others, at the end of a command: a worker that just exits while another still
+    def leave(self) -> None:
+        """At the end of a command: a worker that just exits while another still
         holds a connection to it may bring that one down."""
         if self.count > 1:
             self.gather(None)
             if self.watch is not None:
-                self.watch.part()
+                self.watch.leave()
             dist.destroy_process_group()
 
     @property
@@ -93,7 +93,7 @@ class Workers:
             dist.all_gather_object(gathered, item)
         except RuntimeError:
             if self.watch is not None:
-                self.watch.blame()
+                self.watch.name_who_is_gone()
             raise
         return gathered
 

@@ -40,7 +40,7 @@ from stree_pipelines.evaluation.context import (
 from stree_pipelines.evaluation.in_turns import answers_in_turns
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
-    Drafter,
+    DrafterIdentity,
     EvaluationSettings,
     Job,
     Round,
@@ -57,7 +57,7 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
 )
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 # Logits by which a target's first choice may lead where two exact decodings part, by dtype.
 LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}
@@ -128,7 +128,7 @@ class Evaluation:
         not share the target's tokenizer."""
         drafter = None
         if checkpoint is not None:
-            drafter = Drafter.at(checkpoint)
+            drafter = DrafterIdentity.at(checkpoint)
             if drafter.name.folder is not None and not drafter.name.retokenised:
                 require_same_tokenizer(self.settings.target, drafter.name.folder)
         return [
@@ -188,7 +188,7 @@ class Evaluation:
         return rounds
 
     def _job(
-        self, method: str, drafter: Drafter | None, benchmark: Benchmark, temperature: float
+        self, method: str, drafter: DrafterIdentity | None, benchmark: Benchmark, temperature: float
     ) -> Job:
         return make_job(
             self.settings, method, drafter, benchmark, temperature,
@@ -221,7 +221,7 @@ class Evaluation:
 
     def _read_answers(self, jobs: Sequence[Job]) -> None:
         """Let target and drafters read the data's own answers, where prompts have them."""
-        drafters: list[Drafter | None] = [
+        drafters: list[DrafterIdentity | None] = [
             *dict.fromkeys(job.drafter for job in jobs if job.drafter)
         ]
         benchmarks = {job.benchmark.name: job.benchmark for job in jobs}.values()
@@ -252,7 +252,7 @@ class Evaluation:
         self._on_main(lambda: self.store.save_readings(gathered))
 
     def _reading_key(
-        self, drafter: Drafter | None, benchmark: Benchmark, prompt: BenchmarkPrompt
+        self, drafter: DrafterIdentity | None, benchmark: Benchmark, prompt: BenchmarkPrompt
     ) -> ReadingKey:
         return ReadingKey(
             drafter.sha256 if drafter else None, self.target_sha256, self.settings.dtype,

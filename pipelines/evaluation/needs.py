@@ -8,14 +8,6 @@ from typing import Any
 
 from stree.models.convert import load_config
 from stree.tree import TokenTree
-from stree_pipelines.dry_run import (
-    MemoryNeeds,
-    config_lines,
-    model_line,
-    require_disk,
-    require_writable,
-)
-from stree_pipelines.estimates import cache_bytes, decoding_memory, num_parameters
 from stree_pipelines.evaluation.answers import num_warmup_tokens
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
@@ -23,6 +15,14 @@ from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_l
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.reading import MOST_TOKENS
 from stree_pipelines.evaluation.records import ResultKey
+from stree_pipelines.resources.dry_run import (
+    MemoryNeeds,
+    config_lines,
+    model_line,
+    require_disk,
+    require_writable,
+)
+from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, num_parameters
 
 # Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
 # of a turn, and text, id and acceptance of a token.

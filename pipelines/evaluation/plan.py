@@ -19,10 +19,10 @@ from stree.modes import Modes
 from stree.plain_data import read_json
 from stree.tree import TokenTree
 from stree.verifiers import named, require_tree
-from stree_pipelines.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash, packed_samples
+from stree_pipelines.terminal.command_line import input_path
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
 
@@ -66,7 +66,7 @@ class EvaluationSettings:
     verifier: str = "coupled"
     backtracking: str = "replay"
     num_chain_drafts: int = 4
-    max_new_tokens: int = 256
+    max_new_tokens: int = GenerationConfig.max_new_tokens
     limit: int | None = None
     benchmark_dir: str | None = None
     chat_template: str | None = None
@@ -134,7 +134,7 @@ def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterIdentity:
     """What drafts in an evaluation: a checkpoint at a path, or n-grams of a name."""
 
     path: str
@@ -142,7 +142,7 @@ class Drafter:
     step: int | None
 
     @classmethod
-    def at(cls, path: str | Path) -> Drafter:
+    def at(cls, path: str | Path) -> DrafterIdentity:
         """By a link, such as `latest`: what it names now. A training may move it meanwhile.
 
         Raises CheckpointRefused when its files are not what its manifest says: rows that exist
@@ -178,14 +178,14 @@ class Job:
     tree: TokenTree | None
     verifier: str
     backtracking: str
-    drafter: Drafter | None
+    drafter: DrafterIdentity | None
     benchmark: Benchmark
     temperature: float
     decoding_hash: str
     seed: int
 
     @property
-    def decoder_key(self) -> tuple[Drafter | None, str]:
+    def decoder_key(self) -> tuple[DrafterIdentity | None, str]:
         """What has a decoder of its own: the methods are under way at the same time, and the tree
         of one may be another elsewhere."""
         return self.drafter, self.method if self.tree is None else f"{self.method}: {self.tree}"
@@ -235,7 +235,7 @@ class Round:
 def make_job(
     settings: EvaluationSettings,
     method: str,
-    drafter: Drafter | None,
+    drafter: DrafterIdentity | None,
     benchmark: Benchmark,
     temperature: float,
     target_sha256: str,

@@ -26,7 +26,7 @@ GRACE_S = 5.0
 
 
 class WorkerWatch:
-    """Made by all workers of the process group together; `part` ends it on all of them."""
+    """Made by all workers of the process group together; `leave` ends it on all of them."""
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -34,12 +34,12 @@ class WorkerWatch:
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Say goodbye, and wait for the next worker's; after it workers may leave at any time."""
         self._pass_on(self.count)
         self._thread.join()
 
-    def blame(self) -> None:
+    def name_who_is_gone(self) -> None:
         """Called where the others did not answer: leave with the name of who is gone, if anybody
         is."""
         self._thread.join(2 * GRACE_S)

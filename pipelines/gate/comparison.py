@@ -12,7 +12,7 @@ from stree_pipelines.evaluation.context import Workers, device_name, is_cpu_name
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
-    Drafter,
+    DrafterIdentity,
     EvaluationSettings,
     Job,
     make_job,
@@ -71,7 +71,7 @@ def stored_rows(
     gate.require_measurable(thresholds, jobs)
     theirs = baseline.rows(jobs) if baseline.results else []
     if not theirs:
-        Drafter.at(baseline.folder)
+        DrafterIdentity.at(baseline.folder)
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
         _require_same_machine(theirs, evaluation)
     return theirs
@@ -79,7 +79,7 @@ def stored_rows(
 
 def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
     """The rows that the checkpoint is going to have."""
-    settings, drafter = evaluation.settings, Drafter.at(checkpoint)
+    settings, drafter = evaluation.settings, DrafterIdentity.at(checkpoint)
     return [
         make_job(
             settings, method, drafter, benchmark, temperature,

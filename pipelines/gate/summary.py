@@ -8,12 +8,12 @@ from pathlib import Path
 
 from stree.files import reporting_refusals, write_atomically
 from stree.modes import PLAIN
-from stree_pipelines.command_line import typed_command
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
 from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables import MISSING, Table
+from stree_pipelines.terminal.command_line import typed_command
 
 HEADLINES = {
     PASS: "no regression",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.errors import NotFound
-from stree_pipelines.command_line import input_path
 from stree_pipelines.reports import node_orders, paper_numbers, paper_tables
 from stree_pipelines.reports.paper_tables import Made
+from stree_pipelines.terminal.command_line import input_path
 
 STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
 LENGTHS = "docs/results/h200-long"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.errors import UsageError
-from stree_pipelines.command_line import input_path, read_yaml
+from stree_pipelines.terminal.command_line import input_path, read_yaml
 
 _KEYS = ("out", "distil", "arms", "seeds", "set", "hold_back", "trees", "compare")
 DONE = "trained"  # in a run's folder, when all of its steps are done

@@ -17,8 +17,8 @@ import torch
 from stree.description import counted
 from stree.errors import kind_of_code
 from stree.files import write_atomically
-from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.studies.plan import DONE, StudyRun
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 DISTIL = Path(__file__).resolve().parents[1] / "distill.py"
 LOG = "train.log"  # what distill.py says, in a run's folder

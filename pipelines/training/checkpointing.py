@@ -36,8 +36,8 @@ from stree.files import (
     verify_manifest,
 )
 from stree.plain_data import read_json
-from stree_pipelines.command_line import typed_command
 from stree_pipelines.data.datamodule import recount_micro_batches
+from stree_pipelines.terminal.command_line import typed_command
 from stree_pipelines.training.stopping import StopSignals
 
 TENSORS_NAME = "state.safetensors"

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from stree.description import counted
 from stree.errors import (
     CheckpointRefused,
     StreeError,
@@ -27,11 +28,11 @@ from stree.errors import (
 )
 from stree.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
 from stree.tokenizer import fingerprint
-from stree_pipelines.command_line import SUBCOMMAND, input_path, program_name
 from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
-from stree_pipelines.dry_run import config_lines, require_writable
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.inputs import TRAINING_INPUTS, of_training, require_there
+from stree_pipelines.resources.dry_run import config_lines, require_writable
+from stree_pipelines.terminal.command_line import SUBCOMMAND, input_path, program_name
+from stree_pipelines.terminal.inputs import TRAINING_INPUTS, of_training, require_there
 from stree_pipelines.training.callbacks import EvaluateExports, LogMetrics
 from stree_pipelines.training.checkpointing import (
     SafeCheckpointIO,
@@ -421,9 +422,10 @@ class TrainingCLI(LightningCLI):
         model = self.model.exported
         say(
             f"{self.export_folder}: {model.num_parameters():,} parameters, "
-            f"{model.config.num_layers} layers ({len(model.config.attn_layers)} attention), width "
-            f"{model.config.d_model}, vocabulary {model.config.vocab_size}; {max_steps} steps of "
-            f"{self._rows_a_step} rows on {self.trainer.world_size} "
+            f"{counted(model.config.num_layers, 'layer')} "
+            f"({len(model.config.attn_layers)} attention), width {model.config.d_model}, "
+            f"vocabulary {model.config.vocab_size}; {max_steps} steps of "
+            f"{counted(self._rows_a_step, 'row')} on {self.trainer.world_size} "
             f"process{'es' if self.trainer.world_size > 1 else ''}"
         )
         with (

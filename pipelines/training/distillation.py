@@ -33,7 +33,7 @@ from stree_pipelines.training.token_weights import token_weights
 
 
 class Distillation(Training):
-    """A drafter learns its frozen target's next-token law on the assistant's tokens."""
+    """A drafter learns its frozen target's next-token distribution on the assistant's tokens."""
 
     has_drafter = True
 

@@ -1,11 +1,12 @@
-"""How far a student's next-token law q is from its teacher's p: what a drafter can be taught by.
+"""How far a student's next-token distribution q is from its teacher's p: what a drafter can be
+taught by.
 
 Legend: C rows of a chunk, V vocabulary. p and q are the softmaxes of the logits divided by the
 temperature τ.
 
 A student whose head is over some tokens S has q = 0 outside. The divergences are those of the two
-laws over V all the same: sums over S, and what the teacher's mass outside adds (½ Σ p to total
-variation, β Σ p log(1/β) to JSD, nothing to reverse KL and cover). Only forward KL would be
+distributions over V all the same: sums over S, and what the teacher's mass outside adds (½ Σ p to
+total variation, β Σ p log(1/β) to JSD, nothing to reverse KL and cover). Only forward KL would be
 infinite: its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p,
 which weighs a row by what its teacher leaves to the head, and may be below 0.
 
@@ -15,8 +16,9 @@ are quadratic in small differences of logits carry τ², those that are linear �
 gradient does not depend on the temperature (Hinton et al. 2015, section 2).
 
 All but `Cover` are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging
-tokens into one bucket never raises the value. So the law that a cached top k gives (`TopK.log_law`,
-its tail spread like the student's) yields value and gradient of the divergence of the merged laws.
+tokens into one bucket never raises the value. So the distribution that a cached top k gives
+(`TopK.log_distribution`, its tail spread like the student's) yields value and gradient of the
+divergence of the merged distributions.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class RowTerms:
 
 
 class Divergence(Protocol):
-    needs_whole_law: bool  # whether a cached top k of the teacher does not suffice
+    needs_whole_vocabulary: bool  # whether a cached top k of the teacher does not suffice
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms: ...
 
@@ -69,7 +71,7 @@ class Divergence(Protocol):
 class ForwardKL:
     """τ² Σ p (log p − log q)."""
 
-    needs_whole_law = False
+    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         value = _forward_kl(chunk).mul_(chunk.temperature**2)
@@ -84,7 +86,7 @@ class ForwardKL:
 class ReverseKL:
     """τ² Σ q (log q − log p): infinite where the student goes and the teacher rules it out."""
 
-    needs_whole_law = False
+    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         log_ratio = _minus(chunk.log_q, chunk.log_p, chunk.q, out=chunk.log_p)
@@ -103,7 +105,7 @@ class JensenShannon:
     1 − β to the reverse one for β → 1."""
 
     beta: float
-    needs_whole_law = False
+    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         beta, square = self.beta, chunk.temperature**2
@@ -121,10 +123,10 @@ class JensenShannon:
 @dataclass(frozen=True)
 class TotalVariation:
     """τ ½ Σ |p − q|: one minus the chance that a draft is accepted (Leviathan et al. 2023,
-    corollary 3.6), times τ. Its gradient vanishes where the two laws do not overlap, so that it is
-    for drafters that have learnt something already."""
+    corollary 3.6), times τ. Its gradient vanishes where the two distributions do not overlap, so
+    that it is for drafters that have learnt something already."""
 
-    needs_whole_law = False
+    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
@@ -143,7 +145,7 @@ class LK:
     acceptance and a constant to the gradient: the hybrid of Samarin et al. 2026, row by row."""
 
     eta: float
-    needs_whole_law = False
+    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         square, linear = chunk.temperature**2, chunk.temperature
@@ -172,7 +174,7 @@ class Cover:
 
     eta: float
     width: int
-    needs_whole_law = True
+    needs_whole_vocabulary = True
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         square, linear, k = chunk.temperature**2, chunk.temperature, self.width

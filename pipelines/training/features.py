@@ -151,8 +151,8 @@ def features_of(
     features.require_possible(drafter)
     if teacher_cache is not None:
         raise UsageError(
-            "model.teacher_cache has the target's law and no features of it: leave it out, or "
-            "model.features"
+            "model.teacher_cache has the target's distribution and no features of it: leave it "
+            "out, or model.features"
         )
     if features.ahead and loss.weighs_tokens:
         raise UsageError(

@@ -102,7 +102,7 @@ class LossConfig:
 
     def require_fitting(self, teacher_cache: str | None) -> None:
         """Raise UsageError when the loss asks more of the target than a cache has."""
-        if teacher_cache is not None and self.divergence.needs_whole_law:
+        if teacher_cache is not None and self.divergence.needs_whole_vocabulary:
             raise UsageError(
                 f"model.loss.kind {self.kind} needs the probability of every token, the teacher "
                 f"cache {teacher_cache} has the top ones only: leave model.teacher_cache out, or "

@@ -207,7 +207,7 @@ def _require_teacher(
                 f"the teacher's head has {num_tokens} tokens, the student's "
                 f"{len(student_head)}; a drafter needs its target's vocabulary"
             )
-    elif divergence.needs_whole_law:
+    elif divergence.needs_whole_vocabulary:
         raise UsageError(
             f"{type(divergence).__name__} asks for the probability of every token, a cached "
             "teacher has its top k only: use the live target, or another divergence"
@@ -392,7 +392,7 @@ def _compare(
     if temperature != 1.0:
         logits_CV.div_(temperature)
     log_q_CV = torch.log_softmax(logits_CV, dim=-1)
-    log_p_CV = teacher.log_law(rows, log_q_CV)
+    log_p_CV = teacher.log_distribution(rows, log_q_CV)
     p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=logits_CV)
     accepted_C = teacher.overlap(rows, p_CV, q_CV)

@@ -15,8 +15,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from stree.models.config import HybridConfig
 from stree_pipelines.data.datamodule import ConversationDataModule
-from stree_pipelines.dry_run import MemoryNeeds, model_line, require_disk
-from stree_pipelines.estimates import (
+from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
+from stree_pipelines.resources.estimates import (
     AVERAGE_BYTES,
     CHECKPOINT_BYTES,
     num_parameters,

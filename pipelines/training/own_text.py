@@ -88,7 +88,7 @@ def measure(module: Distillation, table: TokenTable) -> OwnText | None:
         return None
     data = _as_batch(rows)
     own = _continued(module, rows)
-    law_MV = _target_law(module, data, shift_left(data["loss_mask"]))
+    law_MV = _target_log_probs(module, data, shift_left(data["loss_mask"]))
     labels_M = data["tokens"][data["loss_mask"]].to(law_MV.device)
     return OwnText(
         nll=-law_MV.gather(1, labels_M[:, None]).mean().item(),
@@ -132,7 +132,7 @@ def _as_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """The prompts with answers that the target draws from its own law."""
+    """The prompts with answers that the target draws from its own distribution."""
     generator = torch.Generator().manual_seed(0)  # the training's random numbers stay as they are
     eos = module.exported.config.eos_token_ids
     answers: list[list[int]] = [[] for _ in rows]
@@ -141,14 +141,14 @@ def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) ->
         last = torch.zeros_like(batch["loss_mask"])
         for row, (prompt, _) in enumerate(rows):
             last[row, len(prompt) + len(answers[row]) - 1] = True
-        law_RV = _target_law(module, batch, last).exp().cpu()
+        law_RV = _target_log_probs(module, batch, last).exp().cpu()
         for own, token in zip(answers, law_RV.multinomial(1, generator=generator), strict=True):
             if not own or own[-1] not in eos:
                 own.append(int(token))
     return _as_batch([(prompt, own) for (prompt, _), own in zip(rows, answers, strict=True)])
 
 
-def _target_law(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
+def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
     """(M, V) log-probabilities of the token that follows each of the M `places` (R, T)."""
     frozen = module.frozen
     assert frozen is not None
@@ -156,7 +156,7 @@ def _target_law(module: Distillation, batch: Batch, places: Tensor) -> Tensor:
     inputs = moved.get("target_inputs", TargetInputs(moved["tokens"], moved["segment_ids"]))
     hidden_MD = frozen.hidden_states(inputs, module.device)[moved["places"]]
     head = frozen.head_weight
-    return LiveTeacher(hidden_MD.to(head.dtype), head).log_law(slice(None), hidden_MD)
+    return LiveTeacher(hidden_MD.to(head.dtype), head).log_distribution(slice(None), hidden_MD)
 
 
 def _acceptance(module: Distillation, batch: Batch) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from stree_pipelines.command_line import CommandHelp, OneLineErrors
+from stree_pipelines.terminal.command_line import CommandHelp, OneLineErrors
 
 TRAINER = "trainer."
 # What Lightning's own words, which are about every way to use it, are replaced by.

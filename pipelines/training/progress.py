@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from stree_pipelines.progress import clock
+from stree_pipelines.terminal.progress import clock
 
 
 class Pace:

@@ -25,9 +25,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from stree.errors import BadData, CannotWrite, CheckpointRefused, UsageError
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.plain_data import parse_yaml, read_text
-from stree_pipelines.command_line import typed_command
 from stree_pipelines.evaluation.context import describe_code
 from stree_pipelines.evaluation.records import config_hash
+from stree_pipelines.terminal.command_line import typed_command
 
 # What a resumed run may not change: the curve would be of two different runs.
 FIXED_SECTIONS = ("seed_everything", "model", "data", "tokenizer")

@@ -1,4 +1,5 @@
-"""What a student is compared with: the live target's law, or its top k and one bucket for the rest.
+"""What a student is compared with: the live target's distribution, or its top k and one bucket for
+the rest.
 
 Legend: M rows (tokens that count), C rows of a chunk, V vocabulary, Dt width of the teacher,
 k tokens whose probabilities are known.
@@ -34,11 +35,12 @@ class Teacher(Protocol):
         """The same teacher for a student whose head is over the tokens ids (K,), ascending; None is
         all of them. Probabilities stay what they are, and do not sum to one then."""
 
-    def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
+    def log_distribution(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """A new (C, V) fp32 tensor: the log-probabilities to learn, given the student's own."""
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
-        """Σ_v min(p_v, q_v) of each row (C,), as far as it is known: p_CV is exp(log_law)."""
+        """Σ_v min(p_v, q_v) of each row (C,), as far as it is known, from p_CV =
+        exp(log_distribution)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class LiveTeacher:
     def over(self, ids: Tensor | None) -> LiveTeacher:
         return replace(self, ids=ids)
 
-    def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
+    def log_distribution(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         logits_CV = (self.hidden[rows] @ self.head.T).float()
         if self.temperature != 1.0:
             logits_CV.div_(self.temperature)
@@ -101,17 +103,18 @@ class TopK:
             return self
         return replace(self, ids=columns_of(self.ids.long(), ids), is_partial=True)
 
-    def log_law(self, rows: slice, log_q_CV: Tensor) -> Tensor:
+    def log_distribution(self, rows: slice, log_q_CV: Tensor) -> Tensor:
         """The known log-probabilities, and the tail spread as the student spreads its own: an
-        f-divergence from that law is the one of top k and tail bucket, gradient included."""
+        f-divergence from that distribution is the one of top k and tail bucket, gradient
+        included."""
         ids_Ck, size = self.ids[rows].long(), log_q_CV.shape[1]
         if self.is_partial:
             log_q_CV = F.pad(log_q_CV, (0, 1), value=-math.inf)  # takes what the student has not
-        law_CV = log_q_CV.scatter(1, ids_Ck, -math.inf)
+        log_p_CV = log_q_CV.scatter(1, ids_Ck, -math.inf)
         tail_C = self.log_tail[rows]
         # No tail stays none, whatever the student says (−inf − −inf is NaN).
-        shift_C = torch.where(tail_C == -math.inf, tail_C, tail_C - law_CV.logsumexp(1))
-        return law_CV.add_(shift_C[:, None]).scatter_(1, ids_Ck, self.log_probs[rows])[:, :size]
+        shift_C = torch.where(tail_C == -math.inf, tail_C, tail_C - log_p_CV.logsumexp(1))
+        return log_p_CV.add_(shift_C[:, None]).scatter_(1, ids_Ck, self.log_probs[rows])[:, :size]
 
     def overlap(self, rows: slice, p_CV: Tensor, q_CV: Tensor) -> Tensor:
         """Of the k only: what of the tail overlaps is unknown, so this is at most the whole."""
@@ -125,10 +128,10 @@ def top_k_of(teacher: LiveTeacher, k: int, chunk_rows: int) -> TopK:
     """The top k of a live teacher, `chunk_rows` rows of logits at a time, on its device."""
     ids, log_probs, log_tail = [], [], []
     for start in range(0, len(teacher.hidden), chunk_rows):
-        law_CV = teacher.log_law(slice(start, start + chunk_rows), teacher.hidden)
-        top = law_CV.topk(k, dim=-1)
+        log_p_CV = teacher.log_distribution(slice(start, start + chunk_rows), teacher.hidden)
+        top = log_p_CV.topk(k, dim=-1)
         ids.append(top.indices.int())
         log_probs.append(top.values)
         # Summed over the tail itself: one minus the rest would lose all digits of a small one.
-        log_tail.append(law_CV.scatter_(1, top.indices, -math.inf).logsumexp(1))
+        log_tail.append(log_p_CV.scatter_(1, top.indices, -math.inf).logsumexp(1))
     return TopK(torch.cat(ids), torch.cat(log_probs), torch.cat(log_tail))

@@ -58,7 +58,7 @@ class AttentionCache:
 
     def end_joint(self) -> None: ...
 
-    def settle(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
         for cache in (self.keys, self.values):
             naive.move_accepted(cache, steering.length, steering.path, steering.path_length)
@@ -167,7 +167,7 @@ class MambaCache(RecurrentCache):
 
     shape: MixerShape
 
-    def settle(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
         tail = naive.mamba_replay(self.rows, self.state, mixer.weights, self.shape, steering)
         self.tail = tail[..., : self.shape.num_channels]
@@ -188,7 +188,7 @@ class ShortConvCache(ConvCache):
     def load(self, saved: tuple[Tensor, ...]) -> None:
         (self.tail,) = saved
 
-    def settle(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Advance the tail along the accepted path."""
         self.tail = naive.short_conv_replay(self.rows, self.width - 1, steering)
 
@@ -239,7 +239,7 @@ class GatedDeltaCache(RecurrentCache):
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), updates=other.updates)
 
-    def settle(self, mixer: Any, steering: Steering) -> None:
+    def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
         tail = naive.gated_delta_replay(
             self.rows, self.updates, self.state, mixer.weights, self.shape, steering

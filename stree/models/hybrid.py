@@ -308,7 +308,7 @@ class HybridModel(nn.Module):
         if tokens.shape[1] == 0:
             raise UsageError("the prompt is empty; give at least one token")
         cache.reserve(tokens.shape[1])
-        self.settle(cache)
+        self.apply_path(cache)
         for start in range(0, tokens.shape[1], chunk):
             piece = slice(start, start + chunk)
             added = None if inputs is None else inputs[:, piece]
@@ -445,18 +445,18 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     @on_own_gpu
-    def settle(self, cache: HybridCache) -> None:
+    def apply_path(self, cache: HybridCache) -> None:
         """Bring the accepted path that is pending, if any, into states, tails and keys."""
         if cache.last_tree is not None:
             return self._read_path(cache)
         mixers = dict(self.model.mixers())
         for slot, layer_cache in enumerate(cache.layers):
-            layer_cache.settle(mixers.get(slot), cache.steering)
+            layer_cache.apply_path(mixers.get(slot), cache.steering)
         cache.length += cache.path_length
         cache.path_length.zero_()
 
     def _read_path(self, cache: HybridCache) -> None:
-        """`settle` where nothing of the last tree is kept but its tokens; of several sequences,
+        """`apply_path` where nothing of the last tree is kept but its tokens; of several sequences,
         the paths must be equally long."""
         assert cache.last_tree is not None
         count = int(cache.path_length.max())

@@ -13,7 +13,7 @@ from run_checks import assert_same_run, steps_in, table_without_timings
 from tiny_run import distill_arguments
 
 from stree.models.convert import load_model
-from stree_pipelines.evaluation.plan import Drafter
+from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.training.checkpointing import latest_valid
 
 
@@ -65,7 +65,7 @@ def test_readers_beside_a_training_that_rotates(training, tmp_path, steps, figur
             seen.add(found.name)
         if (run_dir / "drafter/latest").exists():
             load_model(run_dir / "drafter/latest")
-            drafter = Drafter.at(run_dir / "drafter/latest")
+            drafter = DrafterIdentity.at(run_dir / "drafter/latest")
             assert drafter.path.endswith(f"step-{drafter.step:08d}")
     assert trainer.poll() == 0, trainer
     assert len(seen) > 3, "the training was over too soon: nothing was read beside it"

@@ -35,7 +35,7 @@ from stree_pipelines.benches import (
     timing,
     training_step,
 )
-from stree_pipelines.estimates import num_parameters
+from stree_pipelines.resources.estimates import num_parameters
 
 CPU = torch.device("cpu")
 TINY = models.OWN_SHAPES["tiny"].mixer_shape

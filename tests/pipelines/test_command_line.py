@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import NotFound, StreeError, UsageError
+from stree.generation import GenerationConfig
 from stree.growths import GROWTHS
 from stree_pipelines import (
     ask_conversations,
@@ -26,7 +28,6 @@ from stree_pipelines import (
     bench_training,
     benchmark_checkpoint,
     cache_teacher,
-    command_line,
     compare,
     corpus,
     distill,
@@ -43,10 +44,11 @@ from stree_pipelines import (
     tokenizer_training,
     train_target,
 )
-from stree_pipelines.command_line import CommandParser, input_path, suggestion
 from stree_pipelines.data import chat
 from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.gate import gate
+from stree_pipelines.terminal import command_line
+from stree_pipelines.terminal.command_line import CommandParser, input_path, suggestion
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs/distill/quickstart.yaml")
@@ -113,6 +115,24 @@ def test_every_command_is_here():
     with_parsers = (path for path in (REPOSITORY / "pipelines").rglob("*.py")
                     if re.search(r"^def main\(", path.read_text(), re.M))  # fmt: skip
     assert {path.stem for path in with_parsers} == set(NAMES.values())
+
+
+def test_pipelines_has_commands_in_front_and_all_else_in_folders():
+    in_front = {path.stem for path in (REPOSITORY / "pipelines").glob("*.py")}
+    assert in_front <= set(NAMES.values())
+
+
+def test_an_evaluation_s_defaults_stand_in_one_place():
+    usual = {
+        each.name: list(each.default) if isinstance(each.default, tuple) else each.default
+        for each in fields(EvaluationSettings) if each.default is not MISSING
+    }  # fmt: skip
+    assert usual["max_new_tokens"] == GenerationConfig().max_new_tokens
+    assert usual.items() <= eval_spec.build_parser().get_defaults().as_dict().items()
+    gated = benchmark_checkpoint.build_parser().get_defaults().as_dict()
+    assert {name for name in usual if usual[name] != gated.get(name, usual[name])} == {
+        "methods", "temperatures",  # the gate asks for less: the tree, at T = 0
+    }  # fmt: skip
 
 
 def test_only_what_trains_waits_for_the_trainer():

@@ -14,14 +14,15 @@ from stree import metrics
 from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
 from stree.modes import Modes
 from stree.tree import TokenTree
-from stree_pipelines import compare, dry_run
+from stree_pipelines import compare
 from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.progress import EvaluationProgress
 from stree_pipelines.reports import arms as report
 from stree_pipelines.reports.run_data import Cell
+from stree_pipelines.resources import dry_run
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/compare").glob("*.yaml"))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from loss_cases import live_loss, make_case, peak_bytes, top_k_case
 
 from stree.errors import UsageError
-from stree_pipelines.estimates import LOSS_BUFFERS
+from stree_pipelines.resources.estimates import LOSS_BUFFERS
 from stree_pipelines.training.divergences import LK, Cover, ForwardKL, JensenShannon, TotalVariation
 from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (

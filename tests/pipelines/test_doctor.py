@@ -14,8 +14,9 @@ from tiny_run import ARCHITECTURE, make_workspace
 from stree.errors import CheckpointRefused, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
-from stree_pipelines import doctor, machine_checks
-from stree_pipelines.estimates import training_memory
+from stree_pipelines import doctor
+from stree_pipelines.resources import machine_checks
+from stree_pipelines.resources.estimates import training_memory
 
 
 @pytest.fixture(scope="module")

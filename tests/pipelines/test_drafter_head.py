@@ -101,7 +101,7 @@ def test_a_sliced_head_begins_with_the_targets_rows(workspace):
     torch.testing.assert_close(product, low.target.head_weight)
 
 
-def test_the_loss_is_that_of_the_masked_law(workspace):
+def test_the_loss_is_that_of_the_masked_distribution(workspace):
     """Against full logits, token by token."""
     torch.manual_seed(2)
     ids = torch.arange(0, VOCAB_SIZE, 3)

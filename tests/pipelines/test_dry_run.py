@@ -33,13 +33,12 @@ from stree_pipelines import (
     cache_teacher,
     compare,
     distill,
-    dry_run,
-    estimates,
     eval_spec,
     generate_data,
     study,
     train_target,
 )
+from stree_pipelines.resources import dry_run, estimates
 from stree_pipelines.training import distillation, needs
 
 CONFIG = HybridConfig(**ARCHITECTURE)

@@ -12,14 +12,14 @@ import pytest
 from pseudo_terminal import run_on_terminal
 
 from stree_pipelines.evaluation.evaluate import _so_far
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress
 from stree_pipelines.training.callbacks import LogMetrics
 
 LABEL = "step 1600  sums_prompts T=0.7"
 DETAIL = "stree τ 13.02, 97367 tok/s; vanilla_sd τ 12.57, 96471; autoregressive 95154"
 SCRIPT = """
 import sys
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress
 label, detail = sys.argv[1:]
 progress = EvaluationProgress()
 progress.say("3 checkpoints")

@@ -17,8 +17,8 @@ from tiny_run import make_workspace
 import stree
 from stree.__main__ import COMMANDS, main
 from stree.errors import UsageError
-from stree_pipelines.command_line import typed_as, typed_command
 from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.terminal.command_line import typed_as, typed_command
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

@@ -49,7 +49,7 @@ def sequential(model, tokens: list[int]) -> HybridCache:
     for token in tokens:
         model.tree_forward(torch.tensor([[token]]), TokenTree.chain(0), cache)
         cache.commit([0])
-    model.settle(cache)
+    model.apply_path(cache)
     return cache
 
 
@@ -77,7 +77,7 @@ def test_every_path_of_every_tree(tree, prompt_length, dtype):
         logits = model.tree_forward(tokens, tree, cache)
         assert logits.isfinite().all()
         cache.commit(path)
-        model.settle(cache)
+        model.apply_path(cache)
         accepted = prompt[0].tolist() + tokens[0, path].tolist()
         wanted = sequential(model, accepted)
         assert_same(cache, wanted, TOLERANCE[dtype])
@@ -139,7 +139,7 @@ def test_states_after_many_tokens_through_random_trees(num_tokens):
         cache.commit(tree.path_to(leaf))
         committed += tokens[0, tree.path_to(leaf)].tolist()
         calls += 1
-    model.settle(cache)
+    model.apply_path(cache)
     exact = tiny_model(7, torch.float32, attn_layers=(), num_layers=2).double()
     again = exact.new_cache(num_tokens + 100, 16)
     exact.prefill(torch.tensor([committed]), again)
@@ -184,7 +184,7 @@ def test_states_of_a_narrow_model_do_not_drift(dtype):
     for token in tokens:
         model.tree_forward(torch.tensor([[token]]), TokenTree.chain(0), cache)
         cache.commit([0])
-    model.settle(cache)
+    model.apply_path(cache)
     model.double()
     exact = model.new_cache(512, 4)
     model.prefill(torch.tensor([tokens]), exact)

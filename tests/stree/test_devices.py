@@ -32,14 +32,14 @@ def call(name: str, model) -> Callable[[], object]:
         forward=(tokens,), hidden_states=(tokens,), first_non_finite=([3],),
         logits=(torch.zeros(1, 32, dtype=model.dtype, device=model.device),),
         prefill=(tokens, cache), tree_forward=(tokens, tree, cache),
-        tree_call=(tokens, topology, cache), settle=(cache,),
+        tree_call=(tokens, topology, cache), apply_path=(cache,),
     )[name]  # fmt: skip
     return partial(model if name == "forward" else getattr(model, name), *arguments)
 
 
 METHODS = [
     "forward", "hidden_states", "first_non_finite", "logits", "prefill", "tree_forward",
-    "tree_call", "tree_hidden", "tree_stream", "settle",
+    "tree_call", "tree_hidden", "tree_stream", "apply_path",
 ]  # fmt: skip
 
 

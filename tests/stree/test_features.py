@@ -175,7 +175,7 @@ def test_state_after_commit_is_that_of_the_accepted_path(tree, target, drafter):
     for _ in range(9):
         decoder.batch.step()
     text = PROMPT + decoder.batch.tokens_of(row)
-    drafter.settle(own.cache)
+    drafter.apply_path(own.cache)
     length = int(own.cache.length)
     assert len(text) - 7 < length < len(text)
     read = features_of(target, text)[:, :length]

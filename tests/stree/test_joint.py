@@ -80,7 +80,7 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
                 lines[row] = seen[0].tolist()
     for row, line in enumerate(lines):
         one, again = cache.at(row), model.new_cache(64, 1)
-        model.settle(one)
+        model.apply_path(one)
         model.prefill(torch.tensor([line]), again)
         assert one.length == again.length == len(line)
         for got, wanted in zip(one.layers, again.layers, strict=True):

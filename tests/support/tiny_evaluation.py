@@ -16,7 +16,7 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TIMINGS = {

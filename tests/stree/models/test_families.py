@@ -97,7 +97,7 @@ def test_prefill_trees_and_commits(root, family, seed):
         committed += nodes[0, list(path)].tolist()
     again = model.new_cache(max_length=96, max_nodes=16)
     model.prefill(torch.tensor([committed]), again)
-    model.settle(cache)
+    model.apply_path(cache)
     for got, wanted in zip(cache.layers, again.layers, strict=True):
         for name in ("state", "tail"):
             if hasattr(got, name):
@@ -206,7 +206,7 @@ def test_the_state_after_every_path_is_that_of_its_tokens(root, family, tree, le
         poison(cache)
         assert model.tree_forward(nodes, tree, cache).isfinite().all()
         cache.commit(path)
-        model.settle(cache)
+        model.apply_path(cache)
         accepted = torch.cat([prompt, nodes[:, path]], dim=1)
         model.prefill(accepted, again)
         pairs = zip(buffers(cache), buffers(again), strict=True)

@@ -126,7 +126,7 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
             wanted = mixer(line, Sequences())[:, -1]
             torch.testing.assert_close(got[:, node], wanted, rtol=0, atol=1e-11)
         history, accepted = torch.cat([history, x[:, path]], dim=1), path
-    cache.settle(mixer, steering_of([0], [accepted], 1, num_nodes, parity=0))
+    cache.apply_path(mixer, steering_of([0], [accepted], 1, num_nodes, parity=0))
     more = tokens(1, 5, seed=9)
     got = mixer.extend(more, cache, Extension())
     wanted = mixer(torch.cat([history, more], dim=1), Sequences())[:, -5:]

@@ -179,7 +179,7 @@ def test_states_after_commits(reference):
         model.tree_forward(nodes[None], TokenTree.paper(), cache)
         cache.commit(path)
         committed += nodes[path].tolist()
-    model.settle(cache)
+    model.apply_path(cache)
     _, states = oracle.run(model.config, weights, committed)
     for layer, state in zip(cache.layers, states, strict=True):
         if "ssm" in state:

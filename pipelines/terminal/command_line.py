@@ -22,9 +22,9 @@ from stree.errors import StreeError, UsageError
 from stree.errors import one_line as shortened
 from stree.plain_data import parse_yaml, read_text, require_plain_yaml
 
-_HERE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Where configs/ ships: in a wheel with this package, in a clone at its root.
-SHIPPED_ROOT = _HERE if (_HERE / "configs").is_dir() else _HERE.parent
+SHIPPED_ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 # Lines of jsonargparse's explanations that repeat types and say nothing about what to change.
 _FILLER = re.compile(

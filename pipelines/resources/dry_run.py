@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import yaml
 
+from stree.description import counted
 from stree.errors import CannotWrite, OutOfMemory
 from stree.models.config import HybridConfig
-from stree_pipelines.estimates import itemised, num_parameters, size
-from stree_pipelines.free_resources import free_disk_bytes, free_memory_bytes
+from stree_pipelines.resources.estimates import itemised, num_parameters, size
+from stree_pipelines.resources.free_resources import free_disk_bytes, free_memory_bytes
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
@@ -65,7 +66,7 @@ class MemoryNeeds:
 
 def model_line(name: str, config: HybridConfig) -> str:
     return (
-        f"{name}: {num_parameters(config):,} parameters, {config.num_layers} layers "
+        f"{name}: {num_parameters(config):,} parameters, {counted(config.num_layers, 'layer')} "
         f"({len(config.attn_layers)} attention), width {config.d_model}, vocabulary "
         f"{config.vocab_size:,}"
     )

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from stree.description import counted
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.chunk_scan import mamba_ssm_kernel
-from stree_pipelines.estimates import num_parameters, size, training_memory
-from stree_pipelines.free_resources import free_memory_bytes
+from stree_pipelines.resources.estimates import num_parameters, size, training_memory
+from stree_pipelines.resources.free_resources import free_memory_bytes
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()
@@ -35,7 +36,7 @@ def check_torch() -> str:
     product = torch.ones(8, 8) @ torch.ones(8, 8)
     if product[0, 0] != 8:
         raise Absent("a matrix product is wrong", "reinstall torch for this processor")
-    return f"{torch.__version__}, {torch.get_num_threads()} threads on the CPU"
+    return f"{torch.__version__}, {counted(torch.get_num_threads(), 'thread')} on the CPU"
 
 
 def check_cuda() -> str:

@@ -12,11 +12,11 @@ from typing import Any
 from stree.drafters.naming import DrafterName
 from stree.errors import NotFound
 from stree.growths import as_growth
-from stree_pipelines.command_line import input_path
 from stree_pipelines.data.chat import named_template
 from stree_pipelines.data.conversations import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
 from stree_pipelines.evaluation.plan import require_exports
+from stree_pipelines.terminal.command_line import input_path
 
 # An option or a key of a configuration, and what raises NotFound when what it names is not there
 Look = tuple[str, Callable[[], object]]
