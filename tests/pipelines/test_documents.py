@@ -15,9 +15,11 @@ from documented import Command, commands_in, require_parse
 from families import random_reference
 from tiny_run import write_conversations
 from toys import TableTarget
+from transformers import GraniteConfig, GraniteForCausalLM
 
-from stree import Decoder, GenerationConfig, Request
-from stree.models.convert import load_config, save_model
+from stree import Decoder, GenerationConfig, Request, TokenTree
+from stree.models import checkpoint_configs
+from stree.models.convert import load_config, load_model, save_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import drafter_config_from, slice_drafter
@@ -164,6 +166,32 @@ def test_architecture_s_examples_decode_as_plainly():
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
         assert (longest <= 1) == ("AtMostOne" in block)
+
+
+def test_a_family_as_the_page_adds_one_is_transformers_own(tmp_path, monkeypatch):
+    text = (REPOSITORY / "docs/add-a-family.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    scope: dict = {}
+    exec(code, scope)
+    monkeypatch.setattr(checkpoint_configs, "FAMILIES", (scope["LAYOUT"],))
+    for tied in (True, False):
+        torch.manual_seed(tied)
+        granite = GraniteForCausalLM(GraniteConfig(
+            vocab_size=61, hidden_size=24, num_hidden_layers=2, intermediate_size=40,
+            num_attention_heads=6, num_key_value_heads=3, embedding_multiplier=1.7,
+            attention_multiplier=0.3, residual_multiplier=0.6, logits_scaling=2.5,
+            tie_word_embeddings=tied,
+        ))  # fmt: skip
+        granite.save_pretrained(tmp_path / str(tied))
+        model = load_model(tmp_path / str(tied), torch.device("cpu"), torch.float32)
+        tokens = torch.randint(3, 61, (2, 9))
+        with torch.no_grad():
+            wanted, given = granite(tokens).logits, model(tokens)
+        assert (given - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+        decoder = Decoder(model, slice_drafter(model, [0]), TokenTree.chain(2), max_length=64)
+        prompt, options = tokens[:1], dict(max_new_tokens=8, ignore_eos=True)
+        plain = Decoder(model, max_length=64).generate(prompt, **options)
+        assert decoder.generate(prompt, **options).tokens == plain.tokens
 
 
 def test_every_command_of_readme_is_known():
