@@ -54,16 +54,26 @@ from stree_kernels import ops
 class BatchDecoder:
     """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
 
-    Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`). tree,
-    what requests decode with that name none (default with a drafter: the paper's), or `Modes`,
-    which choose one for each step (call `measure_costs` first). num_rows, how many sequences at
-    once. max_length, the longest sequence, prompt included. max_nodes, those of the largest tree of
-    any request (default: of `tree`). tokenizer, needed for stop strings only. verifier, by name
-    (`stree.verifiers.named`) or one of your own. num_prefixes, how many of the prefixes that
-    `release` keeps are held, each with the memory of a state and its keys. backtracking, "replay"
-    of what the target's last call has kept, or "joint": the accepted path is fed again ahead of the
-    next trees (`stree.models.joint`), which takes less memory and more rows of each product.
-    Raises `UsageError` when target, drafter and verifier do not fit each other, `OutOfMemory`.
+    Args:
+        target: A `HybridModel`.
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
+            one, decoding is plain.
+        tree: What requests decode with that name none (default with a drafter: the paper's), or
+            `Modes`, which choose one for each step (call `measure_costs` first).
+        num_rows: How many sequences at once.
+        max_length: Tokens of the longest sequence, prompt included.
+        max_nodes: Nodes of the largest tree of any request (default: of `tree`).
+        tokenizer: For stop strings only.
+        verifier: By name (`stree.verifiers.named`), or one of your own.
+        num_prefixes: How many of the prefixes that `release` keeps are held, each with the memory
+            of a state and its keys.
+        backtracking: "replay" of what the target's last call has kept, or "joint": the accepted
+            path is fed again ahead of the next trees (`stree.models.joint`), which takes less
+            memory and more rows of each product.
+
+    Raises:
+        UsageError: When target, drafter and verifier do not fit each other.
+        OutOfMemory: When the caches do not fit.
     """
 
     def __init__(

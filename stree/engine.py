@@ -33,16 +33,24 @@ from stree_kernels import ops
 class Decoder:
     """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
 
-    Args: drafter, a model, n-grams or anything that fills trees (`stree.drafters.Drafter`); without
-    one, decoding is autoregressive. tree, the token tree (default with a drafter: the paper's), or
-    `Modes`, whose costs are measured first (`measure_costs`).
-    max_length, the longest sequence, prompt included, but none goes beyond the target's positions.
-    tokenizer, needed for stop strings only. verifier, by name (`stree.verifiers.named`).
-    backtracking, "replay" or "joint", as in `BatchDecoder`. num_prefixes, how many prefixes are
-    held of what was read and generated, two a generation, so that a conversation's next turn does
-    not read them again; each has the memory of a state and its keys.
-    Raises `UsageError` when target and drafter have different vocabularies, or tokenizers (by the
-    fingerprints in their checkpoints' manifests).
+    Args:
+        target: A `HybridModel`.
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
+            one, decoding is plain.
+        tree: The token tree (default with a drafter: the paper's), or `Modes`, whose costs are
+            measured first (`measure_costs`).
+        max_length: Tokens of the longest sequence, prompt included; none goes beyond the target's
+            positions.
+        tokenizer: For texts, and for stop strings.
+        verifier: By name (`stree.verifiers.named`), or one of your own.
+        backtracking: "replay" or "joint", as in `BatchDecoder`.
+        num_prefixes: How many prefixes are held of what was read and generated, two a generation,
+            so that a conversation's next turn does not read them again. Each has the memory of a
+            state and its keys.
+
+    Raises:
+        UsageError: When target and drafter have different vocabularies, or different tokenizers by
+            the fingerprints in their checkpoints' manifests.
     """
 
     def __init__(
@@ -84,15 +92,25 @@ class Decoder:
     ) -> Any:
         """Generate after a prompt, or after several, one after the other.
 
-        Args: inputs, the ids of at least one token as a list, an array or tensor (T,) or (1, T), or
-        what a tokenizer returns (`input_ids`, `attention_mask`); several prompts are a list of
-        those, or a tensor (B, T) that is padded, left or right, with its attention_mask.
-        generation_config, ours or `transformers`'; its fields by keyword, as well as do_sample and
-        max_length, win over it. streamer, for one prompt: an object with `put(tokens)` and `end()`
-        such as `transformers.TextStreamer`, ended after an error, too.
-        Returns a `GenerationOutput`, and for several prompts a list of them.
-        Raises `UsageError` when it cannot fit or start, and for what it cannot honour (num_beams,
-        no_repeat_ngram_size, …), `InvariantBroken` on NaN logits, `OutOfMemory`.
+        Args:
+            inputs: The ids of at least one token as a list, an array or tensor (T,) or (1, T), or
+                what a tokenizer returns (`input_ids`, `attention_mask`). Several prompts are a list
+                of those, or a tensor (B, T) that is padded, left or right, with its attention_mask.
+            generation_config: Ours or `transformers`'.
+            attention_mask: 0 where `inputs` are padded.
+            streamer: For one prompt: an object with `put(tokens)` and `end()`, such as
+                `transformers.TextStreamer`. It is ended after an error, too.
+            **options: Fields of either config, as well as do_sample and max_length. They win over
+                generation_config.
+
+        Returns:
+            A `GenerationOutput`, and for several prompts a list of them.
+
+        Raises:
+            UsageError: When the prompt does not fit, and for what cannot be honoured (num_beams,
+                no_repeat_ngram_size, …).
+            InvariantBroken: On NaN logits.
+            OutOfMemory: When the caches do not fit.
         """
 
         def read() -> Asked:

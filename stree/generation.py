@@ -29,12 +29,26 @@ _NUMBERS = {
 class GenerationConfig:
     """How to generate, under the names of `transformers`' GenerationConfig.
 
-    temperature 0 is greedy. eos_token_id None means the model's own, or its tokenizer's where the
-    model's config names none. Generation stops at EOS (also inside an accepted block), at the first
-    token that completes one of stop_strings, or after max_new_tokens; ignore_eos is for speed runs.
-    repetition_penalty divides the positive logits of all tokens of prompt and answer so far, and
-    multiplies the negative ones, greedy or not; padding is no part of a prompt.
-    Raises `UsageError` for values out of range.
+    Generation stops at EOS (also inside an accepted block), at the first token that completes a
+    stop string, or after max_new_tokens.
+
+    Attributes:
+        max_new_tokens: The most that are generated after the prompt.
+        temperature: 0 is greedy.
+        top_k: Sample from the k best tokens only; 0 is off.
+        top_p: Sample from the best tokens that have this probability together; 1 is off.
+        eos_token_id: One or several. None means the model's own, or its tokenizer's where the
+            model's config names none.
+        stop_strings: Texts that end the answer.
+        seed: Of sampling. It gives the same text with and without drafts.
+        ignore_eos: Go on after EOS, for measuring speed.
+        min_p: Sample from tokens with at least this share of the best one's probability; 0 is off.
+        repetition_penalty: Divides the positive logits of all tokens of prompt and answer so far,
+            and multiplies the negative ones, greedy or not; padding is no part of a prompt. 1 is
+            off.
+
+    Raises:
+        UsageError: For values out of range.
     """
 
     max_new_tokens: int = 256
@@ -173,12 +187,20 @@ def _figure(value: float) -> str:
 
 @dataclass(repr=False)
 class GenerationOutput:
-    """New tokens (the EOS included when it came), why they end, and how they were made."""
+    """What was generated after a prompt.
+
+    Attributes:
+        tokens: The new tokens, without the prompt; the EOS included when it came.
+        finish_reason: Why they end: "eos", "stop_string" or "length"; of rows of a batch also
+            "released" or "error".
+        stats: Calls, accepted drafts and times; printed, a table.
+        tokenizer: The decoder's.
+    """
 
     tokens: list[int]
-    finish_reason: str  # "eos", "stop_string" or "length"; "released", "error"
+    finish_reason: str
     stats: DecodingStats
-    tokenizer: Any = field(default=None, compare=False)  # the decoder's
+    tokenizer: Any = field(default=None, compare=False)
 
     @property
     def text(self) -> str:

@@ -43,24 +43,33 @@ def load(
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
-    Args: drafter, also n-grams, alone or with a checkpoint: ngram, ngram:CONTEXT,
-    ngram:CONTEXT,FILE, FOLDER+ngram (`stree.drafters.ngram`), or text:FOLDER, one with another
-    tokenizer (`stree.drafters.retokenised`). tree, a tree or its name, or several of which each
-    step has one, by measured cost, "A or B" (`Modes`), or by what each was worth, "bandit A or B"
-    (`Bandit`): a few steps of each are timed here. None takes
-    what the drafter's measured profile recommends for this kind of device and temperature
-    (no drafter at all where plain decoding was fastest), and the paper's tree where nothing fitting
-    was measured, or with other files than these two checkpoints; a warning says which of the two;
-    and for n-grams, which have no profile.
-    temperature, what is going to be decoded with. device, "auto" is a GPU if there is one. dtype,
-    of the weights, also by name. max_length, the longest sequence, prompt included. verifier, as
-    in `stree.verifiers.named`; None takes the one that a tree which the profile recommends was
-    measured with, else coupled. backtracking, "replay" or "joint", and num_prefixes, how many
-    prefixes are kept (of a conversation two: its last prompt, and that with the answer), as in
-    `BatchDecoder`.
-    Raises `UsageError` for a value out of range, before anything is read, `NotFound` for what is
-    not there, `CheckpointRefused` for what cannot be read, and for a drafter with another tokenizer
-    than the target's.
+    Args:
+        target: A checkpoint's folder, or a name on the hub.
+        drafter: The same; or n-grams, alone or with a checkpoint: `ngram`, `ngram:CONTEXT`,
+            `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or `text:FOLDER`, a
+            checkpoint with another tokenizer (`stree.drafters.retokenised`). None decodes plainly.
+        tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
+            (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
+            are timed here. None takes what the drafter's measured profile recommends for this kind
+            of device and temperature, which is no drafter at all where plain decoding was fastest.
+            Where nothing was measured that fits, or other files than these two checkpoints, it
+            takes the paper's tree, and a warning says which of the two; n-grams have no profile and
+            no warning.
+        temperature: What is going to be decoded with.
+        device: "cpu", "cuda" or "cuda:N"; "auto" is a GPU if there is one.
+        dtype: Of the weights, also by name.
+        max_length: Tokens of the longest sequence, prompt included.
+        verifier: A name, as in `stree.verifiers.named`. None takes the one that the profile's tree
+            was measured with, else `coupled`.
+        backtracking: "replay" or "joint", as in `BatchDecoder`.
+        num_prefixes: How many prefixes are kept; of a conversation two, its last prompt, and that
+            with the answer.
+
+    Raises:
+        UsageError: For a value out of range, before anything is read.
+        NotFound: For what is not there.
+        CheckpointRefused: For what cannot be read, and for a drafter with another tokenizer than
+            the target's.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

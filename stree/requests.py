@@ -17,11 +17,14 @@ from stree.tree import TokenTree
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of one sequence, how to go on after it (`transformers`' GenerationConfig will do,
-    too), and the tree to do it with (None: the decoder's).
+    """A prompt of one sequence, and how to go on after it.
 
-    With keep_prompt, a decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
-    what goes on from it may not begin with all that is generated.
+    Attributes:
+        prompt_ids: Token ids (T,).
+        generation: Ours, or `transformers`' GenerationConfig.
+        tree: The tree to decode with; None is the decoder's.
+        keep_prompt: A decoder with `num_prefixes` holds the prompt, too, as soon as it is read:
+            what goes on from it may not begin with all that is generated.
     """
 
     prompt_ids: Sequence[int] | Tensor

@@ -60,14 +60,23 @@ def from_transformers(
 ) -> TransformersDecoder:
     """A decoder whose `generate` is `model.generate`, with drafts.
 
-    Args: model, of any supported family, loaded by transformers on one device: its tensors are
-    shared (`stree.models.shared`). drafter, a name that `stree.load` takes (a folder, one on the
-    hub, n-grams), a model of ours or of transformers; None decodes without. tree, a tree, a choice
-    among several or a name of either, as in `stree.load` (default with a drafter: the paper's).
-    verifier, backtracking and num_prefixes, as there, too; its other settings are the model's own,
-    or come with each call of `generate`.
-    Prefixes are forgotten when a call needs larger buffers than those before.
-    Raises `UsageError` when they do not fit, CheckpointRefused for a model of no known family.
+    Args:
+        model: Of any supported family, loaded by transformers on one device. Its tensors are shared
+            (`stree.models.shared`).
+        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams), a model of ours
+            or of transformers. None decodes plainly.
+        tree: A tree, a choice among several, or a name of either, as in `stree.load` (default with
+            a drafter: the paper's).
+        verifier: As in `stree.load`.
+        backtracking: As in `stree.load`.
+        num_prefixes: As in `stree.load`. Prefixes are forgotten when a call needs larger buffers
+            than those before.
+
+    All other settings are the model's own, or come with each call of `generate`.
+
+    Raises:
+        UsageError: When model, drafter and tree do not fit.
+        CheckpointRefused: For a model of no known family.
     """
     target = shared_model(model)
     tree = None if tree is None else as_growth(tree)
