@@ -19,7 +19,7 @@ def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
     """The models' sizes, and the tree between them, or among which it is chosen."""
     if drafter is None:
         return f"the target alone, {_size(target)}"
-    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", drafter)
+    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", None) or drafter
     tree = f"tree {growth}"
     if isinstance(growth, TokenTree):
         tree = f"tree {growth.name} of {growth.num_nodes} nodes"

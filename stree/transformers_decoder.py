@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -86,6 +86,16 @@ def from_transformers(
     )  # fmt: skip
 
 
+def _require_tensor(ids: Any) -> None:
+    """As `model.generate` takes prompts, or leaves them out."""
+    if ids is None or isinstance(ids, Tensor):
+        return
+    unpacked = ": generate(**batch) takes a tokenizer's" if isinstance(ids, Mapping) else ""
+    raise UsageError(
+        f"the prompts are a {type(ids).__name__}, wanted a tensor (B, T) of token ids{unpacked}"
+    )
+
+
 def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Retokenised | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
@@ -149,6 +159,8 @@ class TransformersDecoder:
             streamer = given.pop("streamer", None)
             if streamer is not None:
                 stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
+            for ids in (inputs, given.get("input_ids")):
+                _require_tensor(ids)
             _require_supported(given, generation_config, self.model.generation_config)
             generation_config = _stop_strings_as_criterion(generation_config, given)
             # transformers gives neither streamer nor tokenizer to another's loop

@@ -184,8 +184,8 @@ def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
         seeds = {recipe.seed for label in members if (recipe := recipes[label])}
         if len(members) > 1 and len(seeds) < len(members):
             notes.append(
-                f"{', '.join(members)} are of one recipe, and several of one seed: not taken "
-                "together."
+                f"{', '.join(members)} were trained alike, several of them with the same seed, so "
+                "each has a column of its own."
             )
             columns += [Column(label, (runs[label],)) for label in members]
             continue

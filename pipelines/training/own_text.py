@@ -40,8 +40,8 @@ class OwnText:
 
     def __str__(self) -> str:
         data = (
-            f"the data's answers have {self.nll:.2f} nats a token under the target, which expects "
-            f"{self.entropy:.2f}; simulated acceptance is {self.on_data:.3f} on them and "
+            f"the data's answers: {self.nll:.2f} nats per token under the target, {self.entropy:.2f} "
+            f"if it had written them; simulated acceptance: {self.on_data:.3f} on them, "
             f"{self.on_own:.3f} on what the target writes itself"
         )
         reasons = []

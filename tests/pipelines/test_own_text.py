@@ -96,7 +96,7 @@ def _rows_of(batch, prompts) -> list[tuple[list[int], list[int]]]:
 )
 def test_a_warning_says_which_of_the_two_is_far_off(figures, said):
     text = str(OwnText(*figures))
-    assert f"{figures[2]:.3f} on them and {figures[3]:.3f} on what the target writes" in text
+    assert f"{figures[2]:.3f} on them, {figures[3]:.3f} on what the target writes" in text
     assert ("warning" in text) == (said is not None) and (said or "") in text
 
 
@@ -108,4 +108,4 @@ def test_the_last_lines_of_a_training_say_it(workspace, tmp_path, capfd, monkeyp
     monkeypatch.undo()
     distill.main(distill_arguments(workspace, tmp_path / "other", steps=1))
     last = capfd.readouterr().out.splitlines()[-1]
-    assert "nats a token under the target" in last and "writes itself" in last
+    assert "nats per token under the target" in last and "writes itself" in last

@@ -173,7 +173,7 @@ def trained_again(folder):
 def test_runs_of_one_recipe_and_one_seed_stand_apart(folders):
     runs = load_runs([folders[0], trained_again(folders[0]), folders[1]])
     assert [column.name for column in runs.columns] == ["kl/seed-0", "again", "kl/seed-1"]
-    assert any("several of one seed: not taken together" in note for note in runs.notes)
+    assert any("with the same seed, so each has a column" in note for note in runs.notes)
 
 
 def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):

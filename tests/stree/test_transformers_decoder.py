@@ -347,6 +347,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(granite, options, named):
     assert decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=4).shape == (1, 6)
 
 
+def test_prompts_that_are_no_tensor_are_one_line(granite):
+    decoder, batch = stree.from_transformers(granite), {"input_ids": prompts((6,))[0]}
+    for wrong, told in (("a text", "are a str"), ([1, 2], "are a list"), (batch, r"\*\*batch")):
+        for given in (dict(inputs=wrong), dict(input_ids=wrong)):
+            with pytest.raises(UsageError, match=told):
+                decoder.generate(**given)
+
+
 def test_models_that_cannot_be_shared_are_refused_by_name(granite):
     with pytest.raises(UsageError, match="is a str, wanted one that transformers has loaded"):
         stree.from_transformers("granite")
@@ -381,6 +389,7 @@ def test_drafters(granite, kind, tmp_path):
         drafter = str(tmp_path / "drafter")
     decoder, (ids, _) = stree.from_transformers(granite, drafter), prompts((6,))
     assert_same(granite, decoder, ids, max_new_tokens=8, do_sample=False)
+    assert ("drafter NGram, tree" in repr(decoder)) == (kind == "ngram")
     assert ("TransformersDecoder(" in repr(decoder)) and decoder.outputs[0].stats.num_new_tokens
     assert isinstance(decoder.target, HybridModel)
 
