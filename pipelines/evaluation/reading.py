@@ -15,7 +15,7 @@ from stree.prefill import FEATURES_CHUNK
 from stree_kernels import ops
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
-from stree_pipelines.evaluation.plan import Drafter
+from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.evaluation.records import Reading, ReadingKey
 
 MOST_TOKENS = 512  # of an answer: the logits of all of them are in memory at once
@@ -44,7 +44,7 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def read_answer(
-    answerer: Any, drafter: Drafter | None, prompt: BenchmarkPrompt, key: ReadingKey
+    answerer: Any, drafter: DrafterIdentity | None, prompt: BenchmarkPrompt, key: ReadingKey
 ) -> Reading:
     """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
     where no model of its vocabulary drafts."""

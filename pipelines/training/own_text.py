@@ -40,9 +40,9 @@ class OwnText:
 
     def __str__(self) -> str:
         data = (
-            f"the data's answers: {self.nll:.2f} nats per token under the target, {self.entropy:.2f} "
-            f"if it had written them; simulated acceptance: {self.on_data:.3f} on them, "
-            f"{self.on_own:.3f} on what the target writes itself"
+            f"the data's answers: {self.nll:.2f} nats per token under the target, "
+            f"{self.entropy:.2f} if it had written them; simulated acceptance: {self.on_data:.3f} "
+            f"on them, {self.on_own:.3f} on what the target writes itself"
         )
         reasons = []
         if self.nll > self.entropy + MORE_THAN_EXPECTED:

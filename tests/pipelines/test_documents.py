@@ -147,9 +147,9 @@ def test_readme_s_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch
     assert names["ids"].shape[0] == 2 and len(code.splitlines()) <= 12
 
 
-def test_architecture_s_examples_decode_as_plainly():
+def test_examples_of_parts_of_one_s_own_decode_as_plainly():
     """What the page writes: drafter, verifier, choice of trees; the output is the target's."""
-    text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/add-a-verifier.md").read_text(encoding="utf-8")
     table = torch.full((8, 8, 8), -5.0)
     for token in range(8):
         table[:, token, (token + 1) % 8] = 5.0  # counts, and begins anew
@@ -166,6 +166,17 @@ def test_architecture_s_examples_decode_as_plainly():
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
         assert (longest <= 1) == ("AtMostOne" in block)
+
+
+def test_a_tree_of_one_s_own_is_the_same_from_yaml_and_in_python(tmp_path):
+    text = (REPOSITORY / "docs/your-own.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    scope: dict = {}
+    exec(code, scope)
+    (tmp_path / "mine.yaml").write_text(written)
+    assert TokenTree.load(tmp_path / "mine.yaml") == scope["tree"]
+    assert scope["tree"].children[0] == (1, 2) and scope["tree"].depths == (0, 1, 1, 2, 2, 3)
 
 
 def test_a_family_as_the_page_adds_one_is_transformers_own(tmp_path, monkeypatch):
