@@ -52,10 +52,10 @@ def one_step() -> Figure:
 
 
 def tree_scan() -> Figure:
-    """One state, read once, for all nodes; against a state a node."""
+    """One state, read once, for all nodes; against a state per node."""
     figure, axes = _canvas(9.4, 2.9)
     tree = TokenTree((-1, 0, 0, 1, 1, 2), "small")
-    for left, title in ((0.2, "unrolled: a state a node"), (4.4, "tree scan: one state")):
+    for left, title in ((0.2, "unrolled: a state per node"), (4.4, "tree scan: one state")):
         at = _places(tree, left + 0.7, top=1.95, across=0.95, down=0.75)
         axes.text(left, 2.7, title, weight="bold", va="center")
         for node, parent in enumerate(tree.parents):
@@ -92,7 +92,9 @@ def replay() -> Figure:
     _state(axes, (1.1, 0.55), wide=True)
     axes.text(1.5, 0.55, "h and each node's x, B, dt", va="center", fontsize=9)
     _arrow(axes, (3.55, 0.55), (5.7, 0.55), STATE)
-    axes.text(4.6, 0.75, "kept: under 2 % of a state a node", ha="center", fontsize=9, color=STATE)
+    axes.text(
+        4.6, 0.75, "kept: under 2 % of a state per node", ha="center", fontsize=9, color=STATE
+    )
     _state(axes, (6.0, 0.55), wide=True)
     axes.text(6.4, 0.55, "h of the accepted path", va="center", fontsize=9)
     axes.text(4.6, 0.05, "no state is copied, none is thrown away", ha="center", color=GREY)
