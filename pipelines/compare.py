@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--batch_size", "--batch-size", type=int, help="prompts decoded at once")
     add("--ignore_eos", "--ignore-eos", action="store_true", default=None,
         help="go on to max_new_tokens")  # fmt: skip
+    add("--beyond_positions", "--beyond-positions", action="store_true", default=None,
+        help="let prompts be longer than what the target was made for")  # fmt: skip
     add("--overwrite", action="store_true", default=None, help="measure again what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
     options = vars(parser.parse_args(arguments))
