@@ -33,7 +33,7 @@ chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, with today's drafter, on 
 	$(BIN)/python pipelines/fetch_benchmarks.py mt_bench humaneval gsm8k
 	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml \
 	  --run_dir runs/chat-75m $(CHAT_DATA) --tokenizer.limit 50000
-	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m.yaml \
+	$(BIN)/python pipelines/distill.py fit --config configs/distill/chat-75m-features.yaml \
 	  --run_dir $(CHAT) $(CHAT_DATA)
 	$(BIN)/python pipelines/eval_spec.py --run $(CHAT) --config configs/eval/chat-75m.yaml
 	$(BIN)/python pipelines/eval_spec.py --target runs/chat-75m/target/latest \

@@ -466,8 +466,8 @@ def main(arguments: list[str] | None = None) -> None:
     steps: dict[str, list[Row]] = {}
     for row in rows:
         if row.get("what") == "step":
-            steps.setdefault(row["shape"], []).append(row)
-    if steps := {shape: each for shape, each in steps.items() if len(each) > 1}:
+            steps.setdefault(_drafter_of(row), []).append(row)
+    if steps := {pair: each for pair, each in steps.items() if len(each) > 1}:
         figures["speedup_vs_tau"] = speedup_figure(steps)
     for what, name, draw in (
         ("unrolled", "tree_vs_unrolled", unrolled_figure),
