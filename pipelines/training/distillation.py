@@ -56,6 +56,7 @@ class Distillation(Training):
         teacher_cache: str | None = None,
         activation_checkpointing: bool = False,
         ema: float | None = None,
+        _target: HybridModel | None = None,
     ) -> None:
         """
         Args:
@@ -92,15 +93,17 @@ class Distillation(Training):
         self.temperature = temperature
         loss.require_fitting(teacher_cache)
         self.loss_config = loss
+        target_config = load_config(target) if _target is None else _target.config
         config = drafter_config_of(
-            load_config(target), drafter, drafter_layers, start_from, features, head
+            target_config, drafter, drafter_layers, start_from, features, head
         )
         require_no_labels_outside(config, ce_weight)
         self.features = features_of(config, features, teacher_cache, loss, activation_checkpointing)
         self._micro_batch: tuple[int, ...] = ()  # what is drawn by chance is a function of
         is_sliced = drafter is None and start_from is None
-        model = None
-        if teacher_cache is None or is_sliced:  # a cut-out drafter starts from the target's weights
+        model = _target
+        # A cut-out drafter starts from the target's weights
+        if model is None and (teacher_cache is None or is_sliced):
             model = load_model(target, dtype=getattr(torch, target_dtype))
         whole: HybridModel | None = None
         if start_from is not None:
@@ -126,6 +129,12 @@ class Distillation(Training):
             reference = load_model(loss.reference)
             require_reference_of(config, loss.reference, reference.config)
             self.reference = FrozenTarget(reference, "replicated")
+
+    @classmethod
+    def from_model(cls, target: HybridModel, **options: Any) -> Distillation:
+        """From a target that is in memory, which is taken as it is, on its device and in its dtype;
+        `options` are the other arguments."""
+        return cls("", _target=target, **options)
 
     def begin_head(self, ids: Tensor | None, is_resumed: bool) -> None:
         """Once, before the first step: ids (K,), the tokens that the head is over, ascending; None

@@ -79,7 +79,8 @@ def slice_drafter(
     if feature_layers:
         config = config.reading(feature_layers, target.config, own_features)
     chosen = default_drafter_layers(target.config) if layers is None else list(layers)
-    drafter = HybridModel(config).to(target.device)
+    with target.device:
+        drafter = HybridModel(config)
     source = target.state_dict()
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
     with torch.no_grad():

@@ -12,12 +12,16 @@ import pytest
 import torch
 import yaml
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
+from torch import nn
 
 from stree.errors import CannotWrite, InvariantBroken, UsageError
+from stree.models import mamba
 from stree.models.convert import load_config, load_model, save_model
+from stree.models.hybrid import HybridModel
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill, train_target
 from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.features import FeatureConfig
 from stree_pipelines.training.losses import chunked_distillation_loss, live_teacher
 from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
@@ -103,6 +107,36 @@ def test_the_target_is_frozen_and_not_a_submodule(workspace):
     assert all(name.startswith("exported.") for name, _ in module.named_parameters())
     module.train()
     assert not module.target.training
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
+    """However many there are: also where the compiler breaks off at mamba-ssm's scan."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compiled(self, **options, backend="eager")
+    )
+    if breaks_off:
+        monkeypatch.setattr(mamba, "chunk_scan", torch.compiler.disable(mamba.chunk_scan))
+    tokens = torch.randint(VOCAB_SIZE, (1, 8))
+    batch = {
+        "tokens": tokens, "segment_ids": torch.zeros_like(tokens),
+        "loss_mask": torch.ones_like(tokens, dtype=torch.bool),
+    }  # fmt: skip
+    graphs = []
+    for num_layers in (4, 10):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        attention = tuple(range(1, num_layers, 2))
+        target = _tiny_architecture().replace(num_layers=num_layers, attn_layers=attention)
+        module = Distillation.from_model(
+            HybridModel(target), features=FeatureConfig([0, num_layers - 1]), compile_layers=True
+        )
+        module.prepare_layers()
+        for _ in range(2):
+            module.loss_terms(batch).loss.backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(workspace):
