@@ -165,22 +165,24 @@ def training_table(rows: list[Row]) -> Table:
 
 def training_steps_table(rows: list[Row]) -> Table:
     """A distillation step and its parts."""
-    parts = ("target", "drafter", "rest", "update")
+    parts = ("data", "target", "drafter", "rest", "update")
     heads = ("", "tokens/s", "TFLOP/s", "of the peak", "memory", "step, ms",
-             "target", "drafter", "heads and loss", "update")  # fmt: skip
+             "data", "target", "drafter", "heads and loss", "update")  # fmt: skip
     lines = []
     for row in rows:
         used = {name: _value(each) for name, each in row["us_parts"].items()}
         used["rest"] = row["us_rest"]
+        step = _value(row["us_step"])
         lines.append((
-            f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}"
+            f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}, {row['teacher']}"
             + (", features" if row["features"] else ""),
             f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}",
             f"{row['of_peak']:.0%}" if "of_peak" in row else MISSING,
-            size(row["peak_bytes"]) if row["peak_bytes"] else MISSING,
-            *(f"{us / 1e3:,.1f}" for us in (_value(row["us_step"]), *(used[p] for p in parts))),
+            size(row["peak_bytes"]) if row["peak_bytes"] else MISSING, f"{step / 1e3:,.1f}",
+            *(f"{used[part] / 1e3:,.1f} ({used[part] / step:.0%})" if part in used else MISSING
+              for part in parts),
         ))  # fmt: skip
-    return Table("A distillation step", (heads, *lines))
+    return Table("A distillation step by its teacher; parts in ms", (heads, *lines))
 
 
 def orders_table(rows: list[Row]) -> Table:

@@ -3,11 +3,13 @@
     python pipelines/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
 
     python pipelines/bench_training.py runs/bench/8b.jsonl --what "[step]" --shape 8b \
-        --batch_size 4 --sequence_length 2048 --features "[5,16,31]"
+        --batch_size 4 --sequence_length 2048 --steps 6 --features "[5,16,31]" \
+        --teacher "[live,cached]"
 
 Target and data are random. All runs of several processes have the same rows a step in the same
 micro-batches; a process alone accumulates what several share, so that their losses should be one
-curve. A step is timed in its parts, with what memory it takes and its share of the GPU's peak.
+curve. A step is timed in its parts, with what memory it takes and its share of the GPU's peak; its
+target runs beside, or is read from a teacher cache, which has no features.
 """
 
 from __future__ import annotations
@@ -35,19 +37,23 @@ from stree_pipelines.benches.intervals import interval
 from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows, write_rows
-from stree_pipelines.benches.training_step import step_row
+from stree_pipelines.benches.training_step import PRECISION, TEACHERS, step_row
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
 from stree_pipelines.resources.estimates import training_memory
 from stree_pipelines.terminal.command_line import CommandParser
+from stree_pipelines.terminal.progress import stage
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.features import FeatureConfig
 from stree_pipelines.training.sharding import require_supported
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
-TESTS = ["pipelines/test_losses.py", "pipelines/test_scaling.py"]
 ALONE = ("auto", 1)
-WHAT = ("processes", "step")
+TESTS = {  # of what is measured
+    "processes": ["pipelines/test_losses.py", "pipelines/test_scaling.py"],
+    "step": ["pipelines/test_losses.py"],
+}
+WHAT = tuple(TESTS)
 
 
 def measure(
@@ -103,39 +109,53 @@ def _runs(strategies: list[str], processes: list[int]) -> list[tuple[str, int]]:
 
 
 def describe(options: Any, on_cuda: bool) -> Iterator[str]:
-    """What runs, and the memory of a process that shares nothing: in fp32, or of a step alone under
-    bf16 autocast. Raises OutOfMemory, when all is said, where there is less."""
+    """What runs, and the memory of a process that shares nothing, in fp32, and of a step alone,
+    under bf16 autocast. Raises OutOfMemory, when all is said, where there is less."""
     target = TARGETS[options.shape]
-    drafter = drafter_config_from(target)
     yield model_line("target", target)
-    yield model_line("drafter", drafter)
+    all_needs = []
     rows, length = options.batch_size, options.sequence_length
-    kind: tuple[str, torch.dtype] = ("bf16-mixed", torch.bfloat16)
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
+        for teacher in options.teacher:
+            drafter, live = drafter_config_from(target), teacher == "live"
+            if features := _features(options, teacher):
+                drafter = features.added_to(drafter, target)
+            memory = training_memory(
+                drafter, (rows, length), PRECISION, on_cuda, target if live else None,
+                torch.bfloat16,
+            )  # fmt: skip
+            all_needs.append(MemoryNeeds(memory, on_cuda))
+            yield model_line("drafter", drafter)
+            yield f"{teacher} teacher, {PRECISION}, {all_needs[-1]}"
     if "processes" in options.what:
-        kind = ("32-true", torch.float32)
         several = _runs(options.strategies, options.processes)
         runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
+        drafter = drafter_config_from(target)
+        memory = training_memory(drafter, (rows, length), "32-true", on_cuda, target)
+        all_needs.append(MemoryNeeds(memory, on_cuda))
         rows *= max(options.processes)
         yield f"runs: {runs}; each {options.steps} steps of {rows} rows of {length} tokens"
-    precision, dtype = kind
-    shape = (options.batch_size, length)
-    needs = MemoryNeeds(training_memory(drafter, shape, precision, on_cuda, target, dtype), on_cuda)
-    yield f"each process, unsharded, {precision}, {needs}"
-    needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
+        yield model_line("drafter", drafter)
+        yield f"each process, unsharded, 32-true, {all_needs[-1]}"
+    for needs in all_needs:
+        needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
 
 
 def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row: a step of a drafter that is cut from a target of this shape."""
-    with tempfile.TemporaryDirectory() as name:
-        save_model(random_model(TARGETS[shape], device), Path(name) / "target")
-        features = FeatureConfig(options.features) if options.features else None
-        yield dict(shape=shape, features=options.features) | step_row(
-            str(Path(name) / "target"), options.batch_size, options.sequence_length,
-            options.steps, device, features=features, target_dtype="bfloat16",
-            compile_layers=device.type == "cuda",
+    """A row for each teacher: a step of a drafter that is cut from a target of this shape."""
+    for teacher in options.teacher:
+        features = _features(options, teacher)
+        row = step_row(
+            TARGETS[shape], teacher, options.batch_size, options.sequence_length, options.steps,
+            device, features=features, compile_layers=device.type == "cuda",
         )  # fmt: skip
+        yield dict(shape=shape, features=features.layers if features else []) | row
+
+
+def _features(options: Any, teacher: str) -> FeatureConfig | None:
+    """A cache has none."""
+    return FeatureConfig(options.features) if options.features and teacher == "live" else None
 
 
 def _make_workspace(
@@ -171,7 +191,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--what", type=list[str], default=["processes"],
                         help=f"of {', '.join(WHAT)}")  # fmt: skip
     parser.add_argument("--features", type=list[int], default=[],
-                        help="target layers whose states the drafter reads, for step")  # fmt: skip
+                        help="layers of a live teacher that are read, for step")  # fmt: skip
+    parser.add_argument("--teacher", type=list[str], default=["live"],
+                        help=f"of {', '.join(TEACHERS)}, for step")  # fmt: skip
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
@@ -193,10 +215,15 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
-    if not options.what or set(options.what) - set(WHAT):
-        raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got {options.what}")
-    if options.features and "step" not in options.what:
-        raise UsageError("--features are read in a step: add it to --what, or leave them out")
+    for name, known in (("what", WHAT), ("teacher", TEACHERS)):
+        given = getattr(options, name)
+        if not given or set(given) - set(known):
+            raise UsageError(f"--{name}: wanted some of {', '.join(known)}, got {given}")
+    if options.features and ("step" not in options.what or "live" not in options.teacher):
+        raise UsageError(
+            "--features are read in a step with a live teacher: add them to --what and --teacher, "
+            "or leave the features out"
+        )
     require_results_file(options.out)
     if options.dry_run:
         for line in describe(options, device.type == "cuda"):
@@ -208,7 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"{most} processes need as many CUDA devices, there are "
             f"{torch.cuda.device_count()}; --device cpu --shape tiny tries the script"
         )
-    require_green(TESTS)
+    with stage("tests"):
+        require_green(sorted({each for what in options.what for each in TESTS[what]}))
     rows = []
     if "step" in options.what:
         rows += write_rows(options.out, measure_step(options.shape, options, device), device)

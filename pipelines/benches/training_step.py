@@ -1,134 +1,188 @@
-"""One step of a distillation in its parts: time, memory, and share of the GPU's peak.
-
-Operations are counted over weights: 2 a weight and token for the target's pass, 6 for the drafter's
-two; of the heads for tokens that count in the loss alone. Attention, scans and what a backward pass
-computes again are left out, so that a share of the peak is what training needs, not what it does.
-"""
+"""One step of a distillation in its parts: time, memory, and share of the GPU's peak."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stree.description import counted
 from stree.errors import UsageError
+from stree.models.config import HybridConfig
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
+from stree_pipelines.benches.models import random_model
 from stree_pipelines.benches.timing import in_turns
+from stree_pipelines.data.micro_batches import Batch, MicroBatches
+from stree_pipelines.data.packing import TokenTable, pack
+from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.resources.estimates import num_parameters
+from stree_pipelines.resources.operations import PEAKS, distillation_operations
+from stree_pipelines.terminal.progress import EvaluationProgress, stage
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.frozen_target import FrozenTarget, TargetInputs
+from stree_pipelines.training.frozen_target import TargetInputs
+from stree_pipelines.training.teacher_cache import CachedTargets, CacheSpec, TeacherCache
+from stree_pipelines.training.teacher_cache_writer import CacheWriter
 
-# bf16 products without sparsity by NVIDIA's data sheets, of the SXM modules
-PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+TeacherKind = Literal["live", "cached"]
+TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
 SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of them its prompt, which do not count
+TOP_K = 64  # tokens of each prediction in a cache, as many as cache_teacher.py keeps
+PRECISION = "bf16-mixed"
 
 
 def step_row(
-    target: str, batch_size: int, sequence_length: int, repeats: int, device: torch.device,
-    **options: Any,
+    config: HybridConfig, teacher: TeacherKind, batch_size: int, sequence_length: int, repeats: int,
+    device: torch.device, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of a distillation from the checkpoint `target` under bf16 autocast, whose rows are
-    conversations of 512 random tokens. `options` are those of Distillation."""
+    """A row of a distillation from a random bf16 target under bf16 autocast, whose rows are
+    conversations of 512 random tokens. The target runs in each step, or once for a cache that the
+    steps read. `options` are those of Distillation. Says on stderr what it is doing."""
     if sequence_length <= PROMPT:
         raise UsageError(
             f"a step's rows begin with a prompt of {PROMPT} tokens, which do not count: wanted a "
             f"longer --sequence_length, got {sequence_length}"
         )
-    module = Distillation(target, **options)
-    module.to(device).train()
-    assert module.frozen is not None
-    frozen = module.frozen
-    frozen.place(device, [], 1)
-    module.prepare_layers()
-    optimizer = module.configure_optimizers()
-    shape = (batch_size, sequence_length)
-    places = torch.arange(sequence_length, device=device).expand(shape)
-    batch = dict(
-        tokens=torch.randint(frozen.model.config.vocab_size, shape, device=device),
-        segment_ids=places // SEGMENT, loss_mask=places % SEGMENT >= PROMPT,
-    )  # fmt: skip
-    inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
-    num_counted = int(batch["loss_mask"].sum())
+    table = _conversations(config, batch_size, sequence_length)
+    with tempfile.TemporaryDirectory() as folder:
+        with _stage(f"random target of {num_parameters(config):,} parameters", device):
+            target = random_model(config, device)
+        cached = None
+        if teacher == "cached":
+            with _stage("teacher cache, with first uses of the target's kernels", device):
+                cached = _cached(target, table, batch_size, sequence_length, Path(folder))
+            options["teacher_cache"] = folder
+        with _stage("drafter, cut from it", device):
+            module = Distillation.from_model(target, **options).to(device).train()
+            if module.frozen is not None:
+                module.frozen.place(device, [], 1)
+            module.prepare_layers()
+        del target  # which a cache stands for
+        packing = pack(table, sequence_length, range(len(table)))
+        batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0, teacher=cached)
+        step = _Step(module, batches, device)
+        return {"teacher": teacher, **_measured(step, config, repeats)}
 
-    def target_pass() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            frozen.hidden_states(inputs, device)
 
-    def drafter_passes() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            hidden = module.exported.hidden_states(inputs.tokens, inputs.segment_ids, read=read)
-        hidden.sum().backward()
-
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(module.exported.parameters(), 1.0)
-        optimizer.step()
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = module.loss_terms(batch, torch.full((), num_counted, device=device)).loss
-        loss.backward()
-        update()
-        optimizer.zero_grad()
-
-    step()
+def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]:
+    module, device = step.module, step.device
+    tokens = step.batch()["tokens"]
+    num_tokens = tokens.numel()
+    with _stage("first step, with compiling and first uses of kernels", device):
+        step.whole()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    whole = in_turns({"step": step}, device, repeats)["step"]
+    with _stage(counted(repeats, "step"), device):
+        whole = in_turns({"step": step.whole}, device, repeats)["step"]
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    read = _features(module.exported.config.feature_layers, frozen, inputs, device)
-    for parameter in module.exported.parameters():  # the head's too: an update is of all weights
-        parameter.grad = torch.zeros_like(parameter)
-    ways = {"target": target_pass, "drafter": drafter_passes, "update": update}
-    parts = in_turns(ways, device, repeats)
-    optimizer.zero_grad()
-    used = {name: each["median"] for name, each in parts.items()}
+    with _stage("its parts, as often", device):
+        parts = in_turns(step.parts(), device, repeats)
     seconds = whole["median"] * 1e-6
-    operations = num_operations(frozen.model, module.exported, batch_size * sequence_length,
-                                num_counted)  # fmt: skip
+    drafter = module.exported.config
+    operations = distillation_operations(
+        None if module.frozen is None else target, drafter, num_tokens, step.num_counted
+    )
+    total = sum(operations.values())
     row = dict(
-        what="distillation step", batch_size=batch_size, sequence_length=sequence_length,
-        counted_tokens=num_counted, us_step=whole, us_parts=parts,
-        us_rest=whole["median"] - sum(used.values()),  # heads and loss, with their backward
-        tokens_per_second=batch_size * sequence_length / seconds,
-        operations=operations, tflops=operations / seconds / 1e12, peak_bytes=peak_bytes,
-        target_parameters=num_parameters(frozen.model.config),
-        drafter_parameters=num_parameters(module.exported.config),
+        what="distillation step", batch_size=tokens.shape[0], sequence_length=tokens.shape[1],
+        counted_tokens=step.num_counted, us_step=whole, us_parts=parts,
+        # heads and loss, with their backward
+        us_rest=whole["median"] - sum(each["median"] for each in parts.values()),
+        tokens_per_second=num_tokens / seconds, operations=operations,
+        tflops=total / seconds / 1e12, peak_bytes=peak_bytes,
+        target_parameters=num_parameters(target), drafter_parameters=num_parameters(drafter),
     )  # fmt: skip
     peak = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return row if peak is None else {**row, "of_peak": operations / seconds / peak}
+    return row if peak is None else {**row, "of_peak": total / seconds / peak}
 
 
-def num_operations(
-    target: HybridModel, drafter: HybridModel, num_tokens: int, num_counted: int
-) -> int:
-    """Multiplications and additions of a step, over weights."""
-    layers = 2 * _in_layers(target) + 6 * _in_layers(drafter)
-    if drafter.config.feature_layers:  # what the target gives needs no gradient
-        layers -= 2 * drafter.config.feature_width * drafter.config.d_model
-    heads = 2 * target.head_weight.numel() + 6 * drafter.head_weight.numel()
-    return num_tokens * layers + num_counted * heads
+class _Step:
+    """A step with one micro-batch, and its parts."""
+
+    def __init__(self, module: Distillation, batches: MicroBatches, device: torch.device) -> None:
+        self.module, self.batches, self.device = module, batches, device
+        self.optimizer = module.configure_optimizers()
+        self.num_counted = batches.totals(0)["assistant"]
+        self._normalizer = torch.full((), float(self.num_counted), device=device)
+
+    def batch(self) -> Batch:
+        """Read as a training does, from memory and the cache's files, and brought to the device."""
+        batch = {name: each for name, each in self.batches[0].items() if isinstance(each, Tensor)}
+        return self.module.transfer_batch_to_device(batch, self.device, 0)
+
+    def whole(self) -> None:
+        batch = self.batch()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.module.loss_terms(batch, self._normalizer).loss
+        loss.backward()
+        self.update()
+        self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.module.exported.parameters(), 1.0)
+        self.optimizer.step()
+
+    def parts(self) -> dict[str, Any]:
+        """What to call for each."""
+        module, frozen, batch = self.module, self.module.frozen, self.batch()
+        inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
+        features = Features(module.exported.config.feature_layers)
+
+        def target_pass(features: Features | None = None) -> None:
+            assert frozen is not None
+            with torch.autocast(self.device.type, torch.bfloat16):
+                frozen.hidden_states(inputs, self.device, features)
+
+        read = None
+        if features.layers:
+            target_pass(features)
+            read = features.values
+
+        def drafter_passes() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                hidden = module.exported.hidden_states(inputs.tokens, inputs.segment_ids, read=read)
+            hidden.sum().backward()
+
+        for parameter in module.exported.parameters():  # the head's, too: all weights are updated
+            parameter.grad = torch.zeros_like(parameter)
+        ways = {"data": self.batch, "drafter": drafter_passes, "update": self.update}
+        return ways if frozen is None else {"target": target_pass, **ways}
 
 
-def _in_layers(model: HybridModel) -> int:
-    """Weights of matrices that each token is multiplied with, but for the head."""
-    head = model.head_weight
-    return sum(
-        weight.numel()
-        for name, weight in model.named_parameters()
-        if weight.ndim == 2 and "embed_tokens" not in name and weight is not head
+def _conversations(config: HybridConfig, batch_size: int, sequence_length: int) -> TokenTable:
+    """As many as fill the rows."""
+    full, rest = divmod(sequence_length, SEGMENT)
+    lengths = batch_size * ([SEGMENT] * full + [rest] * (rest > 0))
+    places = np.concatenate([np.arange(each) for each in lengths])
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=len(places), dtype=np.int32)
+    return TokenTable(tokens, places >= PROMPT, np.cumsum([0, *lengths], dtype=np.int64))
+
+
+def _cached(
+    target: HybridModel, table: TokenTable, batch_size: int, sequence_length: int, folder: Path
+) -> CachedTargets:
+    """The target's outputs, as cache_teacher.py writes them and a training opens them."""
+    spec = CacheSpec(
+        target_sha256="", tokenizer_fingerprint="", vocab_size=target.config.vocab_size,
+        sequence_length=sequence_length, temperature=1.0, top_k=TOP_K, dtype="float16",
+        shard_positions=len(table.tokens),
+    )  # fmt: skip
+    silent = EvaluationProgress(enabled=False)
+    CacheWriter(folder, spec, {"train": table}).write(
+        target, 0, batch_size, Workers(), {}, PRECISION, silent
     )
+    return TeacherCache(folder).split("train", table, sequence_length)
 
 
-def _features(
-    layers: Sequence[int], frozen: FrozenTarget, inputs: TargetInputs, device: torch.device
-) -> Tensor | None:
-    """What a drafter reads of the states after these layers, (B, T, F); None without any."""
-    features = Features(layers)
-    if not layers:
-        return None
-    with torch.autocast(device.type, torch.bfloat16):
-        frozen.hidden_states(inputs, device, features)
-    return features.values
+@contextmanager
+def _stage(name: str, device: torch.device) -> Iterator[None]:
+    with stage(name):
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

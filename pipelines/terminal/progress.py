@@ -91,6 +91,17 @@ class _LineTask(_Task):
         print(line, file=self.stream, flush=True)
 
 
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Says what a long command is at, and when it is done with it how many seconds that took."""
+    print(f"{name} …", end=" ", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
 def clock(seconds: float) -> str:
     """h:mm:ss, without the hours when there are none."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -1,6 +1,7 @@
 """The benchmarks measure something, say what made it, and refuse to when a test is red."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +11,11 @@ import torch
 from families import FAMILIES, random_reference
 from process_group import run_together
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from stree import generate
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
-from stree.models.convert import save_model
 from stree.models.mlp import Experts
-from stree.models.slicing import slice_drafter
 from stree_pipelines import (
     bench_cpu,
     bench_decode,
@@ -35,7 +35,12 @@ from stree_pipelines.benches import (
     timing,
     training_step,
 )
+from stree_pipelines.data.micro_batches import MicroBatches
+from stree_pipelines.data.packing import pack
 from stree_pipelines.resources.estimates import num_parameters
+from stree_pipelines.resources.operations import distillation_operations
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.features import FeatureConfig
 
 CPU = torch.device("cpu")
 TINY = models.OWN_SHAPES["tiny"].mixer_shape
@@ -448,26 +453,37 @@ def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     assert (tmp_path / "losses.svg").exists()
 
 
-def test_a_step_of_training_in_its_parts(tmp_path, monkeypatch):
+@pytest.fixture
+def short_conversations(monkeypatch):
     monkeypatch.setattr(training_step, "SEGMENT", 16)
     monkeypatch.setattr(training_step, "PROMPT", 4)
-    options = SimpleNamespace(batch_size=1, sequence_length=32, steps=1, features=[1])
+
+
+def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
+    options = SimpleNamespace(
+        batch_size=2, sequence_length=40, steps=1, features=[1], teacher=["live", "cached"]
+    )
     made = bench_training.measure_step("tiny", options, CPU)
-    (row,) = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
-    assert row["counted_tokens"] == 24
-    target = models.random_model(bench_training.TINY, CPU)
-    assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
-    assert row["us_step"]["median"] > 0 and set(row["us_parts"]) == {"target", "drafter", "update"}
+    live, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
+    stages = capsys.readouterr().err.splitlines()
+    assert len(stages) == 5 + 6 and all(re.fullmatch(r".* … \d+\.\d s", line) for line in stages)
+    for row in (live, cached):
+        assert row["counted_tokens"] == 2 * (12 + 12 + 4)  # of 16, 16 and 8 tokens
+        target = models.random_model(bench_training.TINY, CPU)
+        assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
+        assert row["us_step"]["median"] > 0
+    assert set(live["us_parts"]) == {"data", "target", "drafter", "update"}
+    assert set(cached["us_parts"]) == {"data", "drafter", "update"}
+    assert set(live["operations"]) == {"target", "drafter"}
+    assert set(cached["operations"]) == {"drafter"}
     bench_report.main([str(tmp_path)])
-    assert "tiny, 1 × 32, features" in (tmp_path / "bars.md").read_text()
+    table = (tmp_path / "bars.md").read_text()
+    assert "tiny, 2 × 40, live, features" in table and re.search("tiny, 2 × 40, cached +\\|", table)
 
 
-def test_an_update_in_a_training_step_is_of_all_weights(tmp_path, monkeypatch):
+def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
     """The head's too, where it is not the embedding."""
-    monkeypatch.setattr(training_step, "SEGMENT", 16)
-    monkeypatch.setattr(training_step, "PROMPT", 4)
     config = bench_training.TINY.replace(tie_embeddings=False)
-    save_model(models.random_model(config, CPU), tmp_path / "target")
     updated, step = [], torch.optim.AdamW.step
 
     def noted(optimizer, *arguments):
@@ -476,32 +492,42 @@ def test_an_update_in_a_training_step_is_of_all_weights(tmp_path, monkeypatch):
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    training_step.step_row(str(tmp_path / "target"), 1, 32, 1, CPU)
+    training_step.step_row(config, "live", 1, 32, 1, CPU)
     assert len(updated) > 4 and all(updated)
 
 
 def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     out = str(tmp_path / "o.jsonl")
     with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
-        training_step.step_row("nowhere", 1, 200, 1, CPU)
-    with pytest.raises(UsageError, match="--features are read in a step"):
-        bench_training.main([out, "--shape", "tiny", "--device", "cpu", "--features", "[1]"])
+        training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
+    for more in ([], ["--what", "[step]", "--teacher", "[cached]"]):
+        with pytest.raises(UsageError, match="--features are read in a step with a live teacher"):
+            bench_training.main(
+                [out, "--shape", "tiny", "--device", "cpu", "--features", "[1]", *more]
+            )
 
 
-def test_operations_of_a_training_step():
-    """Each product's weights, twice forwards and four times backwards."""
+@pytest.mark.parametrize("teacher", training_step.TEACHERS)
+def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
+    """Those of the products with weights that PyTorch counts in a step; chunks' and heads' own
+    products are batched, and others."""
     target = models.random_model(bench_training.TINY, CPU)
-    drafter = slice_drafter(target, [0])
-    layers, heads = zip(*(_weights(each) for each in (target, drafter)), strict=True)
-    counted = training_step.num_operations(target, drafter, 100, 30)
-    assert counted == 100 * (2 * layers[0] + 6 * layers[1]) + 30 * (2 * heads[0] + 6 * heads[1])
-
-
-def _weights(model):
-    """Of the products in the layers, and of the head."""
-    products = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
-    head = model.head_weight
-    return sum(each.numel() for each in products if each is not head), head.numel()
+    features = FeatureConfig([0, 3]) if teacher == "live" else None
+    table = training_step._conversations(target.config, 2, 40)
+    options, cached = {}, None
+    if teacher == "cached":
+        cached = training_step._cached(target, table, 2, 40, tmp_path)
+        options["teacher_cache"] = str(tmp_path)
+    module = Distillation.from_model(target, features=features, **options)
+    batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0, teacher=cached)
+    step = training_step._Step(module, batches, CPU)
+    with FlopCounterMode(display=False) as counter:
+        step.whole()
+    operations = distillation_operations(
+        target.config if teacher == "live" else None, module.exported.config, 80, step.num_counted
+    )
+    counted = counter.get_flop_counts()["Global"]
+    assert sum(operations.values()) == counted[torch.ops.aten.mm]
 
 
 @pytest.mark.long
