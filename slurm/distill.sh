@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Distil on any number of nodes and GPUs; arguments are those of `distill.py fit`:
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 slurm/distill.sh \
-#     --config configs/distill/llama3.1-8b.yaml --data.train sharegpt.jsonl --run_dir runs/8b
+#     --config configs/distill/llama3.1-8b.yaml --data.train sharegpt.jsonl --data.batch_size 1 \
+#     --run_dir runs/8b
 #SBATCH --job-name=distill
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append

@@ -15,6 +15,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from stree.models.config import HybridConfig
 from stree_pipelines.data.datamodule import ConversationDataModule
+from stree_pipelines.data.micro_batches import MicroBatches
+from stree_pipelines.data.packing import count_rows
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
 from stree_pipelines.resources.estimates import (
     AVERAGE_BYTES,
@@ -23,9 +25,12 @@ from stree_pipelines.resources.estimates import (
     training_disk,
     training_memory,
 )
+from stree_pipelines.resources.operations import PEAKS, distillation_operations
+from stree_pipelines.terminal.progress import clock
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.frozen_target import device_beside
+from stree_pipelines.training.precision import AUTOCAST
 
 SMALLER_TRAINING = (
     "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
@@ -107,6 +112,8 @@ def describe_training(
         f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
         f"{left * rows * length:,} tokens"
     )  # fmt: skip
+    if plan.target is not None and AUTOCAST[trainer.precision] is torch.bfloat16:
+        yield arithmetic_line(plan, data.micro_batches(), rows, left, trainer.world_size)
     further = sum(end - begin for begin, end in exports.branches(max_steps) if begin >= resume_step)
     yield (
         f"exports at steps {', '.join(map(str, steps))}"
@@ -122,3 +129,24 @@ def describe_training(
     yield require_disk(run_dir, disk)
     for each in needs:
         each.require(SMALLER_TRAINING)
+
+
+def arithmetic_line(
+    plan: ModelPlan, data: MicroBatches, rows: int, steps: int, num_processes: int
+) -> str:
+    """What a distillation's steps of so many rows are to compute, and how long that takes at least:
+    on this machine's GPUs, or without any on H200s."""
+    counted_tokens = count_rows(data.table, data.packing)["assistant"].mean() * rows
+    parts = distillation_operations(
+        None if plan.cached else plan.target, plan.trained, rows * data.packing.sequence_length,
+        round(counted_tokens), plan.passes,
+    )  # fmt: skip
+    total = sum(parts.values())
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in parts.items())
+    line = f"arithmetic: {total / 1e12:,.3g} TFLOP a step ({shares})"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
+    if gpu not in PEAKS:
+        return line
+    num_gpus = num_processes * (2 if plan.beside else 1)
+    least_s = steps * total / PEAKS[gpu] / num_gpus
+    return f"{line}; all steps take at least {clock(least_s)} at the bf16 peak of {num_gpus} {gpu}"

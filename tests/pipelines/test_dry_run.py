@@ -14,6 +14,7 @@ from collections import namedtuple
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -38,7 +39,9 @@ from stree_pipelines import (
     study,
     train_target,
 )
-from stree_pipelines.resources import dry_run, estimates
+from stree_pipelines.data.micro_batches import MicroBatches
+from stree_pipelines.data.packing import TokenTable, pack
+from stree_pipelines.resources import dry_run, estimates, operations
 from stree_pipelines.training import distillation, needs
 
 CONFIG = HybridConfig(**ARCHITECTURE)
@@ -183,6 +186,39 @@ def test_a_distillation_says_what_it_takes(workspace, tmp_path, capsys, monkeypa
         "memory: about", "are free", "disk: ",
     ):  # fmt: skip
         assert expected in printed, expected
+
+
+def test_a_distillation_in_bf16_says_how_long_its_arithmetic_takes_at_least(
+    workspace, tmp_path, capsys
+):
+    def said(*more: str) -> str:
+        distill.main(options_of(workspace, tmp_path / "run", "--dry_run", *more))
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if line.startswith("arithmetic: ")), "")
+
+    rows = ("--data.batch_size", "1", "--data.global_batch_size", "2")
+    bf16 = (*rows, "--trainer.precision", "bf16-mixed")
+    one, two = said(*bf16), said(*bf16, "--trainer.devices", "2")
+    assert one.startswith("arithmetic: ") and "(drafter " in one and ", target " in one
+    assert one.split(";")[0] == two.split(";")[0]  # as many rows a step
+    assert one.endswith("the bf16 peak of 1 NVIDIA H200") and two.endswith(" of 2 NVIDIA H200")
+    assert not said()
+
+
+def test_time_of_the_arithmetic():
+    tokens, mask = np.zeros(200, np.int32), np.arange(200) % 100 >= 40
+    table = TokenTable(tokens, mask, np.array([0, 100, 200]))
+    batches = MicroBatches(table, pack(table, 100, [0, 1]), 1, seed=0, pad_id=0)
+    parts = operations.distillation_operations(CONFIG, CONFIG, 400, 240)
+    steps = round(7200 * operations.PEAKS["NVIDIA H200"] / sum(parts.values()))
+    for plan, processes, time in (
+        (needs.ModelPlan(CONFIG, CONFIG), 1, "2:00:00"),
+        (needs.ModelPlan(CONFIG, CONFIG), 2, "1:00:00"),
+        (needs.ModelPlan(CONFIG, CONFIG, beside=True), 1, "1:00:00"),
+        (needs.ModelPlan(CONFIG, CONFIG, cached=True), 1, "1:30:00"),  # 6 of 8 operations
+    ):
+        line = needs.arithmetic_line(plan, batches, 4, steps, processes)
+        assert f"at least {time} at" in line and ("target" in line) != plan.cached
 
 
 def test_a_target_on_a_gpu_of_its_own_is_counted_there(workspace, tmp_path, capsys, monkeypatch):
