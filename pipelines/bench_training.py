@@ -29,7 +29,7 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import numpy as np
 import torch
 
-from stree.errors import UsageError, exit_with_reason, kind_of_code
+from stree.errors import UsageError, exit_with_reason, kind_of_code, naming_what_does_not_fit
 from stree.models.convert import save_model
 from stree.models.slicing import drafter_config_from
 from stree_pipelines import distill
@@ -54,6 +54,7 @@ TESTS = {  # of what is measured
     "step": ["pipelines/test_losses.py"],
 }
 WHAT = tuple(TESTS)
+LESS = "lower --batch_size or --sequence_length, or take a smaller --shape"
 
 
 def measure(
@@ -139,7 +140,7 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
         yield model_line("drafter", drafter)
         yield f"each process, unsharded, 32-true, {all_needs[-1]}"
     for needs in all_needs:
-        needs.require("lower --batch_size or --sequence_length, or take a smaller --shape")
+        needs.require(LESS)
 
 
 def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -239,7 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
         require_green(sorted({each for what in options.what for each in TESTS[what]}))
     rows = []
     if "step" in options.what:
-        rows += write_rows(options.out, measure_step(options.shape, options, device), device)
+        with naming_what_does_not_fit(LESS):
+            rows += write_rows(options.out, measure_step(options.shape, options, device), device)
     if "processes" not in options.what:
         return
     print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")

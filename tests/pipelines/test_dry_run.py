@@ -25,6 +25,7 @@ from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
+from stree.models.slicing import drafter_config_from
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import (
     bench_decode,
@@ -43,8 +44,10 @@ from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.resources import dry_run, estimates, operations
 from stree_pipelines.training import distillation, needs
+from stree_pipelines.training.features import FeatureConfig
 
 CONFIG = HybridConfig(**ARCHITECTURE)
+TINY = bench_training.TINY
 MAMBA_KEYS = (
     "num_ssm_heads", "ssm_head_dim", "d_state", "num_x_groups", "num_b_groups", "num_c_groups"
 )  # fmt: skip
@@ -311,10 +314,18 @@ def test_a_benchmark_says_what_it_takes(benchmark, said, tmp_path, capsys):
 
 def test_a_step_s_benchmark_says_what_a_step_takes(tmp_path, capsys):
     options = ("--shape", "tiny", "--device", "cpu", "--dry_run", "--what", "[step]")
-    bench_training.main([str(tmp_path / "out.jsonl"), *options])
+    more = ("--teacher", "[live,cached]", "--features", "[1,3]")
+    bench_training.main([str(tmp_path / "out.jsonl"), *options, *more])
     printed = capsys.readouterr().out
     assert "a step of 16 rows of 1024 tokens" in printed and "runs:" not in printed
-    assert "bf16-mixed, memory: about" in printed
+    live, cached = re.findall(r"(\w+) teacher, bf16-mixed, memory: about .*\((.*)\)", printed)
+    assert live[0] == "live" and "target " in live[1]
+    assert cached[0] == "cached" and "target " not in cached[1]
+    drafters = re.findall(r"drafter: ([\d,]+) parameters", printed)
+    read = FeatureConfig([1, 3]).added_to(drafter_config_from(TINY), TINY)
+    assert drafters == [f"{estimates.num_parameters(each):,}" for each in (
+        read, drafter_config_from(TINY)
+    )]  # fmt: skip
 
 
 def test_a_finished_run_says_so(workspace, finished, capsys):
