@@ -13,7 +13,9 @@ from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
+from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel
+from stree.models.initialisation import initialise
 
 
 def default_drafter_layers(target_config: HybridConfig) -> list[int]:
@@ -79,16 +81,23 @@ def slice_drafter(
     if feature_layers:
         config = config.reading(feature_layers, target.config, own_features)
     chosen = default_drafter_layers(target.config) if layers is None else list(layers)
-    with target.device:
+    with torch.device("meta"):  # nothing is drawn that a copy would replace
         drafter = HybridModel(config)
     source = target.state_dict()
     places = {"layers": chosen, "shared": target.config.shared_blocks_of(chosen)}
-    with torch.no_grad():
-        for name, weight in drafter.state_dict().items():
-            if not name.startswith("model.features."):
-                weight.copy_(source[_target_name(name, places)])
+    plain = dict(copy=True, memory_format=torch.contiguous_format)  # not as decoding packs them
+    copies = {
+        name: source[_target_name(name, places)].to(weight.dtype, **plain)
+        for name, weight in drafter.state_dict().items()
+        if not name.startswith("model.features.")
+    }
+    drafter.load_state_dict(copies, strict=False, assign=True)
     if feature_layers:
-        drafter.model.features.begin(0.0)
+        with target.device:
+            reader = FeatureInput(config)
+        initialise(reader, config.num_layers)
+        reader.begin(0.0)
+        drafter.model.features = reader
     return drafter
 
 

@@ -54,8 +54,12 @@ def test_default_is_the_first_and_last_mamba_layer():
 
 
 def test_a_bf16_target_gives_an_fp32_drafter():
-    drafter = slice_drafter(make_target().to(torch.bfloat16))
+    target = make_target().to(torch.bfloat16)
+    target.pack()  # its weights lie as decoding reads them, the drafter's do not
+    drafter = slice_drafter(target, feature_layers=(1, 4))
     assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+    assert all(each.is_contiguous() and each.requires_grad for each in drafter.parameters())
+    assert not all(each.is_contiguous() for each in target.parameters())
 
 
 @pytest.mark.parametrize(
