@@ -16,7 +16,6 @@ python pipelines/bench_decode.py runs/bench/8b-orders.jsonl --what "[orders]"
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +41,7 @@ from stree_pipelines.benches.models import (
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.orders import bytes_of, orders
 from stree_pipelines.benches.steps import decode_at, graphs
-from stree_pipelines.benches.timing import require_green, write_rows
+from stree_pipelines.benches.timing import release_memory, require_green, write_rows
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
 from stree_pipelines.resources.estimates import cache_bytes, decoding_memory
 from stree_pipelines.terminal.command_line import CommandParser
@@ -136,7 +135,7 @@ def _rows_of(shapes: list[str], options: Any, device: torch.device) -> Iterator[
     for shape in shapes:
         for row in measure(shape, options, device):
             yield {"shape": shape, **row}
-        _release_memory(device)
+        release_memory(device)
 
 
 def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) -> None:
@@ -147,13 +146,6 @@ def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) ->
             options.context, device.type == "cuda", options.order_nodes,
         ):  # fmt: skip
             print(line, flush=True)
-
-
-def _release_memory(device: torch.device) -> None:
-    """For the next shape: models and graphs point at each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import statistics
@@ -100,6 +101,13 @@ def require_green(tests: list[str]) -> None:
     if answer.returncode != 0:
         last = answer.stdout.strip().splitlines()[-3:]
         raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
+
+
+def release_memory(device: torch.device) -> None:
+    """For the next models: those before, and their graphs, point at each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def write_rows(

@@ -18,7 +18,7 @@ from stree.models.config import HybridConfig
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree_pipelines.benches.models import random_model
-from stree_pipelines.benches.timing import in_turns
+from stree_pipelines.benches.timing import in_turns, release_memory
 from stree_pipelines.data.micro_batches import Batch, MicroBatches
 from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.evaluation.context import Workers
@@ -49,6 +49,7 @@ def step_row(
             f"a step's rows begin with a prompt of {PROMPT} tokens, which do not count: wanted a "
             f"longer --sequence_length, got {sequence_length}"
         )
+    release_memory(device)  # of the row before
     table = _conversations(config, batch_size, sequence_length)
     with tempfile.TemporaryDirectory() as folder:
         with _stage(f"random target of {num_parameters(config):,} parameters", device):
@@ -64,6 +65,7 @@ def step_row(
                 module.frozen.place(device, [], 1)
             module.prepare_layers()
         del target  # which a cache stands for
+        release_memory(device)
         packing = pack(table, sequence_length, range(len(table)))
         batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0, teacher=cached)
         step = _Step(module, batches, device)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -479,6 +480,25 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     bench_report.main([str(tmp_path)])
     table = (tmp_path / "bars.md").read_text()
     assert "tiny, 2 × 40, live, features" in table and re.search("tiny, 2 × 40, cached +\\|", table)
+
+
+@pytest.mark.parametrize("teacher", training_step.TEACHERS)
+def test_a_target_is_gone_where_a_cache_stands_for_it(short_conversations, monkeypatch, teacher):
+    made, there = [], []
+
+    def noted(config, device):
+        model = models.random_model(config, device)
+        made.append(weakref.ref(model))
+        return model
+
+    def measured(*arguments):
+        there.append(made[0]() is not None)
+        return {}
+
+    monkeypatch.setattr(training_step, "random_model", noted)
+    monkeypatch.setattr(training_step, "_measured", measured)
+    training_step.step_row(bench_training.TINY, teacher, 1, 32, 1, CPU)
+    assert there == [teacher == "live"]
 
 
 def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
