@@ -33,6 +33,8 @@ PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what an observation counts one observation later
 REVISED_AFTER = 8  # observations, since working out what to expect takes the host longer than one
 NUM_TIMINGS = 5
+NUM_UNTIMED = 2  # first steps of a timing
+MOST_CONTEXT = 32  # tokens before it, unless told
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 
@@ -275,12 +277,17 @@ def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:
 
 def context_of(max_length: int) -> int:
     """After how many tokens steps are timed unless told."""
-    return min(32, max_length // 4)
+    return min(MOST_CONTEXT, max_length // 4)
+
+
+def length_to_time(tree: TokenTree) -> int:
+    """A max_length that leaves room to time a step of it."""
+    return MOST_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
 
 
 def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
-    """How many steps of it can be timed after `context` tokens, behind two that are not."""
-    return (max_length - context) // (tree.max_depth + 1) - 2
+    """How many steps of it can be timed after `context` tokens, behind those that are not."""
+    return (max_length - context) // (tree.max_depth + 1) - NUM_UNTIMED
 
 
 @torch.no_grad()
@@ -289,9 +296,9 @@ def measure_costs(
 ) -> Costs:
     """Time a decoder's steps, whose rows are all free, of 1, 2, 4, … rows with each tree.
 
-    context, how many tokens come before; num_steps, how many are timed, after two more. The trees
-    have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of its
-    turns: what disturbs the machine for a while must not decide for one tree and against another.
+    context, how many tokens come before; num_steps, how many are timed, after NUM_UNTIMED more. The
+    trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
+    its turns: what disturbs the machine for a while must not decide for one and against another.
     """
     counts = {decoder.num_rows}
     counts |= {1 << power for power in range((decoder.num_rows - 1).bit_length())}
@@ -315,9 +322,9 @@ def measure_costs(
             readings.append(_begin_after(decoder, count, prefix, tokens))
             forest = Forest.of([tree] * count, decoder.target.device)
             rows = decoder.rows.narrow(0, count, [GenerationConfig()])
-            _run_steps(decoder, rows, forest, context, range(2))
+            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
             started = decoder.now()
-            _run_steps(decoder, rows, forest, context, range(2, 2 + timed))
+            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
             if timed:
                 seconds[tree].append((decoder.now() - started) / timed)
         costs.catch_up = min(readings)

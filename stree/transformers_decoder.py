@@ -30,7 +30,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
-from stree.modes import Modes
+from stree.modes import Modes, length_to_time
 from stree.prompts import prompts_of
 from stree.requests import Request
 from stree.settings import end_of
@@ -249,6 +249,8 @@ class TransformersDecoder:
         longest = self._max_depth + 1 + max(
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )  # fmt: skip
+        if isinstance(self.tree, Modes):
+            longest = max(longest, length_to_time(self.tree.deepest))
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
             num_rows = max(len(requests), batch.num_rows if batch else 0)

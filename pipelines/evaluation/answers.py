@@ -19,6 +19,7 @@ from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
+from stree.modes import length_to_time
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import eos_token_ids, load_tokenizer
@@ -353,7 +354,8 @@ class Answerer:
 
     def _needed(self, job: Job, num_prompt_tokens: int) -> int:
         longest = 0 if job.tree is None else job.tree.max_depth + 1
-        return num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
+        needed = num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
+        return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
 
     def _has_room(self, job: Job, num_prompt_tokens: int) -> bool:
         room, _ = self._decoders.get(job.decoder_key, (0, None))

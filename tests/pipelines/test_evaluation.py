@@ -613,6 +613,14 @@ def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name):
     assert all(tree in told for tree in rows["stree"].tree_shares)
 
 
+def test_a_choice_of_a_deep_tree_has_room_to_be_timed(world, tmp_path):
+    settings = settings_for(
+        world, tmp_path, methods=("stree",), tree="chain-1 or chain-99", limit=1, max_new_tokens=1
+    )
+    (row,) = quiet(settings).evaluate(export(world, 10))
+    assert row.tree.name == "chain-1 or chain-99"
+
+
 def test_without_the_baseline_nothing_is_relative(world, tmp_path):
     settings = settings_for(world, tmp_path, methods=("stree",), limit=1)
     (row,) = quiet(settings).evaluate(export(world, 10))

@@ -29,6 +29,7 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import slice_drafter
+from stree.modes import context_of, room_to_time
 from stree.transformers_decoder import generate
 from stree.tree import balanced
 from stree.verifiers.multi_step import MultiStep
@@ -408,6 +409,20 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
     got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
     assert got.shape == (2, ids.shape[1] + 4)
     assert str(granite._stree_decoder[1].tree) == name
+
+
+def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
+    """Its answers would fit buffers in which three of its steps do not."""
+    decoder = stree.from_transformers(
+        granite, slice_drafter(shared_model(granite), [0]), "chain-80"
+    )
+    ids, _ = prompts((6,))
+    decoder.generate(ids, max_new_tokens=1, do_sample=False)
+    without_choice = decoder._batch.max_length
+    decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
+    assert room_to_time(decoder.tree.deepest, without_choice, context_of(without_choice)) < 1
+    assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
+    assert decoder._batch.modes.costs.are_of(1)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
