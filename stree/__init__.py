@@ -1,20 +1,10 @@
 """Speculative tree decoding for state-space and hybrid language models."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import stree.threads  # noqa: F401  (before torch is loaded)
-
-from stree.bandit import Bandit
-from stree.batch import BatchDecoder
-from stree.engine import Decoder, generate
-from stree.generation import GenerationConfig, GenerationOutput
-from stree.loading import load
-from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
-from stree.modes import Modes
-from stree.requests import Request
-from stree.transformers_decoder import TransformersDecoder, from_transformers
-from stree.tree import TokenTree
 
 __version__ = "0.1.0"
 
@@ -38,3 +28,39 @@ __all__ = [
     "generate",
     "load",
 ]
+
+if TYPE_CHECKING:
+    from stree.bandit import Bandit
+    from stree.batch import BatchDecoder
+    from stree.engine import Decoder, generate
+    from stree.generation import GenerationConfig, GenerationOutput
+    from stree.loading import load
+    from stree.models.config import HybridConfig
+    from stree.models.hybrid import HybridModel
+    from stree.modes import Modes
+    from stree.requests import Request
+    from stree.transformers_decoder import TransformersDecoder, from_transformers
+    from stree.tree import TokenTree
+else:
+    _PLACES = {
+        "Bandit": "bandit",
+        "BatchDecoder": "batch",
+        "Decoder": "engine",
+        "GenerationConfig": "generation",
+        "GenerationOutput": "generation",
+        "HybridConfig": "models.config",
+        "HybridModel": "models.hybrid",
+        "Modes": "modes",
+        "Request": "requests",
+        "TokenTree": "tree",
+        "TransformersDecoder": "transformers_decoder",
+        "from_transformers": "transformers_decoder",
+        "generate": "engine",
+        "load": "loading",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import what is asked for, and PyTorch with it: `stree --help` needs neither."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -101,7 +101,8 @@ def first_line(error: BaseException) -> str:
 
 
 def exit_with_reason(main: Callable[[], object]) -> None:
-    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code.
+    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code, and so does
+    a library that is not installed.
 
     One of several processes leaves without the interpreter's own shutdown: a thread of PyTorch's
     that asks for the interpreter then aborts the process (seen, rarely, on a busy machine), and the
@@ -119,6 +120,15 @@ def exit_with_reason(main: Callable[[], object]) -> None:
     except BrokenPipeError:  # `… | head` has seen enough; what would have come is not known
         _drop_output()
         code = 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        if error.name is None or "." in error.name:  # no library as a whole
+            raise
+        print(
+            f"error: {sys.executable} has no library {error.name!r}: install stree there with all "
+            "that it needs, or use an environment that has it, in a clone .venv/bin/stree",
+            file=sys.stderr,
+        )
+        code = UsageError.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -16,7 +16,7 @@ from tiny_run import make_workspace
 
 import stree
 from stree.__main__ import COMMANDS, main
-from stree.errors import UsageError
+from stree.errors import UsageError, exit_with_reason
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.terminal.command_line import typed_as, typed_command
 
@@ -92,6 +92,50 @@ def test_the_version_stands_in_one_place_and_every_package_is_listed():
         if "custom_generate" not in path.parts  # data, which transformers runs
     }
     assert listed - {"stree_pipelines.configs"} == found
+
+
+# Every command in a process of its own, which has what the commands share but finds no PyTorch.
+WITHOUT_TORCH = """
+import os, sys
+sys.modules["torch"] = None
+import jsonargparse, matplotlib.figure
+from stree.__main__ import COMMANDS, main
+from stree.errors import exit_with_reason
+for name in COMMANDS:
+    print(f"{name} says", file=sys.stderr, flush=True)
+    if os.fork() == 0:
+        exit_with_reason(lambda: main([name, "--help"]))
+    print(f"{name} ends with {os.waitstatus_to_exitcode(os.wait()[1])}", flush=True)
+import stree
+assert stree.__version__ and "load" in stree.__all__
+"""
+
+
+def test_a_python_without_pytorch_is_told_so_in_a_line():
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True
+    )
+    need_none = {"corpus"}
+    told = ran.stderr.splitlines()
+    for name in COMMANDS:
+        code = 0 if name in need_none else UsageError.exit_code
+        assert f"{name} ends with {code}\n" in ran.stdout
+    errors = [line for line in told if line.startswith("error: ")]
+    assert len(errors) == len(COMMANDS) - len(need_none)
+    assert all(f"{sys.executable} has no library 'torch': install" in line for line in errors)
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_mistake_of_ours():
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        exit_with_reason(lambda: __import__("stree.no_such_module"))
+
+
+def test_what_stree_exports_is_imported_when_asked_for():
+    for name in stree.__all__:
+        assert getattr(stree, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
+        stree.lode  # noqa: B018
 
 
 def test_make_alone_lists_its_targets():
