@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stree.models.features import Features
+from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
 from stree.requests import Progress
 from stree.rows import Rows
@@ -13,7 +14,7 @@ from stree.step import Step
 from stree_kernels import ops
 
 PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
-FEATURES_CHUNK = 2048  # prompt tokens whose features are in memory at once
+FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
 
 
 class Prefill:

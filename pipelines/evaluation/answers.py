@@ -18,7 +18,7 @@ from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import READ_AT_ONCE, HybridModel
 from stree.modes import length_to_time
 from stree.requests import Request
 from stree.rows import Rows
@@ -408,13 +408,17 @@ class Answerer:
         """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
 
         Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
-        prompt length, and whichever method met it first would pay for all. A batch reads prompts
-        in pieces while it decodes, and is warmed up with the first one only.
+        prompt length, and whichever method met it first would pay for all; of a long prompt, what
+        `_as_long` gives has done the same. A batch reads prompts in pieces while it decodes, and is
+        warmed up with the first one only.
         """
         decoder = self._decoder(job, len(prompt_ids))
         what = {("temperature", job.temperature)}
         if self.settings.batch_size == 1:
-            what.add(("prompt tokens", len(prompt_ids) - decoder.num_reusable(prompt_ids)))
+            reused = decoder.num_reusable(prompt_ids)
+            if not reused and self.is_warm(job):
+                prompt_ids = self._as_long(job, prompt_ids)
+            what.add(("prompt tokens", len(prompt_ids) - reused))
         once = {(*job.decoder_key, each) for each in what}
         if once - self._warm:
             generation = GenerationConfig(
@@ -429,6 +433,20 @@ class Answerer:
                 decoder.generate([Request(prompt_ids, generation)] * self.settings.batch_size)
             self._warm |= once
         return decoder
+
+    def _as_long(self, job: Job, prompt_ids: list[int]) -> list[int]:
+        """The end of a long prompt, whose reading asks for what the whole's does: a first piece of
+        READ_AT_ONCE tokens, one behind others, and a last one of the same size. The whole prompt
+        where the decoder has read none as long, since buffers grow with it, or where the drafter
+        has a tokenizer of its own. Not the beginning: prefixes that are kept are not read again."""
+        length = len(prompt_ids)
+        alike = 2 * READ_AT_ONCE + (length - 1) % READ_AT_ONCE + 1
+        read = {n for *key, (what, n) in self._warm
+                if tuple(key) == job.decoder_key and what == "prompt tokens"}  # fmt: skip
+        retokenised = job.drafter is not None and job.drafter.name.retokenised
+        if length <= alike or length in read or length > max(read, default=0) or retokenised:
+            return prompt_ids
+        return prompt_ids[-alike:]
 
     @property
     def num_prefixes(self) -> int:

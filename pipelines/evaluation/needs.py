@@ -89,7 +89,7 @@ class Work:
         """Batches and warm-ups."""
         settings = self.evaluation.settings
         warm_ups = len({(job.decoder_key, job.temperature) for _, job in self.answers})
-        lengths = ", and prefill where a decoder first meets a prompt's length"
+        lengths = ", and prefill where a decoder first meets a prompt's length, of long ones less"
         if settings.batch_size > 1:
             yield f"batches: {settings.batch_size} prompts at once"
             lengths = ""

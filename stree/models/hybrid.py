@@ -41,6 +41,8 @@ from stree_kernels.shapes import Sampling, Stream, Topology
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+READ_AT_ONCE = 2048  # tokens of a prompt, unless told
+
 
 def on_own_gpu(method: Method) -> Method:
     """A model's method, with the model's GPU as the current one."""
@@ -295,7 +297,7 @@ class HybridModel(nn.Module):
         self,
         tokens: Tensor,
         cache: HybridCache,
-        chunk: int = 2048,
+        chunk: int = READ_AT_ONCE,
         *,
         features: Features | None = None,
         inputs: Tensor | None = None,

@@ -472,6 +472,40 @@ def test_no_figure_depends_on_what_ran_first(world, tmp_path):
     assert speeds[0] == speeds[1]
 
 
+def test_of_long_prompts_only_what_differs_is_read_twice(world, tmp_path, monkeypatch):
+    """Read in pieces of 8 tokens: before it answers, a decoder has read each kind of them, and a
+    prompt that was as long; but for the first one's, a warm-up has three pieces at most."""
+    monkeypatch.setattr(answers, "READ_AT_ONCE", 8)
+    prompts = [
+        {"id": str(count), "turns": [" ".join(["why"] * count)]} for count in (60, 50, 20, 51, 4)
+    ]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    calls: dict[str, list[tuple[int, bool]]] = {"plain": [], "chain-4": [], "paper": []}
+
+    def listen(tree, prompt_ids, generation, output):
+        name = tree.name if tree else "plain"
+        calls[name].append((len(prompt_ids), is_warm_up(generation)))
+
+    settings = settings_for(
+        world, tmp_path / "out", benchmarks=[str(tmp_path / "long.jsonl")], temperatures=[0.0, 1.0]
+    )
+    quiet(settings, make_decoder=heard_by(listen)).evaluate(export(world, 10))
+
+    def pieces(length: int) -> set[tuple[int, bool]]:
+        return {(min(8, length - start), start > 0) for start in range(0, length, 8)}
+
+    for heard in calls.values():
+        read: list[int] = []
+        for length, is_untimed in heard:
+            if is_untimed:
+                read.append(length)
+            else:
+                assert length <= max(read)
+                assert pieces(length) <= set().union(*map(pieces, read))
+        first, second, *others = read  # the first prompt, at each temperature
+        assert first == second > 24 and 0 < len(others) <= 4 and max(others) <= 24
+
+
 class BusierAndBusier:
     """A decoder on a machine where each prompt takes half as long again as the one before; a step
     of plain decoding would take 10 ms, another 20 ms, without that."""
