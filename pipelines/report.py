@@ -181,7 +181,9 @@ def summary(data: RunData) -> str:
         lines.append(table6(data, data.scopes[0], temperature).to_markdown())
         headline = f"{advice.headline}. " if advice.headline else ""
         lines.append(f"T = {temperature:g}: {headline}{advice.reason}\n")
-    for rungs in by_length.ladders(data):
+    ladders = by_length.ladders(data)
+    lines += [f"{by_length_tables.introduction(data)}\n"] if ladders else []
+    for rungs in ladders:
         lines += [table.to_markdown() for table in by_length_tables.tables(data, rungs)]
         lines += [f"{line}\n" for line in by_length_tables.verdicts(data, rungs)]
     lines += [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]

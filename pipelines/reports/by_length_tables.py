@@ -18,7 +18,7 @@ from stree_pipelines.reports.by_length import (
     read,
     repeated,
 )
-from stree_pipelines.reports.run_data import RunData, method_label
+from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
 from stree_pipelines.reports.tables import MISSING, Table, baseline_speed, figure, speed_of, tau_of
 
 INTRO = (
@@ -29,6 +29,15 @@ INTRO = (
     "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
     "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
 )
+
+
+def introduction(data: RunData) -> str:
+    """What the tables show, and of which drafter: one of those that are there."""
+    if not data.last:
+        return INTRO
+    title, count = checkpoint_title(data, data.last), len(data.checkpoints)
+    others = f", the last of {count} here; the others are not shown" if count > 1 else ""
+    return f"{INTRO} The drafter is {title}{others}."
 
 
 def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
@@ -189,7 +198,7 @@ def markdown(data: RunData) -> str | None:
         parts += ["", *(table.to_markdown() for table in tables(data, rungs))]
     if not parts:
         return None
-    return "\n".join(["# Acceptance length by prompt length\n", f"{INTRO}\n", *parts])
+    return "\n".join(["# Acceptance length by prompt length\n", f"{introduction(data)}\n", *parts])
 
 
 def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:

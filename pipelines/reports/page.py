@@ -37,7 +37,7 @@ def page_context(data: RunData) -> dict[str, Any]:
             }
             for rungs in by_length.ladders(data)
         ],
-        "lengths_intro": by_length_tables.INTRO,
+        "lengths_intro": by_length_tables.introduction(data),
         "lossless": _lossless(data),
         "samples": _samples(data),
         "environment": environment(data.rows, [data.command]),

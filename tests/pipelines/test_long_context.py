@@ -23,7 +23,7 @@ from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation import reading as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import Reading, ReadingKey, ResultStore
-from stree_pipelines.report import write_records, write_report
+from stree_pipelines.report import summary, write_records, write_report
 from stree_pipelines.reports import by_length, by_length_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
@@ -230,6 +230,20 @@ def make_ladder(folder, calls, target_loss=(2.0, 2.0), overlap=(0.8, 0.8), anew=
             for index in range(6)
         ])  # fmt: skip
     return load_run(folder)
+
+
+def test_of_several_drafters_the_one_that_is_shown_is_named(tmp_path):
+    data = make_ladder(tmp_path, (20, 20))
+    assert by_length_tables.introduction(data).endswith(" The drafter is step 100.")
+    row = next(row for row in data.rows if row.step == 100 and row.benchmark == "long-1000")
+    samples = ResultStore(tmp_path).samples(row)
+    other = [each.model_copy(update={"checkpoint_sha256": "50", "step": 50}) for each in samples]
+    ResultStore(tmp_path).publish(make_row("stree", 50, "long-1000", other, 0.0), other)
+    data, said = load_run(tmp_path), "is step 100, the last of 2 here; the others are not shown."
+    write_report(data, tmp_path)
+    for name in ("by_length.md", "report.html"):
+        assert said in (tmp_path / name).read_text()
+    assert said in summary(data)
 
 
 @pytest.mark.parametrize(
