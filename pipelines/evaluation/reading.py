@@ -59,15 +59,19 @@ def read_answer(
     after, begun = None, None
     with ops.current(target.device):
         hidden, inputs = _target_read(target, model, tokens, start)
-        law = target.logits(hidden).log_softmax(-1)
+        log_probs = target.logits(hidden).log_softmax(-1)
         if model is not None:
-            after = Agreement.of(law, _law(model, tokens, inputs, 0, start), answer)
-            begun = Agreement.of(law, _law(model, tokens, inputs, question, start), answer)
+            after = Agreement.of(
+                log_probs, _drafter_log_probs(model, tokens, inputs, 0, start), answer
+            )
+            begun = Agreement.of(
+                log_probs, _drafter_log_probs(model, tokens, inputs, question, start), answer
+            )
     return Reading(
         **key._asdict(),
         num_prompt_tokens=start,
         num_tokens=len(answer),
-        target_loss=loss_of(law, answer),
+        target_loss=loss_of(log_probs, answer),
         drafter_loss=None if after is None or math.isinf(after.loss) else after.loss,
         overlap=after and after.overlap,
         same_choice=after and after.same_choice,
@@ -101,7 +105,7 @@ def _target_read(
     return hidden, torch.cat(following, 1).roll(1, dims=1) if following else None
 
 
-def _law(
+def _drafter_log_probs(
     drafter: HybridModel, tokens: Tensor, inputs: Tensor | None, begin: int, start: int
 ) -> Tensor:
     """The drafter's log-probabilities (A, V) of the tokens (T,) from `start` on, when it reads from

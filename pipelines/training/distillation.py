@@ -14,7 +14,7 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.features import Features, require_features_of
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import beheaded, drafter_config_from, headed, slice_drafter
+from stree.models.slicing import drafter_config_from, headed, slice_drafter, with_random_head
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.features import FeatureConfig, features_of
 from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
@@ -117,7 +117,7 @@ class Distillation(Training):
         elif whole.config == config:
             self.exported = whole
         else:
-            self.exported = beheaded(whole, head.vocab_size, head.rank)
+            self.exported = with_random_head(whole, head.vocab_size, head.rank)
             self._whole_head = whole.head_weight.detach()
         # No nn.Module itself: never in a checkpoint, an optimiser, DDP's buckets or .train().
         self.frozen: FrozenTarget | None = None

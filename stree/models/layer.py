@@ -114,7 +114,7 @@ class Layer(nn.Module):
                     self.slots[kind] = first_slot + len(self.slots)
         self._parts = {block: self._parts_of(block) for block in self.blocks}
 
-    def part(self, kind: str) -> Any:
+    def _module_of(self, kind: str) -> Any:
         return getattr(self, PART_NAMES.get(kind, kind))
 
     def parts(self, block: Block) -> list[tuple[Any, int | None]]:
@@ -123,7 +123,7 @@ class Layer(nn.Module):
         return self._parts[block]
 
     def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
-        parts = [(self.part(kind), self.slots.get(kind)) for kind in block.parts]
+        parts = [(self._module_of(kind), self.slots.get(kind)) for kind in block.parts]
         mixers = [(part, slot) for part, slot in parts if slot is not None]
         if len(mixers) < 2 or len(mixers) < len(parts):
             return parts
@@ -138,11 +138,13 @@ class Layer(nn.Module):
     @property
     def mixer(self) -> Any:
         """The layer's first part with a memory."""
-        return self.part(next(kind for kind in self.slots if kind != "shared"))
+        return self._module_of(next(kind for kind in self.slots if kind != "shared"))
 
     def mixers(self) -> list[tuple[int, Any]]:
         """Its own parts with a memory, each with the place of its cache."""
-        return [(slot, self.part(kind)) for kind, slot in self.slots.items() if kind != "shared"]
+        return [
+            (slot, self._module_of(kind)) for kind, slot in self.slots.items() if kind != "shared"
+        ]
 
     def run(self, x: Tensor | Stream | None, y: Any, call: Any) -> tuple[Any, Any]:
         """The residual stream x, to which y is still to be added, before and after the layer."""

@@ -121,12 +121,12 @@ def with_head(
 ) -> HybridModel:
     """A copy whose head is over the tokens ids (K,), ascending, alone, or of a rank: what it can
     hold of the whole head (`HybridModel.take_head`). Errors as `headed`."""
-    copy = beheaded(model, None if ids is None else len(ids), rank)
+    copy = with_random_head(model, None if ids is None else len(ids), rank)
     copy.take_head(model.head_weight, ids)
     return copy
 
 
-def beheaded(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
+def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:
     """A copy with a random head of that kind. Errors as `headed`."""
     copy = HybridModel(headed(model.config, vocab_size, rank)).to(model.device, model.dtype)
     copy.tokenizer_fingerprint = model.tokenizer_fingerprint

@@ -1,4 +1,5 @@
-"""Fused verification has its twin's law, and makes its decisions. Planted mistakes are caught.
+"""Fused verification has its twin's distribution, and makes its decisions. Planted mistakes are
+caught.
 
 That the twin's output has the target's distribution is proved in tests/stree/test_verifiers.py.
 """
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judged import Case, case, disagreements, laws, sampled_tree
+from judged import Case, case, disagreements, distributions, sampled_tree
 from kernel_cases import DEVICE, normal
 from planted import edited_module
 
@@ -42,18 +43,18 @@ def small_pieces(monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_law_is_the_twins(tree, relation, rule, most):
+def test_distribution_is_the_twins(tree, relation, rule, most):
     """In fp64, at both ends of the random numbers for each choice; some of them, by default few."""
-    wrong, count = disagreements(rule, tree, *laws(1, tree, relation), most=most)
+    wrong, count = disagreements(rule, tree, *distributions(1, tree, relation), most=most)
     assert wrong == 0 and count >= 6
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_law_is_the_twins_where_drafts_are_points(rule, mixed):
+def test_distribution_is_the_twins_where_drafts_are_points(rule, mixed):
     """All of them, or the last sibling alone."""
-    target, drawn = laws(2, SIBLINGS)
+    target, drawn = distributions(2, SIBLINGS)
     points = torch.tensor([[False, False, True]]) if mixed else None
     wrong, count = disagreements(rule, SIBLINGS, target, drawn if mixed else None, points, most=6)
     assert wrong == 0 and count >= 6
@@ -96,7 +97,7 @@ def test_logits_that_are_not_finite_are_reported(monkeypatch):
     assert [each[0] for each in made.committed(verification)] == [0, 0, -1, 0]
 
 
-# The line, what it says instead, and the rule whose law shows it
+# The line, what it says instead, and the rule whose distribution shows it
 MISTAKES = {
     "a residual that is not clipped": ("maximum(p - offered, 0.0)", "abs(p - offered)", 1),
     "a residual that is not normalised": ("/ rest.to(WIDE), p)", ", p)", 1),
@@ -153,5 +154,5 @@ def test_planted_mistake_is_caught(mistake, monkeypatch, tmp_path):
     for name in ("rows_kernel", "siblings_kernel", "walk_kernel"):
         monkeypatch.setattr(verification, name, getattr(broken, name))
     tree = TokenTree.chain(2) if mistake in DEEP else SIBLINGS
-    wrong, _ = disagreements(RULES[rule], tree, *laws(1, tree))
+    wrong, _ = disagreements(RULES[rule], tree, *distributions(1, tree))
     assert wrong

@@ -1,4 +1,4 @@
-"""Drafters of equal drafting time, from rows whose law is known, and from bytes alone."""
+"""Drafters of equal drafting time, from rows that follow a formula, and from bytes alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GRID = (
 MEASURED = ("own", "head=32768", "rank=256", "layers=4")
 
 
-def law(cost: Cost) -> float:
+def us_of(cost: Cost) -> float:
     return 40.0 + 30.0 * cost.num_layers + 0.5 * cost.level_bytes / 1e6
 
 
 def write_rows(path: Path, kinds, device: str = "a GPU") -> str:
     rows = [
         dict(
-            what="draft", shape="8b", us_draft=dict(median=law(Cost.of("8b", kind))),
+            what="draft", shape="8b", us_draft=dict(median=us_of(Cost.of("8b", kind))),
             environment=dict(git_sha="a", device=device),
             **({} if kind == "own" else {"drafter": kind}),
         )
@@ -41,13 +41,13 @@ def lines_of(capsys) -> dict[str, list[str]]:
     return {line[0]: line for line in lines if len(line) == 5}
 
 
-def test_equal_drafters_are_those_of_the_law_that_rows_follow(tmp_path, capsys):
+def test_equal_drafters_are_those_of_the_formula_that_rows_follow(tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", MEASURED)
     bench_drafters.main([*GRID, "--rows", rows, "--within", "0.2"])
     said = lines_of(capsys)
-    own = law(Cost.of("8b", "own"))
+    own = us_of(Cost.of("8b", "own"))
     for kind in kinds("8b", [2, 3, 4], [1024], [0, 32768], [0, 256]):
-        share = law(Cost.of("8b", kind)) / own
+        share = us_of(Cost.of("8b", kind)) / own
         assert (kind in said) == (abs(share - 1) <= 0.2), kind
         if kind in said:
             assert float(said[kind][3]) == pytest.approx(share, abs=0.005)

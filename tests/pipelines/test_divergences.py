@@ -43,7 +43,7 @@ def name_of(loss: LossConfig) -> str:
 
 
 def dense(loss, p, q, temperature, accepted=None):
-    """(rows,) of the docstrings' formulas, for laws of strictly positive probabilities."""
+    """(rows,) of the docstrings' formulas, for distributions of strictly positive probabilities."""
     square, linear = temperature**2, temperature
     kl = (p * (p / q).log()).sum(-1)
     tv = (p - q).abs().sum(-1) / 2
@@ -67,14 +67,14 @@ def dense(loss, p, q, temperature, accepted=None):
 
 
 def in_fp64(case, temperature):
-    """Leaves in fp64, the student's logits (rows, V), and its law at the temperature."""
+    """Leaves in fp64, the student's logits (rows, V), and its distribution at the temperature."""
     leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
               ("hidden", "head")]  # fmt: skip
     logits = leaves[0][case["mask"]] @ leaves[1].T
     return leaves, logits, (logits / temperature).softmax(-1)
 
 
-def teacher_law(hidden, head, mask, temperature):
+def teacher_distribution(hidden, head, mask, temperature):
     return (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
 
 
@@ -88,7 +88,9 @@ def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, te
     )  # fmt: skip
     got = torch.autograd.grad(terms.loss * 3.0, (case["student_hidden"], case["student_head"]))
     leaves, logits, q = in_fp64(case, temperature)
-    p = teacher_law(case["teacher_hidden"], case["teacher_head"], case["mask"], temperature)
+    p = teacher_distribution(
+        case["teacher_hidden"], case["teacher_head"], case["mask"], temperature
+    )
     divergence = dense(loss, p, q, temperature).mean()
     cross_entropy = torch.nn.functional.cross_entropy(logits, labels[case["mask"]])
     want = divergence + ce_weight * cross_entropy
@@ -103,7 +105,7 @@ def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, te
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("k", [1, 8, 96])
 @pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
-def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_laws(loss, k, temperature):
+def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss, k, temperature):
     """All tokens outside the top k as one bucket, written out: 1 minus the sums."""
     case, _, teacher, (hidden, head) = top_k_case(k, temperature)
     terms = chunked_distillation_loss(
@@ -112,10 +114,10 @@ def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_laws(loss, k, temp
     )  # fmt: skip
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, _, q = in_fp64(case, temperature)
-    p, ids = teacher_law(hidden, head, case["mask"], temperature), teacher.ids.long()
+    p, ids = teacher_distribution(hidden, head, case["mask"], temperature), teacher.ids.long()
     merged = [
-        torch.cat([law.gather(1, ids), 1 - law.gather(1, ids).sum(1, keepdim=True)], 1)
-        for law in (p, q)
+        torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, keepdim=True)], 1)
+        for each in (p, q)
     ]
     accepted = torch.minimum(merged[0], merged[1])[:, :-1].sum(1)  # of the top k only
     want = dense(loss, *merged, temperature, accepted).mean()
@@ -151,7 +153,7 @@ def test_in_bf16_only_the_products_are_rounded(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_laws_without_common_tokens_have_finite_losses_where_they_are(loss):
+def test_distributions_without_common_tokens_have_finite_losses_where_they_are(loss):
     """The student is certain of one token (q = 1 and 0 in fp32), the teacher of another; ids that
     both rule out with logits of −inf count nothing."""
     student = torch.tensor([[0.0, 200.0, -torch.inf]]).requires_grad_()
@@ -251,7 +253,7 @@ def test_weights_count_tokens_and_leave_out_those_of_none(loss, kind):
     terms = chunked_distillation_loss(**case, teacher=teacher, weights=weights, **options)
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, logits, q = in_fp64(case, 1.0)
-    p = teacher_law(hidden, head, case["mask"], 1.0)
+    p = teacher_distribution(hidden, head, case["mask"], 1.0)
     cross_entropy = torch.nn.functional.cross_entropy(
         logits, labels[case["mask"]], reduction="none"
     )
@@ -271,7 +273,7 @@ def test_rows_are_measured_one_by_one(loss):
         hidden, case["student_head"], teacher, mask, loss.divergence, 2.0, chunk_tokens=7
     )
     _, _, q = in_fp64(case, 2.0)
-    p = teacher_law(case["teacher_hidden"], case["teacher_head"], mask, 2.0)
+    p = teacher_distribution(case["teacher_hidden"], case["teacher_head"], mask, 2.0)
     torch.testing.assert_close(measured.divergence[mask].double(), dense(loss, p, q, 2.0), **EXACT)
     torch.testing.assert_close(
         measured.accepted[mask].double(), torch.minimum(p, q).sum(1), **EXACT
@@ -392,7 +394,7 @@ def dense_partial(loss, p, q, temperature, outside, accepted=None):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("loss", LOSSES, ids=name_of)
-def test_a_head_over_some_tokens_has_the_whole_laws_losses(loss, temperature):
+def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temperature):
     case, ids = partial_case()
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], temperature)
@@ -402,7 +404,7 @@ def test_a_head_over_some_tokens_has_the_whole_laws_losses(loss, temperature):
     )  # fmt: skip
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, _, q = in_fp64(case, temperature)
-    whole = teacher_law(hidden, head, case["mask"], temperature)
+    whole = teacher_distribution(hidden, head, case["mask"], temperature)
     p, outside = whole[:, ids], 1 - whole[:, ids].sum(1)
     want = dense_partial(loss, p, q, temperature, outside).mean()
     torch.testing.assert_close(terms.loss.double(), want, **EXACT)
@@ -415,7 +417,7 @@ def test_a_head_over_some_tokens_has_the_whole_laws_losses(loss, temperature):
 @pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
 @pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
 def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
-    """Merged laws of what both know and of the rest; a head of 5 tokens may have no rest."""
+    """Distributions over what both know and the rest; a head of 5 tokens may have no rest."""
     case, ids = partial_case(num_ids)
     hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
     teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)
@@ -424,7 +426,7 @@ def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids)
     )
     got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
     leaves, _, q = in_fp64(case, 1.0)
-    whole = teacher_law(hidden, head, case["mask"], 1.0)
+    whole = teacher_distribution(hidden, head, case["mask"], 1.0)
     values, accepted = [], []
     for row, known in enumerate(teacher.ids.long()):
         has = torch.isin(ids, known)

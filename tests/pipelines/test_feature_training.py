@@ -184,11 +184,11 @@ def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
     module.zero_grad()
     (chosen, there), (tokens, segments) = drawn[0], (batch["tokens"], batch["segment_ids"])
     features = Features(module.exported.config.feature_layers)
-    law = module.target.hidden_states(tokens, segments, features=features)
-    law = module.target.logits(law).log_softmax(-1)
+    hidden = module.target.hidden_states(tokens, segments, features=features)
+    log_p = module.target.logits(hidden).log_softmax(-1)
     passes = module.exported.hidden_ahead(tokens, segments, features.values, None, 3)
     losses = torch.stack([
-        (law.exp() * (law - module.exported.logits(each).log_softmax(-1))).sum(-1)
+        (log_p.exp() * (log_p - module.exported.logits(each).log_softmax(-1))).sum(-1)
         for each in passes
     ])  # fmt: skip
     mask = torch.zeros_like(there)

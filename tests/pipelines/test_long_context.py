@@ -170,8 +170,8 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
     labels = tokens[0, start:]
     p, q, r = p[answer], q[answer], r[answer.start - question : answer.stop - question]
     assert (found.num_prompt_tokens, found.num_tokens) == (start, len(labels))
-    for loss, law in ((found.target_loss, p), (found.drafter_loss, q)):
-        assert loss == pytest.approx(-law.gather(1, labels[:, None]).log().sum().item())
+    for loss, probs in ((found.target_loss, p), (found.drafter_loss, q)):
+        assert loss == pytest.approx(-probs.gather(1, labels[:, None]).log().sum().item())
     assert found.overlap == pytest.approx(torch.minimum(p, q).sum().item())
     assert found.overlap_begun_anew == pytest.approx(torch.minimum(p, r).sum().item())
     assert abs(found.overlap_begun_anew - found.overlap) > 1e-6

@@ -10,7 +10,7 @@ from enumerated import CONTEXT, TREES, distance, random_case
 from growing import Growing, GrowingInTurn
 from toys import (
     TableTarget,
-    exact_law,
+    exact_distribution,
     right_now_and_then,
     tiny_model,
 )
@@ -198,7 +198,9 @@ class InTurn(GrowingInTurn):
         forest.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
 
 
-def block_law(table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier) -> dict:
+def block_distribution(
+    table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier
+) -> dict:
     """Of what one step gives one row, over all draws and coins, by the verifier as it judges trees
     of one shape: the drafts are given to it in a static forest of the shape that has grown."""
 
@@ -227,16 +229,18 @@ def block_law(table, drafter_of, tree: BeamTree, setting: GenerationConfig, veri
         _, count, *tokens = report[0].tolist()
         return tuple(tokens[:count])
 
-    return exact_law(run)
+    return exact_distribution(run)
 
 
-def test_naive_keeps_the_targets_law_whatever_grew():
-    """Drafts of real noise: given any of them, the law of what comes out is the target's."""
+def test_naive_keeps_the_targets_distribution_whatever_grew():
+    """Drafts of real noise: given any of them, what comes out has the target's distribution."""
     for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
         target, drafter, _, setting = random_case(seed, TREES[:1])
         tree = BeamTree.named(name)
-        law = block_law(target, lambda choose, q=drafter: Growing(q), tree, setting, Naive)
-        assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+        distribution = block_distribution(
+            target, lambda choose, q=drafter: Growing(q), tree, setting, Naive
+        )
+        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
 
 
 def test_coins_would_be_biased_by_trees_that_look_at_what_they_keep():
@@ -244,11 +248,11 @@ def test_coins_would_be_biased_by_trees_that_look_at_what_they_keep():
     setting, tree = GenerationConfig(temperature=1.0), BeamTree.of(2, 1, 2)
     for seed in range(3):
         target, drafter, _, _ = random_case(seed, TREES[:1])
-        law = block_law(
+        distribution = block_distribution(
             target, lambda choose, q=drafter: InTurn(q, choose), tree, setting, MultiStep
         )
-        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(law, target, setting, 2) > 1e-3
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(distribution, target, setting, 2) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["multi_step", "traversal", "block"])

@@ -256,8 +256,8 @@ def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
     rates = GrownRates(8)
     for _ in range(23_000):  # 0.99⁻²³⁰⁰⁰ is beyond 1e100
         rates.learn(8, [0, 1, 3])
-    settled = rates.expected_tokens()
-    assert settled[0] == 1 and settled[1] == pytest.approx(2, abs=0.1)
+    expected = rates.expected_tokens()
+    assert expected[0] == 1 and expected[1] == pytest.approx(2, abs=0.1)
     for _ in range(1000):
         rates.learn(8, [0])
     assert rates.expected_tokens()[7] == pytest.approx(1, abs=0.05)

@@ -20,7 +20,7 @@ from enumerated import (
     random_case,
 )
 from lanes import quick_first
-from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_law, tiny_model
+from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_distribution, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.drafters import Proposal
@@ -98,7 +98,7 @@ def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch)
         assert tokens[0] == first
         return tuple(tokens[1:])
 
-    blocks = exact_law(run)
+    blocks = exact_distribution(run)
     with torch.no_grad():
         for tokens in itertools.product(range(3), repeat=2):
             wanted, context = 1.0, [*prompt, first]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from enumerated import CONTEXT, distance, random_case
 from growing import Growing, GrowingInTurn
-from toys import TableTarget, exact_law, right_now_and_then, tiny_model
+from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree import grown as grown_trees
@@ -40,7 +40,9 @@ class Drawn(GrowingInTurn):
         return Proposal(proposal.tokens, proposal.finite, self.logits)
 
 
-def block_law(tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiStep) -> dict:
+def block_distribution(
+    tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiStep
+) -> dict:
     """Of what one step gives a row, over all draws and coins."""
     target = TableTarget(tables[0])
 
@@ -59,7 +61,7 @@ def block_law(tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiS
         _, count, *tokens = report[0].tolist()
         return tuple(tokens[:count])
 
-    return exact_law(run)
+    return exact_distribution(run)
 
 
 CASES = [
@@ -78,9 +80,9 @@ def test_output_distribution_is_the_targets(name, verifier):
     tree = TokenTree.load(name)
     target, drafter, _, other = random_case(len(name) + tree.num_nodes, [balanced([3])])
     for table, setting in ((drafter, GenerationConfig(temperature=1.0)), (drafter.round(), other)):
-        law = block_law((target, table), tree, setting, verifier)
-        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+        distribution = block_distribution((target, table), tree, setting, verifier)
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -90,16 +92,16 @@ def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, m
     tree = TokenTree.load(name)
     target, drafter, _, _ = random_case(2, [balanced([3])])
     setting = GenerationConfig(temperature=1.0, repetition_penalty=1.8)
-    law = block_law((target, drafter), tree, setting, verifier)
-    assert distance(law, target, setting, tree.max_depth + 1) <= 1e-10
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
     monkeypatch.setattr(SlotForest, "drafts_of", lambda self, rows, tokens: None)
-    law = block_law((target, drafter), tree, setting, verifier)
-    assert distance(law, target, setting, tree.max_depth + 1) > 1e-4
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert distance(distribution, target, setting, tree.max_depth + 1) > 1e-4
 
 
 MISTAKES = {
     "a slot is as good as what it holds": (SlotForest.rate, "slots.flatten(1)", "paths.flatten(1)"),
-    "others' laws": (SlotForest.finish, "drawn_at.gather(1, picks)", "0 * picks"),
+    "others' distributions": (SlotForest.finish, "drawn_at.gather(1, picks)", "0 * picks"),
     "other slots are verified": (SlotForest.finish, "descending=True", "descending=False"),
 }
 
@@ -118,8 +120,8 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
     for name in ("dyspec-2-1-2", "dyspec-1-2-3"):
         tree = TokenTree.load(name)
         target, drafter, _, _ = random_case(3, [balanced([3])])
-        law = block_law((target, drafter), tree, setting)
-        worst = max(worst, distance(law, target, setting, tree.max_depth + 1))
+        distribution = block_distribution((target, drafter), tree, setting)
+        worst = max(worst, distance(distribution, target, setting, tree.max_depth + 1))
     assert worst > 1e-4
 
 
@@ -164,8 +166,8 @@ def test_the_tree_is_dyspecs(name):
             paths |= {place: (*paths[node], pool[place]) for place in there}
 
         def shares_of(path, children=children, table=table):
-            law = (table[tuple([*CONTEXT, *path][-2:])] / setting.temperature).softmax(-1)
-            return children[path], law[children[path]].tolist()
+            probs = (table[tuple([*CONTEXT, *path][-2:])] / setting.temperature).softmax(-1)
+            return children[path], probs[children[path]].tolist()
 
         (grown,) = forest.trees
         got = Counter(

@@ -1,4 +1,4 @@
-"""Threads are settled before torch is loaded, whatever is imported first."""
+"""Threads are set before torch is loaded, whatever is imported first."""
 
 import os
 import subprocess

@@ -43,8 +43,8 @@ BRANCHING = [
 ]  # fmt: skip
 
 
-def laws(seed: int, trees, relation: str):
-    """A random case in which both laws have zeros or ties, are equal, or share no token."""
+def distributions(seed: int, trees, relation: str):
+    """A random case whose distributions have zeros or ties, are equal, or share no token."""
     target, drafter, tree, setting = random_case(seed, trees)
     even = torch.arange(target.shape[-1]) % 2 == 0
     if relation == "zeros":
@@ -77,10 +77,10 @@ RELATIONS = ("random", "zeros", "ties", "equal", "disjoint")
     "part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 20))]
 )
 def test_output_distribution_is_the_targets(part, verifier, trees, kind):
-    """Every relation of the laws with another tree each time."""
+    """Every relation of the distributions with another tree each time."""
     for index, relation in enumerate(RELATIONS):
         seed = 7 * part + index
-        target, drafter, tree, setting = laws(seed, trees, relation)
+        target, drafter, tree, setting = distributions(seed, trees, relation)
         tables = TableTarget(target), kind(drafter)
         blocks = block_distribution(*tables, tree, setting, verifier)
         assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
@@ -114,10 +114,10 @@ def test_naive_accepts_more_where_only_a_late_sibling_has_children():
     assert naive > multi_step + 0.05 and traversal >= multi_step - 1e-12
 
 
-def block_law(p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
+def block_verification(p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
     """Algorithm 2 of Sun et al. (2024) for two drafts, in its words: p, q (V, V, V) after a token
     before and a last one."""
-    law: Counter[tuple[int, ...]] = Counter()
+    distribution: Counter[tuple[int, ...]] = Counter()
     first, start = CONTEXT
     for x, y in itertools.product(range(len(p)), repeat=2):
         weight = float(q[first, start, x] * q[start, x, y])
@@ -129,12 +129,12 @@ def block_law(p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
         left1 = (p1 * p[start, x] - q[start, x]).clamp(min=0)
         h1 = float(left1.sum()) / max(float(left1.sum()) + 1 - p1, 1e-300)
         for z in range(len(p)):
-            law[x, y, z] += weight * p2 * float(p[x, y, z])
+            distribution[x, y, z] += weight * p2 * float(p[x, y, z])
             if h1:
-                law[x, z] += weight * (1 - p2) * h1 * float(left1[z] / left1.sum())
+                distribution[x, z] += weight * (1 - p2) * h1 * float(left1[z] / left1.sum())
             if left0.sum():
-                law[z,] += weight * (1 - p2) * (1 - h1) * float(left0[z] / left0.sum())
-    return {block: prob for block, prob in law.items() if prob > 0}
+                distribution[z,] += weight * (1 - p2) * (1 - h1) * float(left0[z] / left0.sum())
+    return {block: prob for block, prob in distribution.items() if prob > 0}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,7 +142,7 @@ def test_block_verification_is_the_papers(seed):
     target, drafter, tree, _ = random_case(seed, CHAINS[1:2])
     setting = GenerationConfig(temperature=1.0)
     got = block_distribution(TableTarget(target), TableDrafter(drafter), tree, setting, Block)
-    wanted = block_law(target.softmax(-1), drafter.softmax(-1))
+    wanted = block_verification(target.softmax(-1), drafter.softmax(-1))
     for block in got.keys() | wanted.keys():
         assert got.get(block, 0.0) == pytest.approx(wanted.get(block, 0.0), abs=1e-12)
 

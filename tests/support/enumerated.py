@@ -1,4 +1,4 @@
-"""One step's law by enumeration: all its random choices, weighted by their probabilities.
+"""One step's distribution by enumeration: all its random choices, weighted by their probabilities.
 
 At 20,000 samples Monte Carlo misses four of ten planted mistakes. Row 0 is the one under test; row
 1 decodes greedily with another tree, which makes no choice.
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import TableDrafter, Undrawn, drawing_in_turn, exact_law, total_variation
+from toys import TableDrafter, Undrawn, drawing_in_turn, exact_distribution, total_variation
 
 from stree import GenerationConfig, TokenTree
 from stree.drafters import Drawn, Proposal
@@ -111,7 +111,7 @@ def block_distribution(
         assert rows.block[0].tolist()[: 1 + first[1]] == first[1 : 2 + first[1]]
         return tuple(first[2 : 2 + first[1]])
 
-    blocks = exact_law(run)
+    blocks = exact_distribution(run)
     assert len(neighbours) == 1
     best, before = [], CONTEXT
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A drafter of known laws that fills trees whose shapes it chooses."""
+"""A drafter of known distributions that fills trees whose shapes it chooses."""
 
 from __future__ import annotations
 

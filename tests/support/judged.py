@@ -2,7 +2,7 @@
 
 A twin's choices are enumerated: for each there is a row that makes it at the lower end of the
 random numbers for which the twin does, and one at the upper end. Where the kernels commit the same
-there, their law is the twin's but for `EDGE` a choice.
+there, their distribution is the twin's but for `EDGE` a choice.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class told:
 
 
 @functools.cache
-def laws(seed: int, tree: TokenTree, relation: str = "random", vocabulary: int = 3):
+def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabulary: int = 3):
     """Logits (N, V) of a target and (I, V) of a drafter: random, with zeros, or equal."""
     generator = torch.Generator().manual_seed(seed)
     inner = sum(1 for each in tree.children if each)

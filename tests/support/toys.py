@@ -280,9 +280,11 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     return choose_children
 
 
-def exact_law(run: Callable[[Callable[[Tensor], Tensor]], Hashable]) -> dict[Hashable, float]:
-    """The law of run(choose) over all its random choices, each weighted by its probability."""
-    law: dict[Hashable, float] = defaultdict(float)
+def exact_distribution(
+    run: Callable[[Callable[[Tensor], Tensor]], Hashable],
+) -> dict[Hashable, float]:
+    """The distribution of run(choose): all its random choices, weighted by their probabilities."""
+    distribution: dict[Hashable, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
     while scripts:
         script = scripts.pop()
@@ -305,8 +307,8 @@ def exact_law(run: Callable[[Callable[[Tensor], Tensor]], Hashable]) -> dict[Has
             return torch.tensor(drawn).reshape(probs.shape[:-1])
 
         outcome = run(choose)
-        law[outcome] += weight
-    return dict(law)
+        distribution[outcome] += weight
+    return dict(distribution)
 
 
 def total_variation(
@@ -318,7 +320,7 @@ def total_variation(
 ) -> float:
     """Between the first `length` tokens after `start` by a step's blocks, and by the target alone.
 
-    after(text) is the target's law after tokens. A block shorter than that goes on with
+    after(text) is the target's distribution after tokens. A block shorter than that goes on with
     the target itself: if each block is right given its context, so is any sequence of them.
     """
     after = functools.cache(after)
