@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from stree.errors import exit_with_reason
-from stree.growths import GROWTHS
-from stree.verifiers import NAMES as VERIFIERS
-from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, METHODS, TREE, EvaluationSettings
+from stree_pipelines.evaluation.options import DEFAULTS, add_options
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, TREE, EvaluationSettings
 from stree_pipelines.gate import gate, summary
 from stree_pipelines.gate.baseline import Baseline, folder_of
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
@@ -39,7 +37,7 @@ def build_parser() -> CommandParser:
     """Options; those of what to measure are eval_spec.py's, whose YAML files --config reads."""
     parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
     parser.example = EXAMPLE
-    add, usual = parser.add_argument, EvaluationSettings
+    add = parser.add_argument
     add("checkpoint", type=str, help="drafter folder to judge")
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
@@ -53,44 +51,8 @@ def build_parser() -> CommandParser:
         "pass, a figure gained beyond noise, none lost")  # fmt: skip
     add("--target", type=str, required=True, help="target folder")
     add("--out", type=str, required=True, help="folder of the rows and the summary")
-    add("--methods", type=str, nargs="+", default=[AUTOREGRESSIVE, TREE], help=", ".join(METHODS))
-    add("--benchmarks", type=str, nargs="+", default=list(DEFAULT_BENCHMARKS),
-        help="names in --benchmark_dir, or JSONL files")  # fmt: skip
-    add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
-    add("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    add("--tree", type=str, default=usual.tree, help=f"of stree: {GROWTHS}")
-    add("--verifier", type=str, default=usual.verifier, help=", ".join(VERIFIERS))
-    add(
-        "--num_chain_drafts",
-        "--num-chain-drafts",
-        type=int,
-        default=usual.num_chain_drafts,
-        help="of vanilla_sd",
-    )
-    add(
-        "--max_new_tokens",
-        "--max-new-tokens",
-        type=int,
-        default=usual.max_new_tokens,
-        help="a turn",
-    )
-    add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
-    add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
-    add("--dtype", type=str, default=usual.dtype, help="of the weights: float32 or bfloat16")
-    add("--device", type=str, default=usual.device, help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=usual.seed, help="of sampling and of the bootstrap")
-    add(
-        "--batch_size",
-        "--batch-size",
-        type=int,
-        default=usual.batch_size,
-        help="prompts decoded at once",
-    )
-    add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
-    add("--beyond_positions", "--beyond-positions", action="store_true",
-        help="let prompts be longer than what the target was made for")  # fmt: skip
-    add("--overwrite", action="store_true", help="measure again what exists")
-    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    gated = {"methods": [AUTOREGRESSIVE, TREE], "temperatures": [0.0]}
+    add_options(parser, {**DEFAULTS, **gated})
     return parser
 
 

@@ -19,6 +19,7 @@ from stree.files import write_atomically
 from stree_pipelines.evaluation.arms import Comparison, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
+from stree_pipelines.evaluation.options import DRAFTING, OPTIONS, add_options
 from stree_pipelines.reports import arms
 from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.terminal.command_line import PlainParser
@@ -30,22 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("config", help="YAML file of options and arms")
     add("--out", help="folder of the rows and the pages (default: the file's `out`)")
     add("--target", help="folder of the target (default of this and of what follows: the file's)")
-    add("--benchmarks", nargs="+", help="names in --benchmark_dir, or JSONL files")
-    add("--benchmark_dir", "--benchmark-dir", help="where benchmarks are looked up by name")
-    add("--temperatures", type=float, nargs="+", help="0 is greedy")
-    add("--max_new_tokens", "--max-new-tokens", type=int, help="a turn")
-    add("--limit", type=int, help="first so many prompts of each benchmark")
-    add("--chat_template", "--chat-template", help="name or .jinja file")
-    add("--dtype", help="of the weights: float32 or bfloat16")
-    add("--device", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, help="of sampling, together with prompt and turn")
-    add("--batch_size", "--batch-size", type=int, help="prompts decoded at once")
-    add("--ignore_eos", "--ignore-eos", action="store_true", default=None,
-        help="go on to max_new_tokens")  # fmt: skip
-    add("--beyond_positions", "--beyond-positions", action="store_true", default=None,
-        help="let prompts be longer than what the target was made for")  # fmt: skip
-    add("--overwrite", action="store_true", default=None, help="measure again what exists")
-    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    add_options(parser, {}, [name for name in OPTIONS if name not in DRAFTING])
     options = vars(parser.parse_args(arguments))
     dry_run = options.pop("dry_run")
     settings, chosen = read_comparison(options.pop("config"), options)

@@ -13,13 +13,11 @@ import sys
 from pathlib import Path
 
 from stree.errors import CannotWrite, StreeError, exit_with_reason
-from stree.growths import GROWTHS
-from stree.verifiers import NAMES as VERIFIERS
-from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
-from stree_pipelines.evaluation.plan import METHODS, EvaluationSettings, resolve
+from stree_pipelines.evaluation.options import DEFAULTS, add_options
+from stree_pipelines.evaluation.plan import resolve
 from stree_pipelines.terminal.command_line import CommandParser
 from stree_pipelines.terminal.inputs import of_evaluation, require_there
 
@@ -27,62 +25,15 @@ from stree_pipelines.terminal.inputs import of_evaluation, require_there
 def build_parser() -> CommandParser:
     """Options; each is also a key of the YAML file given with --config."""
     parser = CommandParser("eval_spec.py", description=__doc__)
-    add, usual = parser.add_argument, EvaluationSettings
+    add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[],
         help="drafters to evaluate: folders; ngram, ngram:CONTEXT or ngram:CONTEXT,FILE for drafts "
         "from the text (and a corpus); FOLDER+ngram for both in one tree")  # fmt: skip
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
-    add("--benchmarks", type=str, nargs="+", default=list(DEFAULT_BENCHMARKS),
-        help=f"names in --benchmark_dir, or JSONL files of one's own: {PROMPT_FORMAT}")  # fmt: skip
-    add("--benchmark_dir", "--benchmark-dir", type=str | None,
-        help="where names are looked up (default: data/benchmarks)")  # fmt: skip
-    add("--methods", type=str, nargs="+", default=list(usual.methods), help=", ".join(METHODS))
-    add(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=list(usual.temperatures),
-        help="0 is greedy",
-    )
-    add("--tree", type=str, default=usual.tree, help=f"of stree: {GROWTHS}")
-    add("--verifier", type=str, default=usual.verifier, help=", ".join(VERIFIERS))
-    add(
-        "--backtracking",
-        type=str,
-        default=usual.backtracking,
-        help="replay what the last call has kept of the accepted path, or joint: feed it again",
-    )
-    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=usual.num_chain_drafts,
-        help="drafts a call of vanilla_sd (the paper's N = 5 counts the root)")  # fmt: skip
-    add(
-        "--max_new_tokens",
-        "--max-new-tokens",
-        type=int,
-        default=usual.max_new_tokens,
-        help="a turn",
-    )
-    add("--limit", type=int | None, help="first so many prompts of each benchmark (default: all)")
-    add("--chat_template", "--chat-template", type=str | None,
-        help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
-    add("--dtype", type=str, default=usual.dtype, help="of the weights: float32 or bfloat16")
-    add("--device", type=str, default=usual.device, help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=usual.seed, help="of sampling, together with prompt and turn")
-    add(
-        "--batch_size",
-        "--batch-size",
-        type=int,
-        default=usual.batch_size,
-        help="prompts that a process decodes at once; rows of other sizes are another table's",
-    )
-    add("--ignore_eos", "--ignore-eos", action="store_true",
-        help="go on to max_new_tokens (for speed runs; recorded)")  # fmt: skip
-    add("--beyond_positions", "--beyond-positions", action="store_true",
-        help="let prompts be longer than what the target was made for")  # fmt: skip
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
-    add("--overwrite", action="store_true", help="measure again what exists")
-    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    add_options(parser, DEFAULTS)
     return parser
 
 
