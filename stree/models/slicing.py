@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
@@ -114,16 +113,6 @@ def headed(config: HybridConfig, vocab_size: int | None, rank: int | None) -> Hy
     return config.replace(
         tie_embeddings=False, head_vocab_size=vocab_size or 0, head_rank=rank or 0
     )
-
-
-def with_head(
-    model: HybridModel, ids: Tensor | None = None, rank: int | None = None
-) -> HybridModel:
-    """A copy whose head is over the tokens ids (K,), ascending, alone, or of a rank: what it can
-    hold of the whole head (`HybridModel.take_head`). Errors as `headed`."""
-    copy = with_random_head(model, None if ids is None else len(ids), rank)
-    copy.take_head(model.head_weight, ids)
-    return copy
 
 
 def with_random_head(model: HybridModel, vocab_size: int | None, rank: int | None) -> HybridModel:

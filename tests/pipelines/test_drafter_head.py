@@ -11,11 +11,11 @@ import pytest
 import torch
 from run_checks import assert_same_run
 from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace
+from toys import with_head
 
 import stree
 from stree.errors import UsageError
 from stree.models.convert import load_config, load_model, save_model
-from stree.models.slicing import with_head
 from stree.tokenizer import load_tokenizer
 from stree_pipelines import distill
 from stree_pipelines.data.packing import TokenTable

@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-from toys import recurrent, right_now_and_then, tiny_model
+from toys import recurrent, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import MAX_KEPT, Eager, Graphs
 from stree.models.joint import BACKTRACKING
-from stree.models.slicing import with_head
 from stree.tree import balanced
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

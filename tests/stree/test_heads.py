@@ -21,6 +21,7 @@ from toys import (
     right_now_and_then,
     tiny_config,
     tiny_model,
+    with_head,
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
@@ -31,7 +32,6 @@ from stree.forest import Forest
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model, save_model
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import with_head
 from stree.rows import Rows
 from stree.tree import BeamTree
 from stree.verifiers.block import Block

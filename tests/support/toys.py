@@ -18,6 +18,7 @@ from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.models.slicing import with_random_head
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tree import TokenTree
@@ -278,6 +279,16 @@ def drawing_in_turn(choose: Callable[[Tensor], Tensor]) -> Callable[..., None]:
                 tokens[row, place] = choose(probs / probs.sum())
 
     return choose_children
+
+
+def with_head(
+    model: HybridModel, ids: Tensor | None = None, rank: int | None = None
+) -> HybridModel:
+    """A copy whose head is over the tokens ids (K,), ascending, or of a rank: what that can hold of
+    the whole head."""
+    copy = with_random_head(model, None if ids is None else len(ids), rank)
+    copy.take_head(model.head_weight, ids)
+    return copy
 
 
 def exact_distribution(
