@@ -5,24 +5,37 @@ language reference's prose that pydoc carries become questions and answers, some
 Every module and every topic is in one of three files only: `train.jsonl`, `valid.jsonl` (ShareGPT
 rows) and `prompts.jsonl` (benchmark rows: id, category, turns, reference). With --html the HTML
 documentation (python3-doc in Debian) becomes `manual.jsonl`, of training modules only: four times
-as much text, to train a target on.
+as much text, to train a target on. With --packages the docstrings, and HTML pages, of other
+packages become `packages.jsonl`, of which nothing is in `valid.jsonl` or `prompts.jsonl`.
 """
 
 from __future__ import annotations
 
 import ast
+import csv
 import hashlib
 import inspect
+import io
 import json
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stree.errors import BadData, exit_with_reason
 from stree.files import make_directory, write_atomically
 from stree_pipelines.data.html_docs import passages
+from stree_pipelines.data.package_docs import (
+    LISTS,
+    VENDORED,
+    HeldOut,
+    Paragraphs,
+    plain,
+    prose,
+    readable,
+    version_and_licence,
+)
 from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 # Tests, bundled tools and generated tables; `this` and `antigravity` are jokes, not documentation.
@@ -77,6 +90,22 @@ QUESTIONS = {
         "Give me the details of {name} in Python.",
     ],
 }
+PACKAGE_QUESTIONS = {
+    "module": [
+        "What is the module `{name}` for?",
+        "Describe the module `{name}` of {package}.",
+        "I came across `import {name}`. What does this module do?",
+        "When would I use `{name}` of {package}?",
+        "Explain what `{name}` offers.",
+    ],
+    "topic": [
+        "Explain {name} in {package}.",
+        "What does the documentation of {package} say about {name}?",
+        "I read about {name} in {package}. What should I know?",
+        "Teach me about {name} in {package}.",
+        "Tell me about {name}. I use {package}.",
+    ],
+}
 FOLLOW_UPS = {
     "class": ["And the class `{leaf}`?", "What about `{leaf}`?", "Tell me about `{leaf}` as well."],
     "function": ["And `{leaf}`?", "What about the function `{leaf}`?", "What does `{leaf}` do?"],
@@ -96,6 +125,11 @@ class Entry:
     name: str
     text: str
     signature: str = ""
+    package: str = ""  # whose it is; empty: the standard library's
+
+    @property
+    def source(self) -> str:
+        return f"{self.package}-docs" if self.package else "python-docs"
 
     @property
     def label(self) -> str:
@@ -104,10 +138,12 @@ class Entry:
         return prefix + self.name
 
     def ask(self, follow_up: bool) -> str:
-        phrasings = FOLLOW_UPS[self.kind] if follow_up else QUESTIONS[self.kind]
+        first = QUESTIONS | (PACKAGE_QUESTIONS if self.package else {})
+        phrasings = FOLLOW_UPS[self.kind] if follow_up else first[self.kind]
         owner, _, leaf = self.name.rpartition(".")
+        module = owner if self.unit.startswith("page:") else self.unit
         return phrasings[_hash("ask", self.unit, self.name) % len(phrasings)].format(
-            name=self.name, leaf=leaf, owner=owner, module=self.unit
+            name=self.name, leaf=leaf, owner=owner, module=module, package=self.package
         )
 
     def turns(self, follow_up: bool = False) -> list[tuple[str, str]]:
@@ -180,10 +216,82 @@ def build_manual(html: str | Path, out_dir: str | Path) -> int:
     return len(rows)
 
 
-def docstring_entries(root: Path) -> Iterator[Entry]:
-    """Docstrings under a folder of Python sources, in a fixed order. Nothing is imported."""
+def build_packages(
+    folders: list[str | Path], out_dir: str | Path, html: str | Path | None = None
+) -> list[dict[str, str | int]]:
+    """Write `packages.jsonl` from the Python sources and HTML pages in folders named as their
+    packages are, and `packages.csv`, which says of each what it gave and under which licence.
+
+    What the other files hold is left out, also where a package has a copy of it; of `html`,
+    Python's HTML documentation, what `manual.jsonl` holds and what it leaves out.
+
+    Returns the rows of `packages.csv`: package, version, licence, conversations, characters.
+    Raises `BadData` when a folder has nothing to read, `CannotWrite`.
+    """
+    own = [*docstring_entries(Path(sysconfig.get_path("stdlib"))), *topic_entries()]
+    texts = [(entry.unit, entry.text) for entry in own]
+    texts += [(unit, _clean(found.text)) for unit, found in passages(html)] if html else []
+    held_out = HeldOut(text for unit, text in texts if split_of(unit) != "train")
+    fresh = Paragraphs(text for unit, text in texts if split_of(unit) == "train")
+    rows: list[dict] = []
+    table: list[dict[str, str | int]] = []
+    labels: set[tuple[str, str]] = set()  # an object's page in the manual repeats its docstring
+    for folder in map(Path, folders):
+        by_unit: dict[str, list[Entry]] = {}
+        for entry in package_entries(folder):
+            label = (entry.source, entry.label)
+            text = "" if label in labels or held_out.is_in(entry.text) else fresh.new(entry.text)
+            if len(text) >= MIN_ANSWER_CHARS:
+                labels.add(label)
+                by_unit.setdefault(entry.unit, []).append(replace(entry, text=text))
+        found = [row for entries in by_unit.values() for row in conversations_of(entries)]
+        if not found:
+            raise BadData(
+                f"{folder}: no docstrings or HTML pages with prose, wanted the folder of a package "
+                "such as .venv/lib/python3.11/site-packages/numpy"
+            )
+        rows += found
+        version, licence = version_and_licence(folder)
+        table.append({
+            "package": folder.name,
+            "version": version,
+            "licence": licence,
+            "conversations": len(found),
+            "characters": sum(len(entry.text) for each in by_unit.values() for entry in each),
+        })  # fmt: skip
+    rows.sort(key=lambda row: _hash("order", row["id"]))
+    out = Path(out_dir)
+    make_directory(out)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(out / "packages.jsonl", lines)
+    written = io.StringIO()
+    writer = csv.DictWriter(written, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    write_atomically(out / "packages.csv", written.getvalue())
+    return table
+
+
+def package_entries(folder: Path) -> Iterator[Entry]:
+    """Docstrings and sections of HTML pages as prose, less what a package vendors."""
+    is_package = (folder / "__init__.py").exists()
+    for entry in docstring_entries(folder, folder.parent if is_package else folder):
+        text = prose(entry.text)
+        if len(text) >= MIN_ANSWER_CHARS and not VENDORED.search(entry.unit):
+            yield replace(entry, text=text, package=folder.name)
+    for unit, found in passages(folder):
+        if VENDORED.search(unit) or LISTS.match(unit):
+            continue
+        text = "\n\n".join(readable(plain(_clean(found.text))))
+        if len(text) >= MIN_ANSWER_CHARS and found.name:
+            yield Entry(unit, found.kind, found.name, text, package=folder.name)
+
+
+def docstring_entries(root: Path, base: Path | None = None) -> Iterator[Entry]:
+    """Docstrings under a folder of Python sources, in a fixed order. Nothing is imported; modules
+    are named from `base` on, by default from `root`."""
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
+        parts = path.relative_to(base or root).with_suffix("").parts
         if any(part in SKIPPED_FOLDERS or part.startswith("config-") for part in parts):
             continue
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -268,8 +376,8 @@ def conversations_of(entries: list[Entry]) -> list[dict]:
             row_id = names[0] if begin == 0 else f"{names[0]}/{begin // MAX_TURNS + 1}"
             turns = [t for q, a in part for t in (("human", q), ("gpt", a))]
             rows.append({
-                "id": f"python-docs-{row_id}",
-                "source": f"python-docs/{entries[0].unit}",
+                "id": f"{entries[0].source}-{row_id}",
+                "source": f"{entries[0].source}/{entries[0].unit}",
                 "conversations": [{"from": role, "value": text} for role, text in turns],
             })  # fmt: skip
         pairs.clear()
@@ -358,10 +466,26 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("out", help="folder for train.jsonl, valid.jsonl and prompts.jsonl")
     parser.add_argument("--html", help="folder of Python's HTML documentation, for manual.jsonl")
+    parser.add_argument(
+        "--packages",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="folders of other packages' sources or HTML pages, for packages.jsonl and a table of "
+        "their licences, packages.csv: look at it before you pass the text on",
+    )
     options = parser.parse_args(arguments)
     if options.html is not None:
         count = build_manual(input_path(options.html), options.out)
         print(f"{options.html} -> {options.out}/manual.jsonl: {count:,} conversations")
+    if options.packages:
+        folders: list[str | Path] = [input_path(each) for each in options.packages]
+        html = None if options.html is None else input_path(options.html)
+        table = build_packages(folders, options.out, html)
+        print(
+            f"{len(table)} packages -> {options.out}/packages.jsonl: "
+            f"{sum(int(row['conversations']) for row in table):,} conversations"
+        )
     made = build_corpus(options.out)
     print(
         f"{made['docstrings']:,} docstrings and {made['topics']:,} topic sections "

@@ -40,7 +40,7 @@ def passages(folder: str | Path) -> Iterator[tuple[str, Passage]]:
         if SKIPPED_PAGES.match(page):
             continue
         reader = _Page()
-        reader.feed(path.read_text(encoding="utf-8"))
+        reader.feed(path.read_text(encoding="utf-8", errors="replace"))
         unit = reader.module or f"page:{page.removesuffix('.html')}"
         yield from ((unit, each) for each in reader.passages if each.paragraphs)
 
