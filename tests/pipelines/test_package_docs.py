@@ -144,7 +144,10 @@ def test_packages_become_conversations_of_training_text(library, tmp_path, capsy
     )
     manual = tmp_path / "manuals/kitchen"
     (manual / "_sources").mkdir(parents=True)
-    page = "<h1>Mixing</h1><p>A kitchen is where things are mixed.</p><p>Mixing needs a spoon of wood.</p>"
+    page = (
+        "<h1>Mixing</h1><p>A kitchen is where things are mixed.</p>"
+        "<p>Mixing needs a spoon of wood.</p>"
+    )
     (manual / "guide.html").write_text(page)
     (manual / "changelog.html").write_text("<h1>1.2</h1><p>Knives are much sharper now.</p>")
     out = tmp_path / "out"
