@@ -66,7 +66,7 @@ def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
 
 def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
     values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
-    for name in ("auto_map", "trust_remote_code"):
+    for name in {"auto_map", "trust_remote_code"} - layout.without_effect:
         values.refuse_if_set(name, "code that comes with a checkpoint is not run")
     values.require("is_encoder_decoder", False, default=False)
     try:

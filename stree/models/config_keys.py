@@ -65,8 +65,11 @@ GRANITE_MOE_HYBRID = _FAMILY | _keys("""
 """)
 
 # Its Mamba layers' dimensions say what expand would; the number of shared experts is in their
-# width; num_nextn_predict_layers and the like describe weights that decoding does without.
+# width; num_nextn_predict_layers and the like describe weights that decoding does without; there
+# are no positions. Published ones name code of their own (auto_map), from before transformers had
+# the family; it is not run, as transformers runs it for nobody who does not trust it.
 NEMOTRON_H = _FAMILY | _keys("""
+    auto_map time_step_rank rope_theta partial_rotary_factor
     expand mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels residual_in_fp32 hidden_dropout
     rescale_prenorm_residual time_step_limit time_step_max time_step_floor
     n_shared_experts moe_shared_expert_overlap output_router_logits
@@ -83,8 +86,9 @@ LFM2 = _FAMILY | _keys("""
     conv_dim conv_dim_out conv_use_xavier_init use_pos_enc num_heads theta
 """)
 
+# Published ones have a time_step_limit, which was never read.
 ZAMBA2 = _FAMILY | _keys("""
-    time_step_max time_step_floor use_mamba_kernels use_mem_eff_path use_conv_bias
+    time_step_limit time_step_max time_step_floor use_mamba_kernels use_mem_eff_path use_conv_bias
     kv_channels num_query_groups
 """)
 

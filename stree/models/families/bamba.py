@@ -28,6 +28,8 @@ def spec(values: CheckedJson) -> HybridConfig:
         )
     theta, scaling, share = config_parts.rope(values, ROTARY_SHARE)
     heads = config_parts.heads(values, d_model, usual_kv_heads=8)
+    rotary_dim = int(heads["head_dim"] * share)
+    values.require("attn_rotary_emb", rotary_dim, default=rotary_dim)  # an older name for it
     proj_bias = values.boolean("mamba_proj_bias", False)
     eps = values.number("rms_norm_eps", 1e-5)
     return HybridConfig(
@@ -40,7 +42,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         tie_embeddings=values.boolean("tie_word_embeddings", False),
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dim=int(heads["head_dim"] * share),
+        rotary_dim=rotary_dim,
         max_position_embeddings=values.integer("max_position_embeddings", 262144),
         attention_bias=values.boolean("attention_bias", False),
         mlp_bias=values.boolean("mlp_bias", False),

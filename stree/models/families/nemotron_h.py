@@ -47,6 +47,10 @@ def spec(values: CheckedJson) -> HybridConfig:
     d_model = values.integer("hidden_size")
     groups, use_bias = values.integer("n_groups", 8), values.boolean("use_bias", False)
     eps = values.number("layer_norm_epsilon", 1e-5)
+    head_dim = values.integer("head_dim", 128)
+    # Names of older versions beside what counts
+    for name, only in (("rms_norm_eps", eps), ("norm_eps", eps), ("attention_head_dim", head_dim)):
+        values.require(name, only, default=only)
     ssm_heads = values.integer("mamba_num_heads", 128)
     has_mlp, has_experts = "mlp" in layers, KINDS["moe"] in layers
     num_heads = values.integer("num_attention_heads", 32)
@@ -61,7 +65,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         rms_norm_eps=eps,
         num_heads=num_heads,
         num_kv_heads=values.integer("num_key_value_heads", usual_kv_heads),
-        head_dim=values.integer("head_dim", 128),
+        head_dim=head_dim,
         rotary_dim=0,
         max_position_embeddings=values.integer("max_position_embeddings", 4096),
         mlp_kind="relu2",

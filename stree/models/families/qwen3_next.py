@@ -95,6 +95,7 @@ def experts(values: CheckedJson, num_experts: int, usual_choice: int) -> dict[st
 def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
     """All but the layers and their MLPs, as Qwen3.5's config has it, too."""
     values.require("hidden_act", "silu", default="silu")
+    values.require("use_sliding_window", False, default=False)
     theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=config_keys.MROPE)
     head_dim = values.integer("head_dim", 256)
     eps = values.number("rms_norm_eps", 1e-6)

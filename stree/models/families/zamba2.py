@@ -55,6 +55,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     for name, follows in (
         ("attention_hidden_size", 2 * d_model), ("attention_head_dim", head_dim),
         ("mamba_headdim", d_inner // ssm_heads), ("hybrid_layer_ids", uses),
+        ("use_shared_mlp_adapter", True),
     ):  # fmt: skip
         values.require(name, follows, default=follows)
     activation = values.get("hidden_act", "gelu")

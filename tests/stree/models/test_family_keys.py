@@ -138,6 +138,42 @@ def test_what_transformers_writes_of_its_own_is_not_refused(tmp_path, family):
     assert load_model(folder).config == load_model(tmp_path / "it").config
 
 
+# As folders on the hub have them: keys of older versions, or of code that came with a model before
+# transformers had its family. And other values, which would be another model
+PUBLISHED = {
+    "bamba": ({"attn_rotary_emb": 2}, {"attn_rotary_emb": 4}),
+    "nemotron": (
+        {
+            "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+            "attention_head_dim": 4, "rms_norm_eps": 1e-5, "norm_eps": 1e-5,
+            "time_step_rank": 256, "rope_theta": 10000, "partial_rotary_factor": 1.0,
+        },
+        {"attention_head_dim": 10, "rms_norm_eps": 1e-3, "norm_eps": 1e-3},
+    ),
+    "zamba": (
+        {"use_shared_mlp_adapter": True, "time_step_limit": None},
+        {"use_shared_mlp_adapter": False},
+    ),
+    "qwen3_next": ({"use_sliding_window": False}, {"use_sliding_window": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+@torch.no_grad()
+def test_keys_of_published_folders_are_read(tmp_path, family):
+    theirs = random_reference(family, 1)
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    usual, (published, others) = json.loads(path.read_text()), PUBLISHED[family]
+    path.write_text(json.dumps({**usual, **published}))
+    got, wanted = load_model(tmp_path)(TOKENS), logits_of_theirs(tmp_path, theirs, whole=True)
+    assert float((got - wanted).abs().max() / wanted.abs().max()) <= 1e-4
+    for name, other in others.items():
+        path.write_text(json.dumps({**usual, **published, name: other}))
+        with pytest.raises(CheckpointRefused, match=f"{name} = {other}; only"):
+            load_model(tmp_path)
+
+
 LARGE = 2**31 - 1
 
 
