@@ -266,8 +266,8 @@ class HybridModel(nn.Module):
         """
         for each in [*self.model.layers, *self.model.shared_blocks]:
             cast(Layer | SharedTransformer, each).pack()
-        lay_for_products(self.head_weight)
         parts = [module for module in self.modules() if isinstance(module, Part)]
+        lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
         self._read = [
             projection for part in parts for product in part.products() for projection in product
         ]

@@ -195,9 +195,11 @@ class Part(nn.Module):
     that of `closing`; out (B, Q, C), where to write what is mixed, None for anywhere, or ahead of
     its gate and norm (`Gated`).
     packed, what `tree` reads: a `Joined` for each of `products`, since the last `pack`.
+    keeps_rows, that weights stay stored output by output, for whoever else has them.
     """
 
     packed: tuple[Joined, ...] = ()
+    keeps_rows = False
 
     def products(self) -> list[tuple[nn.Linear, ...]]:
         """Its projections; those of one input stand together, and are one product in a call."""
@@ -222,7 +224,10 @@ class Part(nn.Module):
         """Lay the weights out as calls over trees read them. Values and shapes stay."""
         products = self.products()
         before = self.packed or (None,) * len(products)
-        self.packed = tuple(map(joined, products, before))
+        self.packed = tuple(
+            joined(together, was, self.keeps_rows)
+            for together, was in zip(products, before, strict=True)
+        )
         self.pack_own()
 
     def pack_own(self) -> None:
@@ -242,11 +247,16 @@ def lay_channels_together(conv: nn.Conv1d) -> None:
         weight.data = weight.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def lay_for_products(weight: Tensor) -> None:
-    """Store a projection's weight (E, D) as products of a few rows read it."""
-    laid = ops.laid(weight.data)
-    if laid.data_ptr() != weight.data_ptr():
-        weight.data = laid
+def laid(weight: Tensor, keeps_rows: bool) -> Tensor:
+    """A weight (E, D) stored as products of a few rows read it; or, kept, output by output."""
+    return weight.contiguous() if keeps_rows else ops.laid(weight)
+
+
+def lay_for_products(weight: Tensor, keeps_rows: bool = False) -> None:
+    """Store a projection's weight as `laid`."""
+    laid_weight = laid(weight.data, keeps_rows)
+    if laid_weight.data_ptr() != weight.data_ptr():
+        weight.data = laid_weight
 
 
 @dataclass(frozen=True)
@@ -272,7 +282,9 @@ def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
     return parts
 
 
-def joined(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
+def joined(
+    projections: Sequence[nn.Linear], before: Joined | None = None, keeps_rows: bool = False
+) -> Joined:
     """Weights and biases of projections, joined; as `before`, if they still lie there.
 
     Those of several become views: no memory is doubled, and whatever writes them in place writes
@@ -280,14 +292,14 @@ def joined(projections: Sequence[nn.Linear], before: Joined | None = None) -> Jo
     """
     first = projections[0]
     if len(projections) == 1:
-        lay_for_products(first.weight)
+        lay_for_products(first.weight, keeps_rows)
         return Joined(first.weight, first.bias)
     if before is not None and _lie_in(before, projections):
         return before
     bias = None
     if any(each.bias is not None for each in projections):
-        bias = _one_above_the_other([_bias_of(each) for each in projections])
-    return Joined(_one_above_the_other([each.weight for each in projections]), bias)
+        bias = _one_above_the_other([_bias_of(each) for each in projections], keeps_rows)
+    return Joined(_one_above_the_other([each.weight for each in projections], keeps_rows), bias)
 
 
 def _bias_of(projection: nn.Linear) -> Tensor:
@@ -296,12 +308,12 @@ def _bias_of(projection: nn.Linear) -> Tensor:
     return projection.bias
 
 
-def _one_above_the_other(tensors: list[Tensor]) -> Tensor:
+def _one_above_the_other(tensors: list[Tensor], keeps_rows: bool) -> Tensor:
     first, sizes = tensors[0], [tensor.shape[0] for tensor in tensors]
     if _lie_one_above_the_other(tensors):  # halves of a projection that is stored fused
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
     joined = torch.cat([tensor.detach() for tensor in tensors])
-    joined = ops.laid(joined) if joined.ndim == 2 else joined
+    joined = laid(joined, keeps_rows) if joined.ndim == 2 else joined
     for tensor, piece in zip(tensors, joined.split(sizes), strict=True):
         tensor.data = piece
     return joined

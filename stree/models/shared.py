@@ -1,7 +1,7 @@
 """A model that transformers has loaded, run by us: the same tensors, not copies of them.
 
-A parameter that is one of theirs as it is becomes ours, the very object: when its weights are laid
-out anew for fused kernels, theirs are, too. Halves of a fused projection are views of it. Only
+A parameter that is one of theirs as it is becomes ours, the very object: when our products join its
+weights with others, theirs are joined, too. Halves of a fused projection are views of it. Only
 what a layout has to reorder or scale (q and k of partial rotary, Qwen's gated q, embeddings with a
 multiplier, everything in Falcon-H1) is a tensor of its own.
 """
@@ -20,6 +20,7 @@ from stree.models.checked_json import CheckedJson
 from stree.models.checkpoint_configs import CheckpointConfig, checkpoint_config_of
 from stree.models.convert import kept_dtype
 from stree.models.hybrid import HybridModel
+from stree.models.parts import Part
 from stree.models.sources import Source
 
 
@@ -60,6 +61,9 @@ def shared_model(theirs: Any) -> HybridModel:
                 f"model's config wants {tuple(tensor.shape)}"
             )
         _put(ours, each, made.to(kept_dtype(each, dtype, source)))
+    for part in ours.modules():
+        if isinstance(part, Part):
+            part.keeps_rows = True  # or transformers could not save what is joined
     return ours.eval()
 
 

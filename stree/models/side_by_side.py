@@ -49,7 +49,9 @@ class SideBySide:
     def pack(self) -> None:
         """See `Part.pack`."""
         read, last = self.packed
-        self.packed = joined(self._reading(), read), next_to_each_other(self._closing(), last)
+        keeps_rows = any(mixer.keeps_rows for mixer, _ in self.mixers)
+        reading = joined(self._reading(), read, keeps_rows)
+        self.packed = reading, next_to_each_other(self._closing(), last)
         for mixer, _ in self.mixers:
             mixer.pack_own()
 

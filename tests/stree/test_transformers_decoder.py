@@ -26,6 +26,7 @@ from transformers import (
 
 import stree
 from stree.errors import CheckpointRefused, UsageError
+from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import slice_drafter
@@ -182,6 +183,18 @@ def test_packing_for_the_fused_kernels_makes_no_second_copy(family, monkeypatch)
     monkeypatch.undo()
     torch.testing.assert_close(theirs(ids, use_cache=False).logits, wanted)
     torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
+@torch.no_grad()
+def test_transformers_saves_a_model_that_has_decoded_here(family, tmp_path):
+    theirs, (ids, _) = random_reference(family, 1), prompts((7,))
+    wanted = theirs(ids, use_cache=False).logits
+    stree.from_transformers(theirs).generate(ids, max_new_tokens=2)
+    theirs.save_pretrained(tmp_path)
+    again = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(again(ids, use_cache=False).logits, wanted)
+    torch.testing.assert_close(load_model(tmp_path)(ids), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_weight_that_changes_in_place_changes_in_both(granite):
