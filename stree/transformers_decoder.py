@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from stree.drafters import Drafter
 from stree.drafters.naming import DrafterName
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
-from stree.errors import UsageError
+from stree.errors import UsageError, one_line
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.growths import as_growth
 from stree.loading import checkpoint_folder
@@ -127,6 +128,7 @@ class TransformersDecoder:
         num_prefixes: int = 0,
     ) -> None:
         self.model, self.target, self.drafter = model, target, drafter
+        self._made_of = _weights(model)
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         self.tree, self.verifier = tree or default, named(verifier)
         trees = self.tree.trees if isinstance(self.tree, Modes) else (self.tree,)
@@ -162,10 +164,22 @@ class TransformersDecoder:
             for ids in (inputs, given.get("input_ids")):
                 _require_tensor(ids)
             _require_supported(given, generation_config, self.model.generation_config)
+            _require_no_hooks(self.model)
+            self._follow()
             generation_config = _stop_strings_as_criterion(generation_config, given)
             # transformers gives neither streamer nor tokenizer to another's loop
             decode = partial(self._decode, streamer)
             return self.model.generate(inputs, generation_config, custom_generate=decode, **given)
+
+    def _follow(self) -> None:
+        """Take the model's weights anew where it was trained or moved: some of ours are made of
+        them."""
+        weights = _weights(self.model)
+        if weights != self._made_of:
+            self._batch = (
+                None  # before there is another model: its buffers, and prefixes read by it
+            )
+            self.target, self._made_of = shared_model(self.model), weights
 
     def _decode(
         self,
@@ -348,8 +362,29 @@ def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
         if value != neutral:
             refused[name] = value
     if refused:
-        told = ", ".join(f"{name} = {value!r:.40}" for name, value in refused.items())
+        told = ", ".join(f"{name} = {one_line(repr(value)):.40}" for name, value in refused.items())
         raise UsageError(f"generate cannot honour {told}: leave it out")
+
+
+def _require_no_hooks(model: Any) -> None:
+    """Raise `UsageError` for a hook that might change what a module computes; transformers' own
+    only take notes."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", None)).startswith("transformers."):
+                raise UsageError(
+                    f"{name or 'the model'} has a forward hook, which is not run here: remove it, "
+                    "or decode with model.generate alone"
+                )
+
+
+def _weights(model: Any) -> tuple[Any, ...]:
+    """Another value when a weight was trained, moved or replaced (through `.data`: not)."""
+    versions = (
+        (id(each), 0 if each.is_inference() else each._version)
+        for each in chain(model.parameters(), model.buffers())
+    )
+    return model.device, model.dtype, *versions
 
 
 def _left_padding(mask: Tensor | None) -> Tensor | None:
@@ -374,9 +409,7 @@ def generate(
     options: dict[str, Any] = dict(
         verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes
     )
-    # Prefixes are what earlier weights made of a prompt
-    trained = sum(each._version for each in model.parameters()) if num_prefixes else 0
-    made_of = (drafter, tree, options, model.device, model.dtype, trained)
+    made_of = (drafter, tree, options, model.device, model.dtype)
     kept = model.__dict__.get(_KEPT)
     if kept is None or kept[0] != made_of:
         model.__dict__.pop(_KEPT, None)  # its buffers go before there are others

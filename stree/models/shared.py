@@ -44,8 +44,14 @@ def shared_model(theirs: Any) -> HybridModel:
     with torch.device("meta"):
         ours = HybridModel(checkpoint.model)
     state: dict[str, Tensor] = theirs.state_dict(keep_vars=True)
+    for each, tensor in state.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointRefused(
+                f"{each} of the model is a {type(tensor).__name__}, wanted a plain tensor: load it "
+                "unquantised, and whole"
+            )
     devices = {tensor.device for tensor in state.values()}
-    if len(devices) != 1:
+    if len(devices) != 1 or devices == {torch.device("meta")}:
         told = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model lies on {told}: load it on one device")
     rename = checkpoint.rename(state)

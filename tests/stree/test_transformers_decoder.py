@@ -203,6 +203,41 @@ def test_a_weight_that_changes_in_place_changes_in_both(granite):
     assert ours.model.layers[0].input_layernorm.weight is weight
 
 
+@pytest.mark.parametrize("family", families("granite", "falcon"))
+def test_a_decoder_follows_a_model_that_is_trained_or_moved(family):
+    """Tensors of our own are made anew; without a change nothing is."""
+    theirs, (ids, _) = reference(family, 1), prompts((7,))
+    decoder, options = stree.from_transformers(theirs), dict(max_new_tokens=12, do_sample=False)
+    before = assert_same(theirs, decoder, ids, **options)
+    kept = decoder.target, decoder._batch
+    assert_same(theirs, decoder, ids, **options)
+    generate(theirs, inputs=ids, **options)
+    own = theirs._stree_decoder[1]
+    assert (decoder.target, decoder._batch) == kept
+    with torch.no_grad():
+        for tensor in theirs.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    assert not torch.equal(assert_same(theirs, decoder, ids, **options), before)
+    assert torch.equal(generate(theirs, inputs=ids, **options), theirs.generate(ids, **options))
+    assert theirs._stree_decoder[1] is own
+    theirs.to(torch.float64)
+    assert_same(theirs, decoder, ids, **options)
+    assert decoder.target.dtype == torch.float64
+
+
+def test_hooks_are_refused_and_those_of_transformers_are_not(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((7,))
+    granite(ids, output_hidden_states=True)
+    assert any(each._forward_hooks for each in granite.modules()), "some of its own"
+    decoder.generate(ids, max_new_tokens=2)
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        hook = getattr(granite.model.layers[1], register)(lambda *_: None)
+        with pytest.raises(UsageError, match=r"model\.layers\.1 has a forward hook"):
+            decoder.generate(ids, max_new_tokens=2)
+        hook.remove()
+    decoder.generate(ids, max_new_tokens=2)
+
+
 # What generate takes
 
 
@@ -348,7 +383,8 @@ def test_stop_strings(granite):
          "RepetitionPenaltyLogitsProcessor"),
         (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor"),
         (dict(assistant_model="small"), "assistant_model = 'small'"),
-        (dict(inputs_embeds=torch.zeros(1, 2, 4)), "inputs_embeds"),
+        (dict(assistant_model=torch.nn.Sequential(torch.nn.ReLU())), "assistant_model = Sequential"),
+        (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
         (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
         (dict(stop_strings=["a"]), "need the tokenizer"),
@@ -356,8 +392,9 @@ def test_stop_strings(granite):
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(granite, options, named):
     decoder = stree.from_transformers(granite)
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises(UsageError, match=named) as refusal:
         decoder.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=4, **options)
+    assert "\n" not in str(refusal.value)
     assert decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=4).shape == (1, 6)
 
 
@@ -380,6 +417,11 @@ def test_models_that_cannot_be_shared_are_refused_by_name(granite):
     layer.feed_forward.up_proj = torch.nn.Sequential(layer.feed_forward.up_proj)
     with pytest.raises(CheckpointRefused, match=r"up_proj\.weight missing; merge"):
         stree.from_transformers(adapted)
+    packed = torch.ao.quantization.quantize_dynamic(reference("bamba"), {torch.nn.Linear})
+    with pytest.raises(CheckpointRefused, match="wanted a plain tensor: load it unquantised"):
+        stree.from_transformers(packed)
+    with pytest.raises(UsageError, match="the model lies on meta: load it"):
+        stree.from_transformers(reference("bamba").to("meta"))
     with pytest.raises(UsageError, match="needs a drafter to fill it"):
         stree.from_transformers(granite, tree="paper")
     with pytest.raises(UsageError, match="a streamer shows one answer at a time"):
