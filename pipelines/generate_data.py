@@ -29,7 +29,7 @@ from stree.modes import Costs, Modes, context_of, room_to_time
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
-from stree_pipelines.data.generated import GenerationSpec
+from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import tree_of
 from stree_pipelines.resources.dry_run import (
@@ -125,11 +125,18 @@ def main(arguments: list[str] | None = None) -> None:
             name: asdict(each) for name, each in zip(("speculation", "plain"), ways, strict=True)
         }
     tally = generation.write(decoder, workers, made_with, progress)
-    left = len(generation.missing())
-    state = f"{left} shards are others'" if left else f"all {spec.num_shards} shards are there"
-    progress.say(
-        f"{options['out']}: {tally.num_tokens:,} tokens in {tally.seconds:.0f} s, "
-        f"{tally.tokens_per_second:,.0f} a second, τ {tally.acceptance_length:.2f}; {state}"
+    share = f" by process {workers.rank} of {workers.count}" if workers.count > 1 else ""
+    made = (
+        f"{options['out']}: {tally.num_tokens:,} tokens in {tally.seconds:.0f} s{share}, "
+        f"{tally.tokens_per_second:,.0f} a second, τ {tally.acceptance_length:.2f}"
+    )
+    if left := len(generation.missing()):
+        progress.say(f"{made}; {left} shards are others', the last of whom tells the whole")
+        return
+    # The last to end, who need not be the one that shows progress
+    EvaluationProgress().say(
+        f"{made}; all {spec.num_shards} shards are there, of "
+        f"{num_answer_tokens(generation.folder, spec):,} tokens"
     )
 
 

@@ -178,6 +178,23 @@ def read_answers(
                 return
 
 
+def num_answer_tokens(folder: Path, spec: GenerationSpec) -> int:
+    """Tokens of the answers in a finished folder, as its tables count them."""
+    from pyarrow import parquet
+
+    count = 0
+    for shard in range(spec.num_shards):
+        about = parquet.read_metadata(shard_path(folder, spec, shard) / TABLE_NAME)
+        for group in map(about.row_group, range(about.num_row_groups)):
+            columns = map(group.column, range(group.num_columns))
+            count += sum(
+                each.num_values
+                for each in columns
+                if each.path_in_schema.startswith("answer_tokens")
+            )
+    return count
+
+
 def _shard_rows(
     path: Path, spec: GenerationSpec, shard: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_], float]]:

@@ -200,12 +200,22 @@ def test_what_is_there_is_not_made_again(workspace, whole, monkeypatch, capsys):
     assert "4 of 4 shards are there" in capsys.readouterr().err
 
 
-def test_processes_share_the_shards_and_need_not_meet(workspace, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("order", ["10", "01"])
+def test_processes_share_the_shards_and_need_not_meet(
+    workspace, whole, tmp_path, monkeypatch, capsys, order
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, left in (("1", 2), ("0", 0)):
+    own, told = [], ""
+    for rank, left in zip(order, (2, 0), strict=True):
         monkeypatch.setenv("RANK", rank)
         generate(workspace, tmp_path / "data")
         assert len(list((tmp_path / "data").glob("shard-*"))) == 4 - left
+        rows = rows_of(tmp_path / "data")
+        own.append(sum(len(row["answer_tokens"]) for row in rows) - sum(own))
+        told = capsys.readouterr().err
+        if rank == "0" or not left:
+            assert f"{own[-1]:,} tokens in" in told and f"by process {rank} of 2" in told
+    assert f"all 4 shards are there, of {sum(own):,} tokens" in told
     assert shards_of(tmp_path / "data") == shards_of(whole)
 
 

@@ -383,7 +383,7 @@ def test_stop_strings(granite):
          "RepetitionPenaltyLogitsProcessor"),
         (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor"),
         (dict(assistant_model="small"), "assistant_model = 'small'"),
-        (dict(assistant_model=torch.nn.Sequential(torch.nn.ReLU())), "assistant_model = Sequential"),
+        (dict(assistant_model=torch.nn.ModuleList([torch.nn.ReLU()])), "model = ModuleList"),
         (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
         (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
