@@ -36,11 +36,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     values.require("output_router_logits", False, default=False)
     values.require("normalization_function", "rmsnorm", default="rmsnorm")
     d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
-    mixers = ["mamba"] * num_layers
-    for name in ("layers_block_type", "layer_types"):  # the older name, and what counts
-        if values.get(name) is not None:
-            mixers = config_parts.layer_list(values, name, KINDS)
-            config_parts.require_count(values, name, mixers)
+    mixers = _mixers(values, num_layers)
     num_experts = values.integer("num_local_experts", 8)
     after = "experts+mlp" if num_experts else "mlp"
     theta, scaling, _ = config_parts.rope(values)
@@ -82,6 +78,21 @@ def spec(values: CheckedJson) -> HybridConfig:
         **config_parts.mamba(values, d_model),
         **config_parts.special_tokens(values),
     )
+
+
+def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
+    """From the newer name, the older one, or both where they say the same."""
+    said = []
+    for name in ("layer_types", "layers_block_type"):
+        if values.get(name) is not None:
+            said.append(config_parts.layer_list(values, name, KINDS))
+            config_parts.require_count(values, name, said[0])
+    if said and said[0] != said[-1]:
+        raise CheckpointRefused(
+            f"{values.path} has layer_types and layers_block_type that differ: use an undamaged "
+            "checkpoint"
+        )
+    return said[0] if said else ["mamba"] * num_layers
 
 
 def _branch(values: CheckedJson) -> float:

@@ -174,6 +174,18 @@ def test_keys_of_published_folders_are_read(tmp_path, family):
             load_model(tmp_path)
 
 
+def test_lists_of_layers_that_differ_are_refused(tmp_path):
+    random_reference("granite", 3).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    usual = json.loads(path.read_text())
+    first, *others = usual["layer_types"]
+    path.write_text(json.dumps({**usual, "layers_block_type": [first, *others]}))
+    load_model(tmp_path)
+    path.write_text(json.dumps({**usual, "layers_block_type": [*others, first]}))
+    with pytest.raises(CheckpointRefused, match="layer_types and layers_block_type that differ"):
+        load_model(tmp_path)
+
+
 LARGE = 2**31 - 1
 
 
