@@ -70,7 +70,7 @@ class Text:
         shape = num_rows, self.start + max_length + 1
         self.slots = torch.full(shape, NOTHING, dtype=torch.long, device=device)
         self.slots[:, : len(corpus)] = corpus.to(device)
-        self.num_read = [0] * num_rows
+        self.num_read = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._back = torch.arange(context, device=device)
         self._places = torch.arange(shape[1] - 1, device=device)
 
@@ -79,8 +79,9 @@ class Text:
         self.num_read[row] = 0
 
     def read(self, row: int, tokens: Tensor) -> None:
-        first = self.start + self.num_read[row]
-        self.slots[row, first : first + len(tokens)] = tokens
+        places = torch.arange(len(tokens), device=self.slots.device)
+        places += self.start + self.num_read[row]
+        self.slots[row].index_copy_(0, places, tokens.to(self.slots))
         self.num_read[row] += len(tokens)
 
     def take(self, rows: Rows, longest: int) -> None:
@@ -90,6 +91,8 @@ class Text:
         at = torch.arange(longest, device=slots.device)
         places = self.start + rows.position[:, None] - count + 1 + at
         slots.scatter_(1, torch.where(at < count, places, slots.shape[1] - 1), block[:, 1:])
+        num_read = self.num_read[: len(rows.active)]
+        torch.where(rows.active, rows.position + 1, num_read, out=num_read)
 
     def roots(self, rows: Rows) -> Tensor:
         """(B, 1) their tokens; any in idle rows."""

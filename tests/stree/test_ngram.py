@@ -13,6 +13,7 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters.ngram import NGram, Text
 from stree.errors import UsageError
 from stree.forest import Forest
+from stree.modes import PLAIN, Modes
 from stree.rows import Rows
 from stree.tree import balanced
 
@@ -175,3 +176,34 @@ def test_the_roots_last_child_and_what_is_below_are_n_grams():
 def test_a_context_of_nothing_is_refused():
     with pytest.raises(UsageError, match="context is 0"):
         NGram(0)
+
+
+class Alternating(Modes):
+    """Two steps with a tree, then a plain one."""
+
+    def choose(self, num_rows):
+        self.turn = getattr(self, "turn", 0) + 1
+        return self.trees[1] if self.turn % 3 else PLAIN
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_what_plain_steps_added_stands_in_its_place_in_the_text(grafted, captured, request):
+    if captured:
+        request.getfixturevalue("captured_on_cpu")
+    target = tiny_model(1)
+    drafts = NGram(4, [1, 2], right_now_and_then(target) if grafted else None)
+    decoder = BatchDecoder(target, drafts, Alternating([PNG]), num_rows=2, max_length=96)
+    rows = [decoder.admit(Request([each, 2, 3], GenerationConfig(30 + each))) for each in (4, 5)]
+    while decoder.num_free_rows < 2:
+        for report in decoder.step():
+            if report.finish_reason:
+                rows.remove(report.row)
+                decoder.release(report.row)
+        for row in rows:
+            text = decoder.drafter.text
+            written = text.slots[row, text.start : -1]
+            certain = [row + 4, 2, 3, *decoder.tokens_of(row)]
+            count = int((written >= 0).sum())
+            assert count > len(certain) - 16
+            assert written[: min(count, len(certain))].tolist() == certain[:count]
