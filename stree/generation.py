@@ -308,12 +308,7 @@ def require_target(target: Any) -> None:
 
 def require_partners(target: Any, drafter: HybridModel) -> None:
     """Raises `UsageError` when a drafter was not made for this target, or is elsewhere."""
-    wanted, got = target.config.vocab_size, drafter.config.vocab_size
-    if wanted != got:
-        raise UsageError(
-            f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
-            "draft with a model distilled from this target"
-        )
+    require_vocabulary_of(drafter.config, target.config)
     if drafter.config.feature_layers and not isinstance(target, HybridModel):
         raise UsageError(
             f"the drafter reads features of a HybridModel, the target is a "
@@ -329,6 +324,16 @@ def require_partners(target: Any, drafter: HybridModel) -> None:
     if all(prints) and prints[0] != prints[1]:
         raise UsageError(
             "drafter and target have different tokenizers of the same size; "
+            "draft with a model distilled from this target"
+        )
+
+
+def require_vocabulary_of(drafter: HybridConfig, target: HybridConfig) -> None:
+    """Raises `UsageError` when a drafter has another number of tokens than a target."""
+    wanted, got = target.vocab_size, drafter.vocab_size
+    if wanted != got:
+        raise UsageError(
+            f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
             "draft with a model distilled from this target"
         )
 

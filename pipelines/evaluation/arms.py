@@ -10,7 +10,6 @@ from typing import Any
 
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
-from stree.tokenizer import require_same_tokenizer
 from stree.tree import BeamTree
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
@@ -255,8 +254,7 @@ class Comparison(Evaluation):
         """By name. Looked up once: chains are tuned with the drafter that is then compared."""
         drafters = {arm.drafter: DrafterIdentity.at(arm.drafter) for arm in self.arms}
         for drafter in drafters.values():
-            if drafter.name.folder is not None and not drafter.name.retokenised:
-                require_same_tokenizer(self.settings.target, drafter.name.folder)
+            drafter.require_fit(self.settings.target)
         return drafters
 
     def _arm_job(

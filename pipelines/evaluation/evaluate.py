@@ -27,7 +27,6 @@ from stree.errors import (
     UsageError,
     naming_what_does_not_fit,
 )
-from stree.tokenizer import require_same_tokenizer
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.data.chat import resolve_template
 from stree_pipelines.evaluation.answers import Answerer, timing_of
@@ -125,12 +124,11 @@ class Evaluation:
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:
         """The rows that a checkpoint is to have. Raises CheckpointRefused when it is none, or does
-        not share the target's tokenizer."""
+        not fit the target."""
         drafter = None
         if checkpoint is not None:
             drafter = DrafterIdentity.at(checkpoint)
-            if drafter.name.folder is not None and not drafter.name.retokenised:
-                require_same_tokenizer(self.settings.target, drafter.name.folder)
+            drafter.require_fit(self.settings.target)
         return [
             self._job(method, drafter, benchmark, temperature)
             for benchmark in self.benchmarks

@@ -10,13 +10,17 @@ from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.drafters.naming import DrafterName
+from stree.drafters.retokenised import require_tokens_alone
 from stree.errors import NotFound, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
-from stree.generation import GenerationConfig
+from stree.generation import GenerationConfig, require_vocabulary_of
 from stree.growths import as_growth
+from stree.models.convert import load_config
+from stree.models.features import require_features_of
 from stree.models.joint import require_backtracking
 from stree.modes import Modes
 from stree.plain_data import read_json
+from stree.tokenizer import require_same_tokenizer
 from stree.tree import TokenTree
 from stree.verifiers import named, require_tree
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
@@ -167,6 +171,20 @@ class DrafterIdentity:
     @property
     def name(self) -> DrafterName:
         return DrafterName.parse(self.path)
+
+    def require_fit(self, target: str) -> None:
+        """Raises what a decoder with this target's folder would raise, as far as tokenizers and
+        configs tell, so that nothing is measured before."""
+        name = self.name
+        if name.folder is None:
+            return
+        config = load_config(name.folder)
+        if name.retokenised:
+            require_tokens_alone(config)
+            return
+        require_same_tokenizer(target, name.folder)
+        require_vocabulary_of(config, load_config(target))
+        require_features_of(config, load_config(target))
 
 
 @dataclass(frozen=True)

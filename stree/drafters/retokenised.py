@@ -15,6 +15,7 @@ from torch import Tensor
 from stree.drafters import Drawn, Proposal
 from stree.errors import UsageError
 from stree.forest import Forest
+from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tokenizer import encode_text
@@ -38,13 +39,19 @@ class Retokenised:
         self, target: Any, num_rows: int, max_length: int, max_nodes: int
     ) -> RetokenisingDrafter:
         vocabulary = target.config.vocab_size
-        if isinstance(self.model, HybridModel) and self.model.config.feature_layers:
-            raise UsageError(
-                "a drafter of another tokenizer has tokens of its own, this one reads features of "
-                "its target: take one that reads tokens alone"
-            )
+        if isinstance(self.model, HybridModel):
+            require_tokens_alone(self.model.config)
         return RetokenisingDrafter(
             self.model, self.own, self.targets, vocabulary, num_rows, MOST_OWN * max_length
+        )
+
+
+def require_tokens_alone(drafter: HybridConfig) -> None:
+    """Raises `UsageError` for a drafter that reads features, which are of the target's tokens."""
+    if drafter.feature_layers:
+        raise UsageError(
+            "a drafter of another tokenizer has tokens of its own, this one reads features of "
+            "its target: take one that reads tokens alone"
         )
 
 

@@ -12,7 +12,10 @@ from tiny_evaluation import export, make_world
 
 from stree import metrics
 from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
+from stree.models.convert import load_config, save_model
+from stree.models.hybrid import HybridModel
 from stree.modes import Modes
+from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines import compare
 from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
@@ -321,6 +324,26 @@ def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, t
         settings, chosen = read_comparison(written(tmp_path, given), {})
         with pytest.raises(UsageError, match=said):
             Comparison(settings, chosen, workers=Workers())
+
+
+def test_an_arm_whose_drafter_does_not_fit_is_refused_before_any_chain_is_tuned(world, tmp_path):
+    target = load_config(world / "target")
+    fitting = load_config(export(world, 10))
+    drafters = {
+        "reads features of its target": ("text:", fitting.reading((0,), target, False)),
+        "of a target of 9 layers": ("", fitting.reading((0,), target.replace(num_layers=9), False)),
+        "vocabulary has": ("", fitting.replace(vocab_size=fitting.vocab_size + 1)),
+    }
+    for number, (said, (prefix, config)) in enumerate(drafters.items()):
+        folder = tmp_path / f"drafter-{number}"
+        save_model(HybridModel(config), folder, load_tokenizer(world / "target"))
+        tuned = {"name": "tuned", "drafter": str(export(world, 10)), "tree": "chain-tuned"}
+        arms = [tuned, {"name": "x", "drafter": f"{prefix}{folder}", "tree": "chain-2"}]
+        path = str(written(tmp_path, content(world, tmp_path / "out", arms=arms)))
+        for more in (["--dry_run"], []):
+            with pytest.raises(UsageError, match=said):
+                compare.main([path, *more])
+        assert not ResultStore(tmp_path / "out").results()
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
