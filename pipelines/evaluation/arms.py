@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +158,25 @@ class Tuning:
         )
 
 
+def without_trials(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Rows without those by which a comparison's chains were tuned."""
+    methods = {row.method for row in rows}
+    return [
+        row for row in rows
+        if row.tree is None or _arm_that_tried(row.method, row.tree.name) not in methods
+    ]  # fmt: skip
+
+
+def _trial(arm: str, tree: str) -> str:
+    """The method of the rows that say how fast an arm is with one of the chains that are tried."""
+    return f"{arm}: {tree}"
+
+
+def _arm_that_tried(method: str, tree: str) -> str | None:
+    end = _trial("", tree)
+    return method.removesuffix(end) if method.endswith(end) else None
+
+
 def _inputs(settings: EvaluationSettings, arms: list[Arm]) -> Iterator[inputs.Look]:
     yield inputs.folder("target", settings.target)
     yield inputs.benchmarks("benchmarks", settings.benchmarks, settings.benchmark_dir)
@@ -239,7 +258,7 @@ class Comparison(Evaluation):
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
                     arm, tree, replace(benchmark, prompts=benchmark.prompts[:NUM_TUNING_PROMPTS]),
-                    temperature, f"{arm.name}: {tree}",
+                    temperature, _trial(arm.name, tree),
                 )
                 for tree in arm.trees
             ]

@@ -12,6 +12,7 @@ from stree.speculation_profile import (
     SuggestedTree,
 )
 from stree.verifiers import NAMES as VERIFIERS
+from stree_pipelines.evaluation.arms import without_trials
 from stree_pipelines.evaluation.context import is_cpu_name
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
@@ -32,7 +33,7 @@ def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = (
 
     Raises UsageError when that is of several decoding settings.
     """
-    rows = chosen(store.results(), shown, store.directory)
+    rows = without_trials(chosen(store.results(), shown, store.directory))
     data = read_training(folder, [row for row in rows if place_of(row) == place_of(rows[-1])])
     arrange(data, store)
     return data
@@ -51,7 +52,7 @@ def profile_of(
     as many as the largest that was measured; shown, NAME=VALUE of the decoding setting to take.
     Raises UsageError when the rows of a place are of several decoding settings.
     """
-    rows = chosen(store.results(), shown, store.directory)
+    rows = without_trials(chosen(store.results(), shown, store.directory))
     mine = [row for row in rows if row.checkpoint_sha256 == sha256]
     if not mine:
         return None
@@ -65,6 +66,7 @@ def profile_of(
         places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
         arrange(places[-1], store)
     last = [row for row in mine if place_of(row) == place_of(mine[-1])]
+    recommendations = tuple(each for data in places for each in _recommendations(data))
     return SpeculationProfile(
         step=mine[-1].step,
         checkpoint_sha256=sha256,
@@ -73,7 +75,7 @@ def profile_of(
         measurements=tuple(
             _measurement(_beside(row, mine)) for data in places for row in data.rows
         ),
-        recommendations=tuple(each for data in places for each in _recommendations(data)),
+        recommendations=recommendations,
         suggested_trees=tuple(_suggestions(store, last, num_nodes)),
     )
 
@@ -124,7 +126,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
         cell = data.cell(data.last, advice.fastest, data.scopes[0], temperature)
         if cell is None:
             continue
-        tree = data.tree(advice.method)
+        won = data.row_of(advice.method)
         yield Recommendation(
             device=device,
             device_type="cpu" if is_cpu_name(device) else "cuda",
@@ -134,8 +136,8 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             benchmarks=tuple(data.benchmarks),
             num_prompts=cell.num_prompts,
             method=advice.method.partition(":")[0],
-            tree=tree,
-            verifier=next((_verifier(row) for row in data.rows if tree and row.tree == tree), None),
+            tree=won and won.tree,
+            verifier=won and _verifier(won),
             acceptance_length=cell["acceptance_length"],
             speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),
@@ -146,7 +148,11 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
 def _suggestions(
     store: ResultStore, rows: Sequence[ResultRow], num_nodes: int | None
 ) -> Iterator[SuggestedTree]:
-    """By the place that was measured last. None for temperatures whose rows are from before ends of
+    """By the place that was measured last, and where a comparison's arms sample with several
+    verifiers, by the first one's rows. None for temperatures whose rows are from before ends of
     paths were recorded."""
-    for temperature in sorted({row.temperature for row in rows if tells_ranks(row)}):
-        yield suggest(rows, temperature, num_nodes, store.samples)
+    told = [row for row in rows if tells_ranks(row)]
+    for temperature in sorted({row.temperature for row in told}):
+        here = [row for row in told if row.temperature == temperature]
+        alike = [row for row in here if temperature == 0 or row.verifier == here[0].verifier]
+        yield suggest(alike, temperature, num_nodes, store.samples)

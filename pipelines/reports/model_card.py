@@ -150,10 +150,13 @@ def _by_depth(measurements: Sequence[Measurement], title: str) -> str:
 
 
 def _in_order(measurements: tuple[Measurement, ...]) -> list[Measurement]:
+    """An evaluation's methods in their order, a comparison's arms in that of its file."""
+    places = dict.fromkeys((*METHODS, *(each.method for each in measurements)))
+    order = {method: place for place, method in enumerate(places)}
     return sorted(
         measurements,
         key=lambda m: (
-            m.device, m.dtype, m.batch_size, m.benchmark, m.temperature, METHODS.index(m.method)
+            m.device, m.dtype, m.batch_size, m.benchmark, m.temperature, order[m.method]
         ),
     )  # fmt: skip
 
@@ -170,8 +173,12 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
 
 
 def _method(measurement: Measurement) -> str:
-    label = method_label(measurement.method)
-    return label if measurement.tree is None else f"{label}, {measurement.tree.name}"
+    parts = [method_label(measurement.method)]
+    if measurement.tree is not None:
+        parts.append(measurement.tree.name)
+    if measurement.method not in METHODS and measurement.verifier is not None:
+        parts.append(measurement.verifier)  # each arm has its own
+    return ", ".join(parts)
 
 
 def _times(measurement: Measurement) -> str:

@@ -91,10 +91,15 @@ class RunData:
     def cell(self, checkpoint: str, method: str, benchmark: str, temperature: float) -> Cell | None:
         return self.cells.get((checkpoint, method, benchmark, temperature))
 
+    def row_of(self, method: str) -> ResultRow | None:
+        """A row of a method by its name here; all of them have one tree and one verifier."""
+        names = method_names(self.rows)
+        return next((row for row in self.rows if names[row.method, row.tree] == method), None)
+
     def tree(self, method: str) -> Tree | None:
         """The tree behind a method's name here."""
-        names = method_names(self.rows)
-        return next((tree for (_, tree), name in names.items() if name == method), None)
+        row = self.row_of(method)
+        return None if row is None else row.tree
 
     @property
     def last(self) -> str:
@@ -156,7 +161,7 @@ def open_results(folder: Path) -> ResultStore:
 def arrange(data: RunData, store: ResultStore) -> None:
     """Fill `data` in from its rows and their samples. Raises UsageError when the rows are of
     several decoding settings."""
-    settings.require_one(data.rows, store.directory)
+    settings.require_one(data.rows, store.directory, arms=True)
     kept = without_replaced(data.rows)
     if len(kept) < len(data.rows):
         data.notes.append(

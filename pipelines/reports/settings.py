@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stree.errors import UsageError
 from stree.verifiers import NAMES as VERIFIERS
+from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
 
 NAMES = (
@@ -23,6 +24,7 @@ SHOW_HELP = (
     f"lists them; NAME: {', '.join(NAMES)}"
 )
 HASH_CHARS = 8
+OF_ARMS = ("verifier", "backtracking")
 
 
 def setting_of(row: ResultRow) -> dict[str, str]:
@@ -88,9 +90,12 @@ def chosen(rows: Sequence[ResultRow], wanted: Sequence[str], where: object) -> l
     return kept
 
 
-def require_one(rows: Sequence[ResultRow], where: object) -> None:
-    """Raise UsageError, naming the settings found, when rows are of more than one."""
+def require_one(rows: Sequence[ResultRow], where: object, arms: bool = False) -> None:
+    """Raise UsageError, naming the settings found, when rows are of more than one. With `arms`,
+    those of a comparison may differ in what each arm says itself."""
     mixed = differing(rows)
+    if arms and not any(row.method in (CHAIN, TREE) for row in rows):
+        mixed = {name: values for name, values in mixed.items() if name not in OF_ARMS}
     if mixed:
         found = "; ".join(
             f"{name} is "

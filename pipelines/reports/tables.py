@@ -11,6 +11,7 @@ from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import (
+    METHOD_LABELS,
     Cell,
     RunData,
     checkpoint_title,
@@ -214,9 +215,12 @@ def _what_to_expect(cell: Cell) -> str:
 
 
 def _noun(method: str) -> str:
-    if method.startswith(CHAIN):
+    """ "chain", "tree", or the name of a comparison's arm."""
+    name, _, tree = method.partition(":")
+    if name not in METHOD_LABELS:
+        return f"arm {method}"
+    if name == CHAIN:
         return "chain"
-    tree = method.partition(":")[2]
     return f"tree {tree}" if tree else "tree"
 
 

@@ -11,6 +11,7 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree import metrics
+from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
 from stree.models.convert import load_config, save_model
 from stree.models.hybrid import HybridModel
@@ -23,6 +24,7 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.reports import arms as report
+from stree_pipelines.reports.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import Cell
 from stree_pipelines.resources import dry_run
 from stree_pipelines.terminal.progress import EvaluationProgress
@@ -96,6 +98,19 @@ def test_a_tuned_chain_is_the_fastest_of_those_that_were_tried(done):
             assert f"tuned has {fastest}, the fastest of those" in content, name
             assert f"{fastest}, tuned" in content, name
         assert all(f"{row.tree.name} {row.tokens_per_second:.1f}" in text for row in tried)
+
+
+def test_a_drafter_s_profile_has_its_arms_and_the_verifiers_that_they_had(world, done):
+    sha256 = checkpoint_sha256(export(world, 10))
+    profile = profile_of(ResultStore(done), done, sha256)
+    drafted = [each for each in profile.measurements if each.tree and each.temperature == 0]
+    measured = {each.method: (each.tree.name, each.verifier) for each in drafted}
+    tuned = measured.pop("tuned")
+    assert tuned[0] in TRIED_CHAINS
+    assert measured == {
+        "chain": ("chain-2", "block"), "tree": ("paper", "traversal"),
+        "grown": ("beam-2-2-4", "coupled"),
+    }  # fmt: skip
 
 
 def test_chains_may_differ_by_temperature_and_each_decodes_with_its_own(

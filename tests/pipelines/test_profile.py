@@ -178,6 +178,36 @@ def test_the_verifier_that_won_is_named(tmp_path):
         assert {each.verifier for each in profile.measurements} == {None, wanted}
 
 
+def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run, capsys):
+    """Arms may have one tree and differ in verifiers; rows by which chains were tuned are none."""
+    store = ResultStore(run / "eval")
+    arms = {
+        "vanilla_sd": {"method": "narrow", "tree": TREES["stree"], "verifier": "naive"},
+        "stree": {"method": "wide", "verifier": "traversal"},
+    }
+    rows = [row.model_copy(update=arms.get(row.method, {})) for row in store.results()]
+    tried = [
+        row.model_copy(update={"method": f"wide: {row.tree.name}", "prompts_hash": "fewer"})
+        for row in rows
+        if row.tree
+    ]
+    write_rows(store.directory / RESULTS_NAME, tried + rows)
+    main([str(run)])
+    assert "T = 1: Use the arm wide. wide is" in capsys.readouterr().out
+    profile = load_profile(run / "drafter/step-00010000")
+    for won in profile.recommendations:
+        assert (won.method, won.tree, won.verifier) == ("wide", TREES["stree"], "traversal")
+    measured = {(each.method, each.verifier) for each in profile.measurements}
+    assert measured == {("autoregressive", None), ("narrow", "naive"), ("wide", "traversal")}
+    card = (run / "drafter/step-00010000/README.md").read_text()
+    assert f"| wide, {TREES['stree'].name}, traversal |" in " ".join(card.split())
+    # An evaluation's method has one verifier
+    mixed = [row.model_copy(update={"method": "stree"}) if row.tree else row for row in rows]
+    write_rows(store.directory / RESULTS_NAME, mixed)
+    with pytest.raises(UsageError, match="verifier is"):
+        profile_of(store, run, profile.checkpoint_sha256)
+
+
 def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):
     make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
     store = ResultStore(tmp_path / "eval")
