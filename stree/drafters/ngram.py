@@ -122,7 +122,9 @@ class Text:
     def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
         """(B, n, count) different tokens that came next: after the longest match first, of equal
         ones after the latest. barred (B, n, j), tokens that are not wanted, V for none."""
-        following = self.slots[: len(matches), None, 1:].expand_as(matches)
+        # Of the slot that takes what idle rows write nothing is drafted
+        following = F.pad(self.slots[: len(matches), None, 1:-1], (0, 1), value=NOTHING)
+        following = following.expand_as(matches)
         order = matches * self._places.numel() + self._places
         unwanted = following < 0
         if barred is not None:

@@ -134,6 +134,23 @@ def test_drafts_change_nothing_of_what_is_sampled(grafted, captured, request):
     assert sum(sum(out.stats.accepted_per_call) for out in outputs) > 3
 
 
+@pytest.mark.parametrize("verifier", ["multi_step", "traversal"])
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_drafts_do_not_depend_on_what_shares_the_batch(grafted, verifier):
+    """With verifiers that toss coins the tokens tell which drafts there were."""
+    target = tiny_model(1)
+    model = right_now_and_then(target) if grafted else None
+    served = requests(5, [TokenTree.chain(4), balanced([3])])
+    alone, together = (
+        BatchDecoder(
+            target, NGram(2, (), model), num_rows=count, max_length=64, max_nodes=10,
+            verifier=verifier,
+        ).generate(served)
+        for count in (1, 3)
+    )  # fmt: skip
+    assert [out.tokens for out in together] == [out.tokens for out in alone]
+
+
 @pytest.mark.parametrize("verifier", ["naive", "multi_step", "traversal"])
 @pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
 def test_other_verifiers_judge_them_too(grafted, verifier):
