@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +39,7 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     max_length: int = 2048,
     verifier: str | Verifier | None = None,
-    backtracking: str = "replay",
+    backtracking: str | None = None,
     num_prefixes: int = 0,
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
@@ -61,7 +62,8 @@ def load(
         max_length: Tokens of the longest sequence, prompt included.
         verifier: A name, as in `stree.verifiers.named`. None takes the one that the profile's tree
             was measured with, else `coupled`.
-        backtracking: "replay" or "joint", as in `BatchDecoder`.
+        backtracking: "replay" or "joint", as in `BatchDecoder`. None takes that of the profile's
+            tree, else replay.
         num_prefixes: How many prefixes are kept; of a conversation two, its last prompt, and that
             with the answer.
 
@@ -76,7 +78,8 @@ def load(
     device, dtype = find_device(device), _floating_point(dtype)
     require_whole("max_length", max_length)
     verifier = None if verifier is None else named(verifier)
-    require_backtracking(backtracking)
+    if backtracking is not None:
+        require_backtracking(backtracking)
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target)
     tokenizer = load_tokenizer(target_folder)
@@ -87,12 +90,11 @@ def load(
         if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
-            tree, measured_with, remark = _measured(
-                target_folder, drafter_folder, device, temperature, dtype
-            )
-            verifier = verifier or measured_with
-            if remark:
-                warnings.warn(f"{drafter}: {remark}", stacklevel=2)
+            found = _measured(target_folder, drafter_folder, device, temperature, dtype)
+            tree, verifier = found.tree, verifier or found.verifier
+            backtracking = backtracking or found.backtracking
+            if found.remark:
+                warnings.warn(f"{drafter}: {found.remark}", stacklevel=2)
         elif tree is None:
             tree = TokenTree.paper()
         else:
@@ -112,7 +114,8 @@ def load(
         )
     decoder = Decoder(
         model, drafting, tree, max_length=max_length, tokenizer=tokenizer,
-        verifier=verifier or "coupled", backtracking=backtracking, num_prefixes=num_prefixes,
+        verifier=verifier or "coupled", backtracking=backtracking or "replay",
+        num_prefixes=num_prefixes,
     )  # fmt: skip
     if isinstance(tree, Modes) and not tree.costs.seconds:
         decoder.measure_costs()
@@ -143,40 +146,50 @@ def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
     return getattr(torch, name)
 
 
+class _Measured(NamedTuple):
+    """What to decode with: a tree, or a choice among several; verifier and backtracking that it was
+    measured with, if that is known; and what the user did not ask for in all that."""
+
+    tree: TokenTree | Modes
+    verifier: str | None = None
+    backtracking: str | None = None
+    remark: str = ""
+
+
 def _measured(
     target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
-) -> tuple[TokenTree | Modes, str | None, str]:
-    """The tree to decode with, or the choice among several; the verifier that it was measured with,
-    if that is known; and what the user did not ask for in all that."""
-    profile, unmeasured = load_profile(drafter), (TokenTree.paper(), None)
+) -> _Measured:
+    """What a drafter's profile recommends here, or the paper's tree."""
+    profile, unmeasured = load_profile(drafter), _Measured(TokenTree.paper())
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
-        return *unmeasured, f"no speculation_profile.json, so {otherwise}"
+        return unmeasured._replace(remark=f"no speculation_profile.json, so {otherwise}")
     for role, folder, sha256 in (
         (f"target ({profile.target})", target, profile.target_sha256),
         ("drafter", drafter, profile.checkpoint_sha256),
     ):
         if checkpoint_sha256(folder) != sha256:
-            return *unmeasured, (
-                f"its speculation_profile.json was measured with another {role} than {folder}, so "
-                f"{otherwise}"
+            return unmeasured._replace(
+                remark="its speculation_profile.json was measured with another "
+                f"{role} than {folder}, so {otherwise}"
             )
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     dtype_name = str(dtype).removeprefix("torch.")
     found = profile.recommended(device.type, temperature, dtype_name, device=gpu)
     if found is None:
         kind = "greedy" if temperature == 0 else "sampled"
-        return *unmeasured, f"no {kind} decoding was measured on {device.type}: {otherwise}"
+        remark = f"no {kind} decoding was measured on {device.type}: {otherwise}"
+        return unmeasured._replace(remark=remark)
     if found.tree is None:
         plain, reason = TokenTree.chain(0, "root"), found.reason
         remark = f"its profile says: {reason} So it is not used; name a tree to use it all the same"
-        return plain, None, remark
+        return _Measured(plain, remark=remark)
     if choice_of(found.tree.name) is None:
-        return found.tree.to_token_tree(), found.verifier, ""
+        return _Measured(found.tree.to_token_tree(), found.verifier, found.backtracking)
     try:
-        return as_growth(found.tree.name), found.verifier, ""
+        return _Measured(as_growth(found.tree.name), found.verifier, found.backtracking)
     except NotFound as error:  # a file's tree, of which a profile has no shape
-        return *unmeasured, f"its profile recommends {error}; {otherwise}"
+        return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:

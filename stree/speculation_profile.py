@@ -73,9 +73,9 @@ class Measurement(Record):
 
 
 class Recommendation(Record):
-    """What to decode with under these conditions: the fastest method, by its tree and verifier;
-    plain decoding (tree and verifier None) when none is faster beyond noise. The figures are the
-    fastest speculation's."""
+    """What to decode with under these conditions: the fastest method, by its tree, verifier and
+    backtracking; plain decoding (all three None) when none is faster beyond noise. The figures are
+    the fastest speculation's."""
 
     device: str
     device_type: str
@@ -87,6 +87,7 @@ class Recommendation(Record):
     method: str
     tree: Tree | None
     verifier: str | None = None
+    backtracking: str | None = None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None

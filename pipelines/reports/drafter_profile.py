@@ -138,6 +138,7 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             method=advice.method.partition(":")[0],
             tree=None if won is None else won.tree,
             verifier=None if won is None else _verifier(won),
+            backtracking=None if won is None else won.backtracking,
             acceptance_length=cell["acceptance_length"],
             speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),

@@ -150,6 +150,15 @@ def test_the_profiles_verifier_comes_with_its_tree(workspace, drafter):
     assert isinstance(load_quietly(target, drafter, tree="paper").batch.verifier, Coupled)
 
 
+def test_the_profiles_backtracking_comes_with_its_tree(workspace, drafter):
+    give_profile(workspace, drafter, recommendation(WIDE, backtracking="joint"))
+    joint = [
+        load_quietly(workspace / "target", drafter, **options).batch.cache.last_tree is not None
+        for options in ({}, {"backtracking": "replay"}, {"tree": "paper"})
+    ]
+    assert joint == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "by"),
     [("chain-1 or paper", Modes, "name"), ("bandit chain-1 or paper", Bandit, "profile")],
