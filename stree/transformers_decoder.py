@@ -176,9 +176,7 @@ class TransformersDecoder:
         them."""
         weights = _weights(self.model)
         if weights != self._made_of:
-            self._batch = (
-                None  # before there is another model: its buffers, and prefixes read by it
-            )
+            self._batch = None  # its buffers go before there is another model
             self.target, self._made_of = shared_model(self.model), weights
 
     def _decode(

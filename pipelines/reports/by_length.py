@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stree import metrics
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
-from stree_pipelines.reports.run_data import RunData, open_results
+from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import dtype_of
 
 REPEATED = 4  # tokens in a row: fewer come back in any text
@@ -55,7 +55,6 @@ class Change:
 def ladders(data: RunData) -> list[list[Rung]]:
     """Those of a run, shortest prompts first; none in most."""
     found: dict[tuple[tuple[str, str], ...], list[Rung]] = {}
-    readings = {each.key: each for each in open_results(data.folder).readings()}
     rows = {row.benchmark: row for row in data.rows}
     for benchmark in data.benchmarks:
         samples = _samples(data, benchmark)
@@ -67,7 +66,7 @@ def ladders(data: RunData) -> list[list[Rung]]:
             row.target_sha256, dtype_of(row), row.chat_template_sha256, benchmark, row.prompts_hash
         )  # fmt: skip
         keys = (ReadingKey(s.checkpoint_sha256, *place, s.prompt_id) for s in samples)
-        there = tuple(readings[key] for key in keys if key in readings)
+        there = tuple(data.readings[key] for key in keys if key in data.readings)
         mean = sum(turn.num_prompt_tokens for turn in first) / len(first)
         rung = Rung(benchmark, mean, there if len(there) == len(samples) else ())
         asked = tuple((sample.prompt_id, sample.turns[0].user) for sample in samples)

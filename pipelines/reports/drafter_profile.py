@@ -28,12 +28,17 @@ def place_of(row: ResultRow) -> Place:
     return row.environment.device, dtype_of(row), row.batch_size
 
 
+def _rows_of(store: ResultStore, shown: Sequence[str]) -> list[ResultRow]:
+    """Of the decoding setting to take; a comparison's, without the chains that it tried."""
+    return without_trials(chosen(store.results(), shown, store.directory))
+
+
 def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = ()) -> RunData:
     """The run `folder`, as far as it was measured where its last row was.
 
     Raises UsageError when that is of several decoding settings.
     """
-    rows = without_trials(chosen(store.results(), shown, store.directory))
+    rows = _rows_of(store, shown)
     data = read_training(folder, [row for row in rows if place_of(row) == place_of(rows[-1])])
     arrange(data, store)
     return data
@@ -52,7 +57,7 @@ def profile_of(
     as many as the largest that was measured; shown, NAME=VALUE of the decoding setting to take.
     Raises UsageError when the rows of a place are of several decoding settings.
     """
-    rows = without_trials(chosen(store.results(), shown, store.directory))
+    rows = _rows_of(store, shown)
     mine = [row for row in rows if row.checkpoint_sha256 == sha256]
     if not mine:
         return None
@@ -66,7 +71,6 @@ def profile_of(
         places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
         arrange(places[-1], store)
     last = [row for row in mine if place_of(row) == place_of(mine[-1])]
-    recommendations = tuple(each for data in places for each in _recommendations(data))
     return SpeculationProfile(
         step=mine[-1].step,
         checkpoint_sha256=sha256,
@@ -75,7 +79,7 @@ def profile_of(
         measurements=tuple(
             _measurement(_beside(row, mine)) for data in places for row in data.rows
         ),
-        recommendations=recommendations,
+        recommendations=tuple(each for data in places for each in _recommendations(data)),
         suggested_trees=tuple(_suggestions(store, last, num_nodes)),
     )
 

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import (
     RESULTS_NAME,
     Lossless,
+    Reading,
+    ReadingKey,
     ResultRow,
     ResultStore,
     SampleRow,
@@ -100,6 +103,11 @@ class RunData:
         """The tree behind a method's name here."""
         row = self.row_of(method)
         return None if row is None else row.tree
+
+    @cached_property
+    def readings(self) -> dict[ReadingKey, Reading]:
+        """Of the data's own answers, of any setting."""
+        return {each.key: each for each in open_results(self.folder).readings()}
 
     @property
     def last(self) -> str:

@@ -88,11 +88,11 @@ def measure(module: Distillation, table: TokenTable) -> OwnText | None:
         return None
     data = _as_batch(rows)
     own = _continued(module, rows)
-    law_MV = _target_log_probs(module, data, shift_left(data["loss_mask"]))
-    labels_M = data["tokens"][data["loss_mask"]].to(law_MV.device)
+    log_p_MV = _target_log_probs(module, data, shift_left(data["loss_mask"]))
+    labels_M = data["tokens"][data["loss_mask"]].to(log_p_MV.device)
     return OwnText(
-        nll=-law_MV.gather(1, labels_M[:, None]).mean().item(),
-        entropy=torch.special.entr(law_MV.exp()).sum(1).mean().item(),
+        nll=-log_p_MV.gather(1, labels_M[:, None]).mean().item(),
+        entropy=torch.special.entr(log_p_MV.exp()).sum(1).mean().item(),
         on_data=_acceptance(module, data),
         on_own=_acceptance(module, own),
     )
@@ -141,8 +141,8 @@ def _continued(module: Distillation, rows: list[tuple[list[int], list[int]]]) ->
         last = torch.zeros_like(batch["loss_mask"])
         for row, (prompt, _) in enumerate(rows):
             last[row, len(prompt) + len(answers[row]) - 1] = True
-        law_RV = _target_log_probs(module, batch, last).exp().cpu()
-        for own, token in zip(answers, law_RV.multinomial(1, generator=generator), strict=True):
+        p_RV = _target_log_probs(module, batch, last).exp().cpu()
+        for own, token in zip(answers, p_RV.multinomial(1, generator=generator), strict=True):
             if not own or own[-1] not in eos:
                 own.append(int(token))
     return _as_batch([(prompt, own) for (prompt, _), own in zip(rows, answers, strict=True)])
