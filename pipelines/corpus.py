@@ -185,13 +185,16 @@ def build_corpus(out_dir: str | Path) -> dict[str, int]:
         rows[split] += prompts_of(members) if split == "prompts" else conversations_of(members)
     for split, found in rows.items():
         found.sort(key=lambda row: _hash("order", row["id"]))
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-        write_atomically(out / f"{split}.jsonl", lines)
+        _write_rows(out / f"{split}.jsonl", found)
     return {split: len(found) for split, found in rows.items()} | {
         "docstrings": len(docstrings),
         "topics": len(topics),
         "chars": sum(len(entry.text) for entry in entries),
     }
+
+
+def _write_rows(file: Path, rows: list[dict]) -> None:
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def build_manual(html: str | Path, out_dir: str | Path) -> int:
@@ -211,8 +214,7 @@ def build_manual(html: str | Path, out_dir: str | Path) -> int:
             "/usr/share/doc/python3.11/html"
         )
     make_directory(Path(out_dir))
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(Path(out_dir) / "manual.jsonl", lines)
+    _write_rows(Path(out_dir) / "manual.jsonl", rows)
     return len(rows)
 
 
@@ -262,8 +264,7 @@ def build_packages(
     rows.sort(key=lambda row: _hash("order", row["id"]))
     out = Path(out_dir)
     make_directory(out)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(out / "packages.jsonl", lines)
+    _write_rows(out / "packages.jsonl", rows)
     written = io.StringIO()
     writer = csv.DictWriter(written, list(table[0]), lineterminator="\n")
     writer.writeheader()

@@ -28,9 +28,8 @@ from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, nu
 # of a turn, and text, id and acceptance of a token.
 SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
 RESULT_BYTES = 2650
-LAWS_BYTES = (
-    20  # a token and entry of the vocabulary: of both models in fp32, and what is made of them
-)
+# Of an answer's token and entry of the vocabulary: both models' in fp32, and what is made of them
+PROBABILITY_BYTES = 20
 # What each arm of a comparison says itself
 ARM_OPTIONS = ("methods", "tree", "verifier", "backtracking", "num_chain_drafts")
 
@@ -215,7 +214,8 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
         )
     if any(prompt.reference_answer for job in jobs for prompt in job.benchmark.prompts):
         configs = [load_config(settings.target), *([largest] if largest else [])]
-        parts["answers of the data"] = LAWS_BYTES * MOST_TOKENS * configs[0].vocab_size + sum(
+        probabilities = PROBABILITY_BYTES * MOST_TOKENS * configs[0].vocab_size
+        parts["answers of the data"] = probabilities + sum(
             cache_bytes(config, answerer.max_length, 1, answerer.dtype) for config in configs
         )
     return MemoryNeeds(parts, answerer.device.type == "cuda")
