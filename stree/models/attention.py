@@ -115,6 +115,10 @@ class Attention(Part):
         return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
+        if context.bounds is not None:
+            return packed_attention(
+                q, k.transpose(1, 2), v.transpose(1, 2), context.bounds, self.scale
+            )
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=context.mask, is_causal=context.mask is None,
             scale=self.scale, enable_gqa=True,
@@ -123,3 +127,40 @@ class Attention(Part):
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         return self.o_proj(naive.sigmoid_gated(y, self.gate_proj(x)) if self.gated else y)
+
+
+def takes_packed(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `packed_attention` has a kernel for heads of this width, in this dtype."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return (
+        head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8,)
+    )
+
+
+def sample_bounds(starts: Tensor) -> Tensor:
+    """(samples + 1,) int32: where each sample begins, of starts (B, T) bool, in the rows laid end
+    to end, and their length. Waits for the device."""
+    begins = starts.flatten().nonzero()[:, 0]
+    bounds = torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
+    # A compiled layer is not compiled again for another number of samples.
+    torch._dynamo.maybe_mark_dynamic(bounds, 0)
+    return bounds
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None
+) -> Tensor:
+    """Causal attention (B, T, H · P) within each of the samples that rows are packed of, where
+    `takes_packed`: PyTorch's flash attention, which neither reads a mask nor computes what one
+    would drop.
+
+    q (B, T, H, P); k and v (B, T, Hkv, P); bounds (samples + 1,) int32, where each sample begins in
+    the rows laid end to end, and B · T.
+    """
+    longest = q.shape[1]
+    parts = [each.to(v.dtype).flatten(0, 1) for each in (q, k, v)]
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        *parts, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
+    return y.flatten(-2).unflatten(0, q.shape[:2])

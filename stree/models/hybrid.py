@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stree.errors import UsageError
 from stree.forest import Forest, topology_of
 from stree.models.ahead import Ahead, Scanned
+from stree.models.attention import sample_bounds, takes_packed
 from stree.models.backbone import Backbone
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
@@ -145,12 +146,14 @@ class HybridModel(nn.Module):
         of which each token sees that of the one before, where known (B, T) says so (None: all).
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        mask = None
+        mask = bounds = None
         if segment_ids is not None:
             starts = torch.ones_like(segment_ids, dtype=torch.bool)
             starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
             positions = positions - torch.where(starts, positions, 0).cummax(1).values
-            if self.config.attn_layers:
+            if self.config.attn_layers and self._attends_packed():
+                bounds = sample_bounds(starts)
+            elif self.config.attn_layers:
                 same = segment_ids[:, :, None] == segment_ids[:, None, :]
                 mask = same.tril()[:, None]
         x = self.model.embed_tokens(tokens)
@@ -158,13 +161,19 @@ class HybridModel(nn.Module):
             x = x + self.model.features(read, segment_ids, known)
         context = Sequences(
             self._rotary(positions), segment_ids, mask,
-            shared=self.model.shared_blocks, embedded=x,
+            shared=self.model.shared_blocks, embedded=x, bounds=bounds,
         )  # fmt: skip
         for index, layer in enumerate(self.model.layers):
             x = layer(x, context)
             if features is not None:
                 features.take(index, x)
         return self.model.norm(x)
+
+    def _attends_packed(self) -> bool:
+        device, dtype = self.device, self.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return takes_packed(self.config.head_dim, dtype, device)
 
     @on_own_gpu
     def hidden_ahead(

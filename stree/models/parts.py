@@ -49,6 +49,7 @@ class Sequences:
     mask: Tensor | None = None  # (B, 1, T, L) bool; None is causal
     shared: Sequence[nn.Module] = ()  # transformer blocks of several layers
     embedded: Tensor | None = None  # the embeddings, for shared blocks
+    bounds: Tensor | None = None  # in place of a mask of packed samples, see `packed_attention`
 
     def total(self, y: Tensor) -> Tensor:
         """What a part gave, as one tensor."""
