@@ -6,6 +6,8 @@ python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --wha
 python pipelines/bench_decode.py runs/bench/chat.jsonl --shape chat --what "[draft,draft_profiles]"
 python pipelines/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \\
     --drafters "[own,head=32768,rank=256,head=32768+rank=256]"
+python pipelines/bench_decode.py runs/bench/8b-trees.jsonl --what "[draft]" \\
+    --trees "[beam-4-8-16,beam-8-8-32]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
 python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
@@ -26,6 +28,7 @@ import torch
 
 from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.models.hybrid import HybridModel
+from stree.tree import FORMS, as_tree
 from stree.verifiers import NAMES
 from stree_kernels import ops
 from stree_pipelines.benches import calls
@@ -59,6 +62,7 @@ WHAT = (
     "calls", "profiles", "draft", "draft_profiles", "unrolled", "memory", "steps", "graphs", "rows",
     "joint", "serve", "orders",
 )  # fmt: skip
+PAPER = "paper"  # the tree whose drafts the bars are about
 DRAFTED = ("draft", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 CAPTURED = ("profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 
@@ -82,6 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
         "width=2048, head=32768+rank=256")  # fmt: skip
+    add("--trees", type=list[str], default=[PAPER], help=f"for draft and draft_profiles: {FORMS}")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
@@ -103,6 +108,10 @@ def main(arguments: list[str] | None = None) -> None:
         drafter_config(shape, kind)
     if not options.drafters:
         raise UsageError(f"--drafters: wanted {OWN} or changes to it, got none")
+    if not options.trees:
+        raise UsageError(f"--trees: wanted some of {FORMS}, got none")
+    for name in options.trees:
+        as_tree(name)
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
@@ -176,10 +185,14 @@ def with_a_drafter(
     target: HybridModel, drafter: HybridModel, options: Any
 ) -> Iterator[dict[str, Any]]:
     context, repeats = options.context, options.repeats
-    if "draft" in options.what:
-        yield from calls.draft(drafter, context, repeats)
-    if "draft_profiles" in options.what:
-        yield from calls.draft_profiles(drafter, context, 5)
+    for name in options.trees:
+        tree, named = as_tree(name), {} if name == PAPER else {"tree": name}
+        if "draft" in options.what:
+            for row in calls.draft(drafter, tree, context, repeats):
+                yield {**row, **named}
+        if "draft_profiles" in options.what:
+            for row in calls.draft_profiles(drafter, tree, context, 5):
+                yield {**row, **named}
     if "steps" in options.what:
         yield from decode_at(target, drafter, options.taus, context, options.num_steps, 3)
     if "graphs" in options.what:

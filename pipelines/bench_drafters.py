@@ -103,7 +103,7 @@ def measured_times(path: str, shape: str) -> dict[str, float]:
         raise NotFound(f"there is no file {path}: write it with bench_decode.py --what [draft]")
     rows = [
         row for row in rows_of_file(Path(path))
-        if row.get("what") == "draft" and row.get("shape") == shape
+        if row.get("what") == "draft" and row.get("shape") == shape and "tree" not in row
     ]  # fmt: skip
     made = {(row["environment"]["git_sha"], row["environment"]["device"]) for row in rows}
     if len(made) > 1:

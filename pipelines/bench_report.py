@@ -40,8 +40,8 @@ BARS: list[tuple[str, float, dict[str, Any], str]] = [
      dict(what="target call", shape="8b", num_nodes=64, context=1024), "over_step"),
     ("tree call over a step, N = 16, context 8k", 1.15,
      dict(what="target call", shape="8b", num_nodes=16, context=8192), "over_step"),
-    ("draft of the 13-node tree, µs", 600, dict(what="draft", shape="8b", drafter=None),
-     "us_draft"),
+    ("draft of the 13-node tree, µs", 600,
+     dict(what="draft", shape="8b", drafter=None, tree=None), "us_draft"),
     ("host time not hidden, share of a step", 0.02, dict(what="step", shape="8b"), "host_share"),
     ("kept for a 64-node tree, share of a state a node", 0.02,
      dict(what="memory", shape="8b", num_nodes=64), "over_a_state_a_node"),
@@ -207,10 +207,10 @@ def orders_table(rows: list[Row]) -> Table:
 
 def drafts_table(rows: list[Row]) -> Table:
     """Drafting a tree, by what the drafter is."""
-    heads = ("", "nodes", "T = 0, µs", "T = 1, µs")
+    heads = ("", "tree", "nodes", "T = 0, µs", "T = 1, µs")
     lines = [
         (
-            _drafter_of(row), str(row["num_nodes"]),
+            _drafter_of(row), row.get("tree", "paper"), str(row["num_nodes"]),
             *(f"{_value(row[key]):,.0f}" if key in row else MISSING
               for key in ("us_draft", "us_draft_sampled")),
         )

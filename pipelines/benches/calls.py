@@ -61,9 +61,9 @@ def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) 
     return rows
 
 
-def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
-    """µs of one draft of the paper's tree, greedy and sampled, and what a level of it reads."""
-    tree, config = TokenTree.paper(), drafter.config
+def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
+    """µs of one draft of a tree, greedy and sampled, and what a level of it reads."""
+    config = drafter.config
     times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
     return [dict(
         what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
@@ -73,9 +73,9 @@ def draft(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
     )]  # fmt: skip
 
 
-def draft_profiles(drafter: HybridModel, context: int, repeats: int) -> list[Row]:
+def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
     """Where the time of such a draft goes, by kernel; CUDA only."""
-    tree, rows = TokenTree.paper(), []
+    rows = []
     for name, function in _drafts(drafter, tree, context).items():
         measured = profile_call(function, repeats)
         rows.append(dict(what=f"profile of {name}", num_nodes=tree.num_nodes, **measured))

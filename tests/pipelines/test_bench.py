@@ -56,14 +56,19 @@ def test_rows(tmp_path):
     options = SimpleNamespace(
         what=["orders", "calls", "draft", "unrolled", "memory"], order_nodes=[5],
         nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
+        trees=["paper", "beam-2-3-6"],
     )  # fmt: skip
     rows += bench_decode.measure("tiny", options, CPU)
     timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
-        *("unrolled",) * 5, "memory", "draft", "draft",
+        *("unrolled",) * 5, "memory", *("draft",) * 4,
     ]  # fmt: skip
+    drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"]) for line in lines[-4:]]
+    other = "head=16+rank=4"
+    assert drafts == [(kind, tree, size) for kind in (None, other)
+                      for tree, size in ((None, 13), ("beam-2-3-6", 6))]  # fmt: skip
     for line in lines:
         assert line["environment"]["device"].startswith("CPU")
         times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
@@ -191,7 +196,7 @@ def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
     monkeypatch.setattr(bench_decode, "CAPTURED", ())
     options = SimpleNamespace(
         what=["steps"], taus=[2.0], context=4, repeats=1, num_steps=2,
-        drafters=["own", "head=16", "layers=1"],
+        drafters=["own", "head=16", "layers=1"], trees=["paper"],
     )  # fmt: skip
     rows = list(bench_decode.measure("tiny", options, CPU))
     assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
