@@ -213,7 +213,7 @@ def tile_of(
     weight += output.to(tl.int64)[:, None] * inputs + k[None, :]
     in_tile = mine[:, None] & in_k[None, :]
     tile = tl.load(weight, mask=in_tile, other=0.0)
-    up_tile, factor = None, None
+    up_tile, factor = tile, tile  # for where there are none: Triton 3.6 returns no None
     if GATED:
         up_tile = tl.load(weight + outputs.to(tl.int64) * inputs, mask=in_tile, other=0.0)
     if scale is not None:
