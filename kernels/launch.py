@@ -10,9 +10,11 @@ complete; that one, to complete, had passed its own: so everything ahead is comp
 Trees that grow are written by launches of the same step (`growth.py`): where `Topology.written`,
 kernels read them, and which nodes they are called for, after their `follow`.
 
-The second launch of an op may go further where every program of the first one calls `follow`: what
-was written before both is there from the start, and it has only to wait for what the first one
-writes. What the first one does not touch, it may write even before that.
+A launch may go further where the one ahead calls `follow` and no `lead`: whatever was written
+before both is complete when it begins, and it has only to wait for what the one ahead writes. What
+that one does not touch, it may write even before. So the second launch of an op reads what steers
+both, and the first of a mixer, which a product is ahead of, the mixer's memory (`Steering.ready`).
+Programs that need nothing of the launch ahead end without `follow`, if others of theirs call it.
 """
 
 from __future__ import annotations

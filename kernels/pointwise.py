@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
 from stree_kernels.shapes import Added, Steering
 
 # What was fastest on an H200, or as fast as the rest
@@ -146,6 +146,7 @@ def norm_kernel(
     PARTS: tl.constexpr, MORE_PARTS: tl.constexpr, GROUPS: tl.constexpr,
     GATE_AFTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    lead(OVERLAPS)  # the product that follows asks for its weight while this one waits
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = tl.arange(0, BLOCK)

@@ -57,6 +57,8 @@ LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the 
 MOST_RANK = 256  # of an adapter whose term is added
 STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
+AHEAD = 65536  # bytes of its weight that a share asks for before the launch ahead has ended
+CHUNK = tl.constexpr(256)  # bytes of a row that it asks for at a time
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 
 
@@ -169,10 +171,13 @@ def _by_shares(
     else:
         most_stages = STAGE_BYTES // (stage + inputs_stage)
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
+    ahead = AHEAD // (CHUNK.value * block_outputs * tensors)
+    whole = inputs % 16 == 0 and ahead * CHUNK.value <= 2 * (inputs - (parts - 1) * span)
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, weight, out, rows, outputs, inputs, share, span, *adapter,
         RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
+        AHEAD=ahead if whole else 0,
         INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
         BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs, PRECISION=precision_of(x),
         num_stages=min(tiling.stages, most_stages), num_warps=tiling.warps, **overlapping(x),
@@ -198,7 +203,7 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
     x, weight, out, rows, outputs, inputs, share, span, low, up,
-    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, AHEAD: tl.constexpr,
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -217,11 +222,18 @@ def share_kernel(
         end = tl.minimum(begin + span, inputs)
         if EVEN:
             end = tl.multiple_of(end, 16)
+    first = weight
     weight += output.to(tl.int64)[:, None] * inputs
     to_up = outputs.to(tl.int64) * inputs
     to_x = x + row[None, :] * inputs
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     ups = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
+    if OVERLAPS and AHEAD > 0:
+        near = tl.where(mine, output, tl.program_id(0) * share).to(tl.int64)
+        rows_at = first + near[:, None] * inputs + begin
+        _ask_for(rows_at, AHEAD)
+        if GATED is not None:
+            _ask_for(rows_at + to_up, AHEAD)
     follow(OVERLAPS)
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
         values = input_tile(to_x, begin + k, end, known)
@@ -248,6 +260,16 @@ def share_kernel(
         y = gated_by(y, ups.to(y.dtype), GATED)
     at = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
     tl.store(at, y, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def _ask_for(rows, chunks: tl.constexpr):
+    """Let the first chunks of rows come to the L2 cache; rows (R, 1), where they begin."""
+    at = rows.to(tl.int64) + tl.arange(0, chunks)[None, :] * CHUNK
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r", [at, CHUNK], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

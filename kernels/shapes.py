@@ -175,6 +175,9 @@ class Steering:
     first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
     `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
     shared, what plain PyTorch finds out of all these once a call (`places.py`); None keeps nothing.
+    ready, what a mixer's op reads that is complete when its first launch begins, before this waits
+    for the launch ahead (`launch.py`): "none"; "memory", what the last call left, if the launch
+    ahead is of another op; "all", its inputs, too, if that does not write them.
     """
 
     length: Tensor
@@ -183,10 +186,11 @@ class Steering:
     variant: Tensor
     parity: Tensor
     shared: dict[Any, Any] | None = None
+    ready: str = "none"
 
-    def of_a_call(self) -> Steering:
+    def of_a_call(self, ready: str) -> Steering:
         """The same for one call, whose layers share what they find out."""
-        return replace(self, shared={})
+        return replace(self, shared={}, ready=ready)
 
 
 @dataclass

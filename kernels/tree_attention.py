@@ -16,14 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping
+from stree_kernels.launch import follow, lead, load_kept, overlapping
 from stree_kernels.products import precision_of, product
 from stree_kernels.shapes import Steering, Topology
 
 # What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
 PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
+ALONE_PROGRAMS = 528  # the same of a single query, which needs no tiles for tensor cores
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
-BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32
+BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
 CORNER_KEYS = 16  # accepted and new ones at a time
 SKIPPED_FROM = 257  # nodes from which on keys that no query of a program sees are left out
 FEW_NODES = 16  # of more, the corner has two parts
@@ -61,13 +62,15 @@ def attend_tree(
     assert qkv.stride(2) == keys.stride(3) == values.stride(3) == rotary.stride(2) == 1
     assert keys.stride() == values.stride()
     num_rows, sequence_heads = num_new * shared, batch * num_kv_heads
-    wide = qkv.dtype == torch.float32
+    wide, alone = qkv.dtype == torch.float32, num_rows == 1
     block_m = min(MAX_ROWS // 2 if wide else MAX_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    block_m = 1 if alone else block_m
     row_blocks = triton.cdiv(num_rows, block_m)
     skips = first + num_new >= SKIPPED_FROM if skips is None else skips
     num_corners = 1 if first + num_new <= FEW_NODES else 2
-    num_splits = min(32, PROGRAMS // (sequence_heads * row_blocks)) - num_corners
-    block_l = BLOCK_KEYS // 2 if wide else BLOCK_KEYS
+    programs = ALONE_PROGRAMS if alone else PROGRAMS
+    num_splits = min(32, programs // (sequence_heads * row_blocks)) - num_corners
+    block_l = BLOCK_KEYS // 2 if wide or alone else BLOCK_KEYS
     num_splits = max(1, min(num_splits, triton.cdiv(keys.shape[2], block_l)))
     num_parts = num_corners + num_splits
     block_parts = triton.next_power_of_2(num_parts)
@@ -95,11 +98,11 @@ def attend_tree(
         **overlapping(qkv),
     )  # fmt: skip
     # A wider head's tiles would spill most of what four warps' registers hold
-    attend_warps = ATTEND_WARPS if head_dim <= 128 else 2 * ATTEND_WARPS
+    attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
-        SKIPS=skips, num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS,
-        **constants,
+        SKIPS=skips, READY=steering.ready,
+        num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS, **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
@@ -134,16 +137,33 @@ def _attend(q_low, q_high, k_low, k_high, v, visible, highest, total, out, scale
             PRECISION: tl.constexpr):  # fmt: skip
     """One block of keys in the running softmax, of powers of two. The highest score is rounded up,
     so that a weight loses the same to bf16 however the keys are divided."""
-    scores = product(q_low, tl.trans(k_low), PRECISION)
-    scores += product(q_high, tl.trans(k_high), PRECISION)
+    scores = _scores(q_low, k_low, PRECISION) + _scores(q_high, k_high, PRECISION)
     scores = tl.where(visible, scores * scale, -float("inf"))
     now = tl.maximum(highest, tl.ceil(tl.max(scores, axis=1)))
     shift = tl.where(now == -float("inf"), 0.0, now)  # nothing seen yet
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(highest - shift)
     total = total * fade + tl.sum(weights, axis=1)
-    out = out * fade[:, None] + product(weights.to(v.dtype), v, PRECISION)
+    out = out * fade[:, None] + _weighed(weights.to(v.dtype), v, PRECISION)
     return now, total, out
+
+
+@triton.jit
+def _scores(q, k, PRECISION: tl.constexpr):
+    """(queries, keys) of (queries, channels) and (keys, channels)."""
+    if q.shape[0] == 1:  # tensor cores would multiply 16 queries, and want keys in shared memory
+        return tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
+    else:
+        return product(q, tl.trans(k), PRECISION)
+
+
+@triton.jit
+def _weighed(weights, v, PRECISION: tl.constexpr):
+    """(queries, channels) of (queries, keys) and (keys, channels)."""
+    if weights.shape[0] == 1:
+        return tl.sum(tl.trans(weights).to(tl.float32) * v.to(tl.float32), axis=0)[None, :]
+    else:
+        return product(weights, v, PRECISION)
 
 
 @triton.jit
@@ -250,7 +270,8 @@ def attend_kernel(
     NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
-    SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
+    SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr, OVERLAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
@@ -259,14 +280,15 @@ def attend_kernel(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     known = row < num_rows
     query = row // SHARED
-    if not ONE_TREE:
+    if READY == "none":
         follow(OVERLAPS)
+    if READY == "all":
+        lead(OVERLAPS)
+    if not ONE_TREE:
         variant = load_kept(variants + batch)
         depths += variant * tree_size
         ancestors += variant * tree_size * tree_size
     depth = load_kept(depths + first + query, known)
-    if ONE_TREE:
-        follow(OVERLAPS)
     old_length = load_kept(lengths + batch).to(tl.int32)
     path_length = 0
     if REPLAY:
@@ -275,12 +297,8 @@ def attend_kernel(
     keys += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
     values += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
     qkv += batch * qkv_batch_stride
-    low, high = _halves(
-        qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
-        known, half, HEAD_DIM,
-    )  # fmt: skip
 
-    # First come parts of the corner, then splits: their first keys come while the queries rotate
+    # First come parts of the corner, then splits, whose first keys come ahead of the queries
     share = _split_length(old_length, NUM_SPLITS, BLOCK_L)
     begin = (part - NUM_CORNERS) * share
     end = tl.minimum(begin + share, old_length)
@@ -298,6 +316,12 @@ def attend_kernel(
     slot = begin + tl.arange(0, BLOCK_L)
     k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
     v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+    if READY == "memory":
+        follow(OVERLAPS)
+    low, high = _halves(
+        qkv + query * qkv_stride + (kv_head * SHARED + row % SHARED) * HEAD_DIM,
+        known, half, HEAD_DIM,
+    )  # fmt: skip
     q_low, q_high = _rotated(
         low, high, length + depth, known, half, rotary, rotary_stride, position_stride, HEAD_DIM
     )  # fmt: skip
@@ -326,6 +350,8 @@ def attend_kernel(
             NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, REPLAY, SKIPS, BLOCK_CORNER, PRECISION,
         )  # fmt: skip
 
+    if READY == "all":  # what is written to may be what the launch ahead reads
+        follow(OVERLAPS)
     at = (part * tl.num_programs(2) + sequence_head).to(tl.int64) * num_rows + row
     tl.store(
         outs + at[:, None] * HEAD_DIM + d[None, :], out,

@@ -136,7 +136,7 @@ def _launch(
         B_COLUMN=columns[0], C_COLUMN=columns[0] + columns[1], DT_COLUMN=shape.num_channels,
         B_CHANNEL=x_channels, C_CHANNEL=x_channels + b_channels,
         NUM_CHANNELS=x_channels + b_channels + c_channels,
-        DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0,
+        DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0, READY=steering.ready,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
@@ -161,13 +161,17 @@ def replay_conv_kernel(
     X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
     B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr, DT_COLUMN: tl.constexpr,
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, READY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAPS)  # before all else: the scan counts on it
+    # The launch ahead, a product, touches neither the state nor the last tree's inputs. So replay
+    # waits for nothing; the conv waits for it, and the scan counts on that
+    if READY == "none":
+        follow(OVERLAPS)
     program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parity = load_kept(parities)
     variant = load_kept(variants + batch)
@@ -207,7 +211,7 @@ def replay_conv_kernel(
                 steps_part_stride, steps_stride, dt_bias, A_log,
                 ancestors + variant * tree_size * tree_size, tree_size,
                 path, path_length, tile, first, num_new,
-                HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, BLOCK_Q, BLOCK_H,
+                HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, OVERLAPS, BLOCK_Q, BLOCK_H,
             )  # fmt: skip
         else:
             _keep_channels(
@@ -218,7 +222,7 @@ def replay_conv_kernel(
                 windows + variant * tree_size * WIDTH,
                 path, path_length, block, tile, first, num_new,
                 HEAD_DIM, D_STATE, WIDTH, X_REPEATS, B_REPEATS, B_COLUMN, C_COLUMN,
-                B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, BLOCK_C, BLOCK_Q,
+                B_CHANNEL, C_CHANNEL, NUM_CHANNELS, REPLAY, OVERLAPS, BLOCK_C, BLOCK_Q,
             )  # fmt: skip
 
 
@@ -299,7 +303,8 @@ def _keep_channels(
     X_REPEATS: tl.constexpr, B_REPEATS: tl.constexpr,
     B_COLUMN: tl.constexpr, C_COLUMN: tl.constexpr,
     B_CHANNEL: tl.constexpr, C_CHANNEL: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    REPLAY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
+    REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     channel = block * BLOCK_C + tl.arange(0, BLOCK_C)
     in_conv = channel < NUM_CHANNELS
@@ -321,18 +326,15 @@ def _keep_channels(
     y = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
     if conv_bias is not None:
         y += load_kept(conv_bias + channel, in_conv).to(tl.float32)[None, :]
-    value = y.to(xb.dtype.element_ty)
+    at_new, weights = (), ()
     for tap in tl.static_range(WIDTH):
         weight = load_kept(
             weight_pointer + channel * channel_stride + tap * tap_stride, in_conv
         ).to(tl.float32)
         seen = load_kept(windows + node * WIDTH + tap, known)
         fresh = seen - (WIDTH - 1) - first
-        value = tl.load(  # the last tap's is the node's own
-            projected + fresh[:, None] * projected_stride + column[None, :],
-            mask=(known & (fresh >= 0))[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
-        y += value.to(tl.float32) * weight[None, :]
+        at_new += (fresh,)  # type: ignore[assignment]
+        weights += (weight,)  # type: ignore[assignment]
         row = seen  # of the tree so far, and of the tail of when it began
         if REPLAY:
             for place in tl.static_range(WIDTH - 1):
@@ -342,6 +344,17 @@ def _keep_channels(
             (known & (fresh < 0))[:, None] & in_conv[None, :],
         )
         y += earlier.to(tl.float32) * weight[None, :]
+    if REPLAY and tile == 0:
+        _keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH)
+    follow(OVERLAPS)
+    value = y.to(xb.dtype.element_ty)
+    for tap in tl.static_range(WIDTH):
+        fresh = at_new[tap]
+        value = tl.load(  # the last tap's is the node's own
+            projected + fresh[:, None] * projected_stride + column[None, :],
+            mask=(known & (fresh >= 0))[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        y += value.to(tl.float32) * weights[tap][None, :]
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
     store_kept(at, value, known[:, None] & owned[None, :])
     y = (y * tl.sigmoid(y)).to(xb.dtype.element_ty)
@@ -350,8 +363,6 @@ def _keep_channels(
     store_kept(at, y, known[:, None] & in_xb[None, :])
     at = C_pointer + q[:, None] * C_stride + (channel - C_CHANNEL)[None, :]
     tl.store(at, y, mask=known[:, None] & in_c[None, :])
-    if REPLAY and tile == 0:
-        _keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH)
 
 
 @triton.jit
@@ -370,7 +381,7 @@ def _keep_steps(
     projected, projected_stride, old, new, row_stride, steps, steps_part_stride, steps_stride,
     dt_bias, A_log, ancestors, tree_size, path, path_length, tile, first, num_new,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, DT_COLUMN: tl.constexpr,
-    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr,
+    DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """dt of the new nodes, and c_i = Σ_j L[i, j]·dt_j·A, for all heads."""
@@ -382,6 +393,9 @@ def _keep_steps(
     known = q < num_new
     node = first + q
     mine = known[:, None] & in_h[None, :]
+    if REPLAY and tile == 0:
+        _keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
+    follow(OVERLAPS)
     raw = tl.load(
         projected + q[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
         mask=mine, other=0.0,
@@ -414,8 +428,6 @@ def _keep_steps(
         decay = tl.where(there, dt * A[None, :], 0.0)
         total += tl.dot((above != 0).to(tl.float32), decay, input_precision="ieee")
     store_kept(at + steps_part_stride, total, mine)
-    if REPLAY and tile == 0:
-        _keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
 
 
 @triton.jit

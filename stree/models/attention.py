@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,8 @@ class Attention(Part):
         def attend(
             nodes: Tensor, to: Tensor | None, topology: Topology, steering: Steering, first: int
         ) -> Tensor:
+            if self.normed and steering.ready == "all":  # the norm is the launch ahead
+                steering = replace(steering, ready="memory")
             return ops.attend_tree(
                 nodes, cache.keys, cache.values, cache.rotary,
                 topology, steering, first, call.bound, self.scale, to,

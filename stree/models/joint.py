@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class LastTree:
         """Of the path's nodes, which nothing is accepted before, and of the tree's after them."""
         first, second = self.parities
         return (
-            Steering(after.length, self.chain, self.none, self.none, first).of_a_call(),
+            Steering(after.length, self.chain, self.none, self.none, first).of_a_call("memory"),
             Steering(after.length, self.chain, after.path_length, after.variant, second),
         )
 
@@ -73,6 +73,8 @@ class LastTree:
 @dataclass(kw_only=True)
 class JointCall(TreeCall):
     """A call over [path, tree]; `steering` and `topology` are the tree's."""
+
+    READY: ClassVar[str] = "none"  # the launch ahead was over the path
 
     chain: Topology
     before: Steering
@@ -108,6 +110,9 @@ class JointCall(TreeCall):
         ]
         cache.end_joint()
         return torch.cat(y, dim=1) if out is None else out
+
+    def after_a_mixer(self) -> JointCall:
+        return self
 
     def enter(self, layer: int, x: Tensor | Stream) -> None:
         """The features are the tree's nodes'."""

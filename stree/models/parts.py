@@ -9,9 +9,10 @@ piece that goes on from a cache (`Extension`), or over nodes of token trees (`Tr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,8 @@ class TreeCall:
     """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
     to one comes as `Added`, with parts of sums (S, B, Q, D)."""
 
+    READY: ClassVar[str] = "memory"  # a mixer's first launch comes after a product
+
     topology: Topology
     steering: Steering
     first: int  # the tree's nodes that earlier calls have seen
@@ -120,7 +123,7 @@ class TreeCall:
     embedded: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.steering = self.steering.of_a_call()
+        self.steering = self.steering.of_a_call(self.READY)
         if self.shared:
             tokens = self.tokens
             if self.nodes is not None:
@@ -160,6 +163,13 @@ class TreeCall:
         """What a mixer's op(x, out, topology, steering, first) gives for the nodes, (B, Q, …),
         written to `out` if there is one."""
         return op(x, out, self.topology, self.steering, self.first)
+
+    def after_a_mixer(self) -> TreeCall:
+        """The same for one that reads what the mixer before it has read: that product is no longer
+        the launch ahead."""
+        later = copy.copy(self)
+        later.steering = replace(self.steering, ready="all")
+        return later
 
     def end(self, hidden: Tensor) -> Tensor:
         """After all layers: hidden states (B, Q, D) of the nodes that were asked for."""

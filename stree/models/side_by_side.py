@@ -40,6 +40,7 @@ class SideBySide:
             self.mixers, projected.split(widths, dim=-1), y.split(inner, dim=-1), strict=True
         ):
             mixer.mix(own, call.caches[slot], call, out)
+            call = call.after_a_mixer()
         parts = ops.linear_parts(y, last.weight)
         for each in closing:
             if each.bias is not None:

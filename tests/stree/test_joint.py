@@ -12,6 +12,7 @@ from stree.executors import Graphs
 from stree.forest import Forest
 from stree.tree import balanced
 from stree_kernels import ops
+from stree_kernels.shapes import Steering
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]), TokenTree.chain(0)]
 KINDS = dict(  # every mixer, two of them more than once and side by side
@@ -178,3 +179,33 @@ def test_what_is_kept_of_a_row_is_right_however_late_it_is_released():
     for got, wanted in zip(decoder.cache.at(row).layers, again.layers, strict=True):
         for mine, other in zip(got.save(len(kept)), wanted.save(len(kept)), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backtracking", ["replay", "joint"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_ops_know_what_is_ready_when_they_begin(backtracking, normed, monkeypatch):
+    """After a product a mixer's memory, after another mixer its inputs too, unless a norm makes
+    them; of a tree after its path nothing."""
+    seen = []
+
+    def note(name, own):
+        def run(*arguments):
+            steering = next(each for each in arguments if isinstance(each, Steering))
+            seen.append((name, steering.ready))
+            return own(*arguments)
+
+        return run
+
+    for name in ("mamba_tree", "attend_tree", "short_conv_tree", "gated_delta_tree"):
+        monkeypatch.setattr(ops, name, note(name.split("_")[0], getattr(ops, name)))
+    model = tiny_model(3, **KINDS, qk_norm=normed)
+    cache = model.new_cache(64, 4, backtracking=backtracking)
+    model.tree_forward(torch.tensor([[5]]), TokenTree.chain(0), cache)
+    mixers = ["mamba", "attend", "mamba", "attend", "short", "gated"]
+    if backtracking == "joint":
+        assert seen == [(name, ready) for name in mixers for ready in ("memory", "none")]
+    else:
+        readies = ["memory"] * 6
+        readies[3] = "memory" if normed else "all"
+        assert seen == list(zip(mixers, readies, strict=True))
