@@ -25,7 +25,7 @@ from stree.description import counted
 from stree.errors import UsageError, exit_with_reason
 from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
-from stree.modes import Costs, Modes, context_of, room_to_time
+from stree.modes import Costs, Modes, context_of, deepest_of, largest_of, room_to_time
 from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
@@ -158,7 +158,7 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         require_same_tokenizer(target, drafter)
         load_config(drafter)
     growth = as_growth(options["tree"], input_path) if drafter else TokenTree.chain(0, "root")
-    deepest = growth.deepest if isinstance(growth, Modes) else growth
+    deepest = deepest_of(growth)
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
     )
@@ -196,7 +196,7 @@ def describe(
 ) -> None:
     """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
     spec, growth = generation.spec, generation.growth
-    nodes = (growth.largest if isinstance(growth, Modes) else growth).num_nodes
+    nodes = largest_of(growth).num_nodes
     models = {name: load_config(options[name]) for name in ("target", "drafter") if options[name]}
     needs: dict[str, int] = {}
     for name, config in models.items():

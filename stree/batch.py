@@ -37,7 +37,16 @@ from stree.generation import (
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
-from stree.modes import PLAIN, Costs, Modes, context_of, measure_costs
+from stree.modes import (
+    PLAIN,
+    Costs,
+    Modes,
+    context_of,
+    deepest_of,
+    largest_of,
+    measure_costs,
+    trees_of,
+)
 from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
@@ -104,8 +113,7 @@ class BatchDecoder:
             require_partners(target, model)
             self._num_drafted = model.config.head_size
         self.modes = tree if isinstance(tree, Modes) else None
-        choices = tree.trees if isinstance(tree, Modes) else (tree,)
-        tree = tree.largest if isinstance(tree, Modes) else tree
+        choices, tree = trees_of(tree), largest_of(tree)
         if drafter is None and tree.num_nodes > 1:
             raise UsageError(f"{tree} needs a drafter to fill it")
         self.verifier = verifiers.named(verifier)
@@ -194,7 +202,8 @@ class BatchDecoder:
         if tree is None and self.modes is None:
             tree = self.tree
         self._require_one_growth(tree)
-        deepest = tree or (self.modes.deepest if self.modes else self.tree)
+        growth = tree or self.growth
+        deepest = deepest_of(growth)
         if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
                 f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
@@ -202,7 +211,7 @@ class BatchDecoder:
             )
         if deepest.num_nodes > 1 and self.drafter is None:
             raise UsageError(f"{deepest} needs a drafter to fill it")
-        for each in self.modes.trees if tree is None and self.modes else (deepest,):
+        for each in trees_of(growth):
             verifiers.require_tree(self.verifier, each)
             if each.widest > (most := self._num_drafted):
                 raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
@@ -348,7 +357,7 @@ class BatchDecoder:
         if not self._sequences:
             return
         with ops.current(self.target.device):
-            for tree in self.modes.trees if self.modes else (self.tree,):
+            for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
                 for most in {longest, self._longest(forest, self.tree.max_depth + 1)}:
@@ -358,7 +367,7 @@ class BatchDecoder:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees
         are chosen step by step it takes two values a tree, so that few envelopes serve them all."""
         if self.modes is not None and longest > forest.max_depth + 1:
-            return max(longest, self.modes.deepest.max_depth + 1)
+            return max(longest, deepest_of(self.modes).max_depth + 1)
         return longest
 
     def measure_costs(self, context: int | None = None, num_steps: int = 8) -> Costs:
@@ -457,7 +466,7 @@ class BatchDecoder:
     def _require_one_growth(self, tree: TokenTree | None) -> None:
         """Raises `UsageError` for a request with a tree of its own where trees grow, or with one
         that grows where they do not: in a step all rows' trees grow alike, or none does."""
-        others = self.modes.trees if self.modes else (self.tree,)
+        others = trees_of(self.growth)
         if tree is None or (tree == self.tree and not self.modes):
             return
         if any(isinstance(each, BeamTree) for each in (tree, *others)):

@@ -21,7 +21,7 @@ from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
-from stree.modes import Costs, Modes
+from stree.modes import Costs, Modes, largest_of
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Report, Request
 from stree.settings import Asked, asked_for, end_of
@@ -66,7 +66,7 @@ class Decoder:
         num_prefixes: int = 0,
     ) -> None:
         tree = None if tree is None else as_growth(tree)
-        if tree is not None and (tree.largest if isinstance(tree, Modes) else tree).num_nodes == 1:
+        if tree is not None and largest_of(tree).num_nodes == 1:
             drafter = None  # a root alone leaves nothing to draft
         self.batch = BatchDecoder(
             target, drafter, tree,

@@ -19,7 +19,7 @@ from stree.generation import GenerationConfig, require_whole
 from stree.growths import as_growth, choice_of
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
-from stree.modes import Modes
+from stree.modes import Modes, largest_of
 from stree.speculation_profile import load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
@@ -99,7 +99,7 @@ def load(
             tree = TokenTree.paper()
         else:
             tree = as_growth(tree)
-        if (tree.largest if isinstance(tree, Modes) else tree).num_nodes > 1:
+        if largest_of(tree).num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
     elif tree is not None:

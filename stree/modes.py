@@ -186,14 +186,6 @@ class Modes:
     def costs(self, costs: Costs) -> None:
         self._costs, self._speeds = costs, {}
 
-    @property
-    def deepest(self) -> TokenTree:
-        return max(self.trees, key=lambda tree: tree.max_depth)
-
-    @property
-    def largest(self) -> TokenTree:
-        return max(self.trees, key=lambda tree: tree.num_nodes)
-
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
         speed = self._speed(num_rows)
@@ -267,6 +259,19 @@ class Modes:
         lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self.costs.catch_up
         if self._plain_s > lost / PROBE_SHARE:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
+
+
+def trees_of(growth: TokenTree | Modes) -> tuple[TokenTree, ...]:
+    """Those that a step may have: the tree itself, or what is chosen among."""
+    return growth.trees if isinstance(growth, Modes) else (growth,)
+
+
+def deepest_of(growth: TokenTree | Modes) -> TokenTree:
+    return max(trees_of(growth), key=lambda tree: tree.max_depth)
+
+
+def largest_of(growth: TokenTree | Modes) -> TokenTree:
+    return max(trees_of(growth), key=lambda tree: tree.num_nodes)
 
 
 def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:

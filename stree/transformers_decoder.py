@@ -31,7 +31,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
-from stree.modes import Modes, length_to_time
+from stree.modes import Modes, deepest_of, length_to_time
 from stree.prompts import prompts_of
 from stree.requests import Request
 from stree.settings import end_of
@@ -131,8 +131,7 @@ class TransformersDecoder:
         self._made_of = _weights(model)
         default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         self.tree, self.verifier = tree or default, named(verifier)
-        trees = self.tree.trees if isinstance(self.tree, Modes) else (self.tree,)
-        self._max_depth = max(each.max_depth for each in trees)
+        self._max_depth = deepest_of(self.tree).max_depth
         self.backtracking = require_backtracking(backtracking)
         require_whole("num_prefixes", num_prefixes, least=0)
         self.num_prefixes = num_prefixes
@@ -262,7 +261,7 @@ class TransformersDecoder:
             len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
         )  # fmt: skip
         if isinstance(self.tree, Modes):
-            longest = max(longest, length_to_time(self.tree.deepest))
+            longest = max(longest, length_to_time(deepest_of(self.tree)))
         batch = self._batch
         if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
             num_rows = max(len(requests), batch.num_rows if batch else 0)

@@ -30,7 +30,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import slice_drafter
-from stree.modes import context_of, room_to_time
+from stree.modes import context_of, deepest_of, room_to_time
 from stree.transformers_decoder import generate
 from stree.tree import balanced
 from stree.verifiers.multi_step import MultiStep
@@ -475,7 +475,7 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder.generate(ids, max_new_tokens=1, do_sample=False)
     without_choice = decoder._batch.max_length
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
-    assert room_to_time(decoder.tree.deepest, without_choice, context_of(without_choice)) < 1
+    assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
     assert decoder._batch.modes.costs.are_of(1)
 
