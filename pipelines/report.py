@@ -29,7 +29,8 @@ from stree_pipelines.evaluation.records import (
     samples_label,
     write_rows,
 )
-from stree_pipelines.reports import by_length, by_length_tables, plots, runs_plots, runs_tables
+from stree_pipelines.reports import by_length_tables, plots, runs_plots, runs_tables
+from stree_pipelines.reports.findings import Findings
 from stree_pipelines.reports.lossless import lossless_markdown
 from stree_pipelines.reports.page import page_context, runs_context
 from stree_pipelines.reports.rendering import render_page
@@ -43,47 +44,51 @@ from stree_pipelines.reports.run_data import (
     open_results,
 )
 from stree_pipelines.reports.runs import Runs, load_runs
+from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.table_rows import as_csv, table6_json, table_rows
-from stree_pipelines.reports.tables import advise, all_tables, table6, table6_markdown, to_latex
+from stree_pipelines.reports.tables import table6_markdown, to_latex
 from stree_pipelines.terminal.command_line import CommandParser
 
 
-def write_report(data: RunData, out: str | Path | None = None) -> list[Path]:
-    """Write the files into `out` (default: the run folder) and return their paths.
+def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Path], str]:
+    """Write the files into `out` (default: the run folder); returns their paths, and what the
+    command prints.
 
     Raises CannotWrite when the folder refuses, before anything is drawn.
     """
     out = Path(out) if out is not None else data.folder
     make_directory(out)
-    tables = all_tables(data)
+    findings, rows = Findings.of(data), list(table_rows(data))
     files: dict[str, str | bytes] = {
-        "table6.md": table6_markdown(data), "table6.json": table6_json(data),
-        "table6.tex": to_latex(tables), "table6.csv": as_csv(table_rows(data)),
+        "table6.md": table6_markdown(data, findings.tables), "table6.json": table6_json(data, rows),
+        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
     }  # fmt: skip
     lossless = lossless_markdown(data.folder)
     if lossless:
         files["lossless.md"] = lossless
     files |= _drawn("tau_vs_step", plots.tau_vs_step(data), "τ against distillation step")
-    if (lengths := by_length_tables.markdown(data)) is not None:
-        files["by_length.md"] = lengths
-        for number, rungs in enumerate(by_length.ladders(data), start=1):
-            name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
-            files |= _drawn(name, by_length_tables.drawn(data, rungs), "τ against prompt length")
-    page = {**page_context(data), "figures": _figures(data)}
+    if findings.ladders:
+        files["by_length.md"] = by_length_tables.markdown(data, findings.ladders)
+    for number, ladder in enumerate(findings.ladders, start=1):
+        name = "tau_by_length" if number == 1 else f"tau_by_length_{number}"
+        drawn = by_length_tables.drawn(data, ladder.rungs)
+        files |= _drawn(name, drawn, "τ against prompt length")
+    page = {**page_context(findings), "figures": _figures(findings)}
     files["report.html"] = render_page("report.html.j2", page)
-    return _write(files, out)
+    return _write(files, out), _summary(findings)
 
 
-def write_runs_report(runs: Runs, out: str | Path) -> list[Path]:
+def write_runs_report(runs: Runs, out: str | Path) -> tuple[list[Path], str]:
     """As `write_report`, of several runs beside each other."""
     out = Path(out)
     make_directory(out)
+    findings, rows = RunsFindings.of(runs), list(runs_tables.table_rows(runs))
     files: dict[str, str | bytes] = {
-        "table6.md": runs_tables.markdown(runs), "table6.json": runs_tables.rows_json(runs),
-        "table6.tex": to_latex(runs_tables.tables(runs)),
-        "table6.csv": as_csv(runs_tables.table_rows(runs)),
+        "table6.md": runs_tables.markdown(findings),
+        "table6.json": runs_tables.rows_json(runs, rows),
+        "table6.tex": to_latex(findings.tables), "table6.csv": as_csv(rows),
     }  # fmt: skip
     for name, of, title in (
         ("tau_vs_step", runs_plots.acceptance_length, "τ against distillation step"),
@@ -94,9 +99,9 @@ def write_runs_report(runs: Runs, out: str | Path) -> list[Path]:
         {"title": title, "remark": remark, "svg": plots.to_svg(figure, title, inline=True)}
         for title, remark, figure in runs_plots.page_figures(runs)
     ]
-    page = {**runs_context(runs), "figures": figures}
+    page = {**runs_context(findings), "figures": figures}
     files["report.html"] = render_page("runs.html.j2", page)
-    return _write(files, out)
+    return _write(files, out), runs_tables.summary(findings)
 
 
 def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | bytes]:
@@ -144,9 +149,10 @@ def write_records(data: RunData, out: str | Path) -> list[Path]:
     return paths
 
 
-def _figures(data: RunData) -> list[dict[str, Any]]:
+def _figures(findings: Findings) -> list[dict[str, Any]]:
     """Title, remark and inline SVG of each figure that has something to show; what is of one
     temperature stands beside the same of the next."""
+    data = findings.data
     wanted: list[tuple[str, str, Callable[[], Figure | None]]] = [
         ("Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
          "promises a chain at T = 1.", partial(plots.tau_vs_step, data)),
@@ -160,9 +166,9 @@ def _figures(data: RunData) -> list[dict[str, Any]]:
         for temperature in data.temperatures:
             remark = f"T = {temperature:g}, {checkpoint_title(data, data.last)}"
             wanted.append((title, remark, partial(draw, data, temperature)))
-    for rungs in by_length.ladders(data):
+    for ladder in findings.ladders:
         remark = f"The same questions after more text, {checkpoint_title(data, data.last)}"
-        draw = partial(by_length_tables.drawn, data, rungs)
+        draw = partial(by_length_tables.drawn, data, ladder.rungs)
         wanted.append(("Acceptance length by prompt length", remark, draw))
     wanted.append(("Distillation loss", "", partial(plots.loss_vs_step, data)))
     drawn = [(title, remark, draw()) for title, remark, draw in wanted]
@@ -173,19 +179,19 @@ def _figures(data: RunData) -> list[dict[str, Any]]:
     ]
 
 
-def summary(data: RunData) -> str:
+def _summary(findings: Findings) -> str:
     """What the command prints: Table 6 over all benchmarks, the advice, and what to know of it."""
-    lines = []
-    for temperature in data.temperatures:
-        advice = advise(data, temperature)
-        lines.append(table6(data, data.scopes[0], temperature).to_markdown())
+    data, lines = findings.data, []
+    for table, (temperature, advice) in zip(
+        findings.main_tables, findings.advice.items(), strict=True
+    ):
+        lines.append(table.to_markdown())
         headline = f"{advice.headline}. " if advice.headline else ""
         lines.append(f"T = {temperature:g}: {headline}{advice.reason}\n")
-    ladders = by_length.ladders(data)
-    lines += [f"{by_length_tables.introduction(data)}\n"] if ladders else []
-    for rungs in ladders:
-        lines += [table.to_markdown() for table in by_length_tables.tables(data, rungs)]
-        lines += [f"{line}\n" for line in by_length_tables.verdicts(data, rungs)]
+    lines += [f"{by_length_tables.introduction(data)}\n"] if findings.ladders else []
+    for ladder in findings.ladders:
+        lines += [table.to_markdown() for table in ladder.tables]
+        lines += [f"{line}\n" for line in ladder.verdicts]
     lines += [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
     return "\n".join(lines)
 
@@ -219,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError("--names are of several runs: one was given")
         data = load_run(options.run[0], options.show)
         records = write_records(data, out) if options.records else []
-        paths, told = write_report(data, out), summary(data)
+        paths, told = write_report(data, out)
     else:
         runs = load_runs(options.run, options.show, options.names)
         every = [run for column in runs.columns for run in column.runs]
@@ -229,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.records:
             for number, run in enumerate(every, start=1):
                 records += write_records(run, out / f"run-{number}")
-        paths, told = write_runs_report(runs, out), runs_tables.summary(runs)
+        paths, told = write_runs_report(runs, out)
     print(told)
     print("\n".join(map(str, paths)))
     if records:

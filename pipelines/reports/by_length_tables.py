@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -29,6 +30,22 @@ INTRO = (
     "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
     "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
 )
+
+
+@dataclass(frozen=True)
+class LadderFindings:
+    """What is told of a ladder."""
+
+    rungs: list[Rung]
+    tables: list[Table]
+    verdicts: list[str]
+
+
+def findings(data: RunData) -> list[LadderFindings]:
+    """Of all ladders; none in most runs."""
+    return [
+        LadderFindings(rungs, tables(data, rungs), verdicts(data, rungs)) for rungs in ladders(data)
+    ]
 
 
 def introduction(data: RunData) -> str:
@@ -190,14 +207,12 @@ def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
     return picture
 
 
-def markdown(data: RunData) -> str | None:
-    """All ladders; None without one."""
+def markdown(data: RunData, found: Sequence[LadderFindings]) -> str:
+    """All ladders of a run."""
     parts = []
-    for rungs in ladders(data):
-        parts += [f"- {line}" for line in verdicts(data, rungs)]
-        parts += ["", *(table.to_markdown() for table in tables(data, rungs))]
-    if not parts:
-        return None
+    for each in found:
+        parts += [f"- {line}" for line in each.verdicts]
+        parts += ["", *(table.to_markdown() for table in each.tables)]
     return "\n".join(["# Acceptance length by prompt length\n", f"{introduction(data)}\n", *parts])
 
 

@@ -7,36 +7,29 @@ from typing import Any
 
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
-from stree_pipelines.reports import by_length, by_length_tables, runs_tables
+from stree_pipelines.reports import by_length_tables, runs_tables
+from stree_pipelines.reports.findings import Findings
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
-from stree_pipelines.reports.runs import Runs
+from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables import advise, all_tables
+from stree_pipelines.reports.tables import Table
 
 MAX_SAMPLES_PER_BENCHMARK = 3
 MAX_DIVERGENCES_SHOWN = 50
 
 
-def page_context(data: RunData) -> dict[str, Any]:
+def page_context(findings: Findings) -> dict[str, Any]:
     """Values of the template but for the figures."""
-    tables = [
-        {"table": table, "main": number < len(data.temperatures)}
-        for number, table in enumerate(all_tables(data))
-    ]
+    data = findings.data
     return {
         "name": data.folder.resolve().name,
         "last": checkpoint_title(data, data.last) if data.last else "",
         "advice": [
-            {"temperature": f"{t:g}", **advise(data, t)._asdict()} for t in data.temperatures
+            {"temperature": f"{temperature:g}", **advice._asdict()}
+            for temperature, advice in findings.advice.items()
         ],
-        "tables": tables,
-        "by_length": [
-            {
-                "tables": by_length_tables.tables(data, rungs),
-                "verdicts": by_length_tables.verdicts(data, rungs),
-            }
-            for rungs in by_length.ladders(data)
-        ],
+        "tables": _folded(findings.tables, findings.main_tables),
+        "by_length": findings.ladders,
         "lengths_intro": by_length_tables.introduction(data),
         "lossless": _lossless(data),
         "samples": _samples(data),
@@ -44,6 +37,11 @@ def page_context(data: RunData) -> dict[str, Any]:
         "parting": parting_sentence(data),
         "notes": data.notes,
     }
+
+
+def _folded(tables: Sequence[Table], main: Sequence[Table]) -> list[dict[str, Any]]:
+    """The page folds up all but the main ones, which are the first."""
+    return [{"table": table, "main": number < len(main)} for number, table in enumerate(tables)]
 
 
 def _lossless(data: RunData) -> dict[str, Any]:
@@ -88,18 +86,15 @@ def _samples(data: RunData) -> list[dict[str, Any]]:
     return shown
 
 
-def runs_context(runs: Runs) -> dict[str, Any]:
+def runs_context(findings: RunsFindings) -> dict[str, Any]:
     """Values of the template of several runs but for the figures."""
-    count = len(runs.temperatures)
+    runs = findings.runs
     every = [(column, run) for column in runs.columns for run in column.runs]
     return {
         "name": " · ".join(column.title for column in runs.columns),
-        "verdicts": runs_tables.verdicts(runs),
+        "verdicts": findings.verdicts,
         "intro": runs_tables.intro(runs),
-        "tables": [
-            {"table": table, "main": number < count}
-            for number, table in enumerate(runs_tables.tables(runs))
-        ],
+        "tables": _folded(findings.tables, findings.main_tables),
         "runs": [
             {
                 "name": column.name, "folder": run.folder, "seed": run.command.get("seed", ""),

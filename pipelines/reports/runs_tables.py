@@ -6,9 +6,9 @@ the same prompts on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -42,6 +42,25 @@ INTERVALS = {
     f"size=({metrics.NUM_RESAMPLES}, S)) of S seeds in the order of `runs`, side 1 or 2 (the one "
     "that is compared with)",
 }
+
+
+@dataclass(frozen=True)
+class RunsFindings:
+    """As `Findings`, of several runs."""
+
+    runs: Runs
+    tables: list[Table]
+    verdicts: list[Verdict]
+
+    @classmethod
+    def of(cls, runs: Runs) -> Self:
+        verdicts = [verdict(runs, temperature) for temperature in runs.temperatures]
+        return cls(runs, tables(runs), verdicts)
+
+    @property
+    def main_tables(self) -> list[Table]:
+        """Those of the last checkpoints over all benchmarks."""
+        return self.tables[: len(self.runs.temperatures)]
 
 
 def intro(runs: Runs) -> str:
@@ -117,11 +136,12 @@ def tables(runs: Runs) -> list[Table]:
     return [*main[:count], *(table for table in steps if table), *main[count:]]
 
 
-def markdown(runs: Runs) -> str:
+def markdown(findings: RunsFindings) -> str:
+    runs = findings.runs
     parts = ["# Runs compared\n", f"{intro(runs)}\n"]
-    parts += [f"- {each.title}: {each.reason}" for each in verdicts(runs)]
+    parts += [f"- {each.title}: {each.reason}" for each in findings.verdicts]
     parts += ["", *(f"{note}\n" for note in runs.notes)]
-    return "\n".join(parts + [table.to_markdown() for table in tables(runs)])
+    return "\n".join(parts + [table.to_markdown() for table in findings.tables])
 
 
 @dataclass(frozen=True)
@@ -131,10 +151,6 @@ class Verdict:
     title: str
     headline: str
     reason: str
-
-
-def verdicts(runs: Runs) -> list[Verdict]:
-    return [verdict(runs, temperature) for temperature in runs.temperatures]
 
 
 def verdict(runs: Runs, temperature: float) -> Verdict:
@@ -176,14 +192,15 @@ def _ranked(
     return text, best if apart else ""
 
 
-def rows_json(runs: Runs) -> str:
-    """As `table6_json`: a row a run, checkpoint, method, temperature and benchmark. `over_first` is
-    against the first run's checkpoint of the same step; of a run's last one against its last."""
+def rows_json(runs: Runs, rows: Iterable[Mapping[str, Any]]) -> str:
+    """As `table6_json`, given `table_rows`."""
     setting = common_setting(runs.rows)
-    return as_json({"setting": setting, "intervals": INTERVALS}, table_rows(runs))
+    return as_json({"setting": setting, "intervals": INTERVALS}, rows)
 
 
 def table_rows(runs: Runs) -> Iterator[dict[str, Any]]:
+    """A row a run, checkpoint, method, temperature and benchmark. `over_first` is against the first
+    run's checkpoint of the same step; of a run's last one against its last."""
     for benchmark in runs.scopes:
         for temperature in runs.temperatures:
             for column in runs.columns:
@@ -221,14 +238,11 @@ def _row(
     yield row
 
 
-def summary(runs: Runs) -> str:
+def summary(findings: RunsFindings) -> str:
     """What the command prints."""
-    lines = [
-        last_table(runs, runs.scopes[0], temperature).to_markdown()
-        for temperature in runs.temperatures
-    ]
-    lines += [f"{each.title}: {each.reason}\n" for each in verdicts(runs)]
-    return "\n".join([*lines, *(f"{note}\n" for note in runs.notes)])
+    lines = [table.to_markdown() for table in findings.main_tables]
+    lines += [f"{each.title}: {each.reason}\n" for each in findings.verdicts]
+    return "\n".join([*lines, *(f"{note}\n" for note in findings.runs.notes)])
 
 
 def _at_last(

@@ -26,11 +26,10 @@ INTERVALS = {
 }
 
 
-def table6_json(data: RunData) -> str:
-    """{setting, intervals, rows}: a row a method, checkpoint, temperature and benchmark, the pool
-    of all benchmarks included, under the names of `stree.metrics`."""
+def table6_json(data: RunData, rows: Iterable[Mapping[str, Any]]) -> str:
+    """{setting, intervals, rows} of a run, given its `table_rows`."""
     head = {"setting": common_setting(data.rows), "intervals": INTERVALS}
-    return as_json(head, table_rows(data))
+    return as_json(head, rows)
 
 
 def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -64,6 +63,8 @@ def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
+    """A row a method, checkpoint, temperature and benchmark, the pool of all benchmarks included,
+    under the names of `stree.metrics`."""
     for benchmark in data.scopes:
         for temperature in data.temperatures:
             for checkpoint in ("", *data.checkpoints):

@@ -136,8 +136,8 @@ def to_latex(tables: Iterable[Table]) -> str:
     return "\n".join(["% \\usepackage{booktabs}\n", *(table.to_latex() for table in tables)])
 
 
-def table6_markdown(data: RunData) -> str:
-    """All tables, with what the numbers mean."""
+def table6_markdown(data: RunData, tables: Iterable[Table]) -> str:
+    """All tables of a run, with what the numbers mean."""
     intro = (
         "# Speed and acceptance length against distillation steps\n\n"
         "Layout of the STree paper's Table 6. Speed: new tokens per second of decoding, with its "
@@ -146,9 +146,8 @@ def table6_markdown(data: RunData) -> str:
         "ratio, paired, behind a speed; of τ behind a τ; of the difference, paired, behind a "
         "gain).\n"
     )
-    tables = [table.to_markdown() for table in all_tables(data)]
     notes = [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
-    return "\n".join([intro, *notes, *tables])
+    return "\n".join([intro, *notes, *(table.to_markdown() for table in tables)])
 
 
 class Advice(NamedTuple):

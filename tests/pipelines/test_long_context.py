@@ -23,7 +23,7 @@ from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation import reading as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import Reading, ReadingKey, ResultStore
-from stree_pipelines.report import summary, write_records, write_report
+from stree_pipelines.report import write_records, write_report
 from stree_pipelines.reports import by_length, by_length_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.tokenizer_training import train_tokenizer
@@ -188,7 +188,8 @@ def test_an_evaluation_reads_each_answer_once(world, evaluated, monkeypatch):
 
 def test_a_report_has_a_table_by_length(evaluated, tmp_path, capsys):
     data = load_run(evaluated)
-    names = {path.name for path in write_report(data, tmp_path)}
+    paths, _ = write_report(data, tmp_path)
+    names = {path.name for path in paths}
     assert {"by_length.md", "tau_by_length.svg", "tau_by_length.pdf"} <= names
     text = (tmp_path / "by_length.md").read_text()
     (rungs,) = by_length.ladders(data)
@@ -240,10 +241,10 @@ def test_of_several_drafters_the_one_that_is_shown_is_named(tmp_path):
     other = [each.model_copy(update={"checkpoint_sha256": "50", "step": 50}) for each in samples]
     ResultStore(tmp_path).publish(make_row("stree", 50, "long-1000", other, 0.0), other)
     data, said = load_run(tmp_path), "is step 100, the last of 2 here; the others are not shown."
-    write_report(data, tmp_path)
+    _, printed = write_report(data, tmp_path)
     for name in ("by_length.md", "report.html"):
         assert said in (tmp_path / name).read_text()
-    assert said in summary(data)
+    assert said in printed
 
 
 @pytest.mark.parametrize(
@@ -295,4 +296,4 @@ def test_other_questions_are_no_ladder(tmp_path):
         if key[2] == "long-16000":
             for sample in cell.samples:
                 object.__setattr__(sample, "prompt_id", f"other-{sample.prompt_id}")
-    assert by_length.ladders(data) == [] and by_length_tables.markdown(data) is None
+    assert by_length.ladders(data) == []

@@ -84,7 +84,7 @@ def test_every_reader_refuses_a_mix_and_names_the_settings(tmp_path, changes, sa
     assert data.checkpoints == ["step-00001000", "step-00010000"]
     assert data.cell("step-00010000", "stree", "gsm8k", 0.0)["acceptance_length"] == 1
     assert not differing(data.rows)
-    assert f"Shown are rows with {show}; 7 others are not." in table6_markdown(data)
+    assert f"Shown are rows with {show}; 7 others are not." in table6_markdown(data, [])
 
 
 def test_rows_of_two_batch_sizes_stand_in_no_one_table(tmp_path):
@@ -183,7 +183,7 @@ def test_what_moves_speeds_only_is_said_in_the_table(tmp_path):
     later = rows[-1].environment.model_copy(update={"git_sha": "def", "num_threads": 2})
     rows[-1] = rows[-1].model_copy(update={"environment": later})
     write_rows(store.directory / RESULTS_NAME, rows)
-    text = table6_markdown(load_run(tmp_path))
+    text = table6_markdown(load_run(tmp_path), [])
     assert "several commits: abc, def" in text and "numbers of threads: 1, 2" in text
     assert "processes" not in text
 
@@ -199,7 +199,7 @@ def test_a_training_from_anew_replaces_the_rows_of_its_checkpoints(tmp_path):
     data = load_run(tmp_path)
     assert data.cell("step-00000100", "stree", "gsm8k", 0.0)["acceptance_length"] == 1.0
     assert data.cell("step-00000100", "vanilla_sd", "gsm8k", 0.0) is None
-    assert "2 rows are of checkpoints that were replaced since" in table6_markdown(data)
+    assert "2 rows are of checkpoints that were replaced since" in table6_markdown(data, [])
 
 
 def test_drafters_of_one_step_from_two_trainings_have_columns_of_their_own(tmp_path):
