@@ -75,7 +75,7 @@ class QueueBench:
                     identity = {
                         "decoding": job.result_key, "policy": asdict(policy), "rate": rate,
                         "num_requests": options.num_requests,
-                        "device": device_name(self.evaluation.answerer.device),
+                        "device": device_name(self.evaluation.decoders.device),
                     }  # fmt: skip
                     setting_hash = config_hash(identity)
                     found.append(Setting(job, policy, rate, options.num_requests, setting_hash))
@@ -86,7 +86,7 @@ class QueueBench:
         self.progress.say(
             f"{len(self.wanted)} settings of {self.options.num_requests} requests, "
             f"{num_left} to go; their traffic takes {clock(longest)} in all, on "
-            f"{device_name(self.evaluation.answerer.device)}, {self.settings.dtype}"
+            f"{device_name(self.evaluation.decoders.device)}, {self.settings.dtype}"
         )
 
     def measure(self, setting: Setting, moments: Clock | None = None) -> QueueRow:
@@ -103,7 +103,7 @@ class QueueBench:
         arrivals = poisson_arrivals(setting.rate, setting.num_requests, self.settings.seed)
         with naming_what_does_not_fit(what_to_lower(self.settings)):
             longest = max((request.prompt_ids for request in requests), key=len)
-            decoder = answerer.warm_decoder(job, list(longest))
+            decoder = self.evaluation.decoders.warm(job, list(longest))
             label = f"{setting.policy.name} {job.method} {setting.rate:g}/s"
             finished: list[float] = []
 
@@ -128,8 +128,8 @@ class QueueBench:
 
     def _row(self, setting: Setting, figures: dict[str, Any]) -> QueueRow:
         job, policy, settings = setting.job, setting.policy, self.settings
-        answerer = self.evaluation.answerer
-        state = str(accumulation_dtype(answerer.dtype)).removeprefix("torch.")
+        decoders = self.evaluation.decoders
+        state = str(accumulation_dtype(decoders.dtype)).removeprefix("torch.")
         is_clearing = policy.name == CLEARING
         return QueueRow(
             policy=policy.name,
@@ -153,7 +153,7 @@ class QueueBench:
             seed=settings.seed,
             setting_hash=setting.hash,
             environment=describe_environment(
-                answerer.device, {"weights": settings.dtype, "state": state}, 1
+                decoders.device, {"weights": settings.dtype, "state": state}, 1
             ),
             **figures,
         )

@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from stree import metrics
-from stree.engine import Decoder
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
-from stree.models.config import HybridConfig
-from stree.models.convert import load_config, load_model
-from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import length_to_time
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree_kernels import naive
 from stree_pipelines.data.chat import encode_prompt
-from stree_pipelines.evaluation.batching import Batch, BatchDecoder
+from stree_pipelines.evaluation.batching import Batch
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
-from stree_pipelines.evaluation.context import pick_device, pick_dtype
+from stree_pipelines.evaluation.decoders import SLACK, Decoders
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
-    DrafterIdentity,
     EvaluationSettings,
     Job,
-    growth_of,
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
-
-WARMUP_TOKENS = 16
-SLACK = 256  # tokens behind an answer: a tree's path, and what comes back cut into more
-BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
 
 
 @dataclass
@@ -64,13 +52,8 @@ class Conversation:
 
 
 class Answerer:
-    """Holds the models and decoders of an evaluation; each is made when first needed.
-
-    Args:
-        make_decoder: `stree.engine.Decoder`, with a batch size `BatchDecoder` of that many
-            rows, or what stands in for it in a test.
-        target_model: loaded from `settings.target` unless given.
-    """
+    """Holds the conversations of an evaluation by its methods, with `Decoders` of its own, whose
+    arguments are the last three; without a tokenizer the target's is loaded."""
 
     def __init__(
         self,
@@ -82,62 +65,21 @@ class Answerer:
     ) -> None:
         self.settings = settings
         self.benchmarks = benchmarks
-        if make_decoder is None:
-            make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
-            if settings.batch_size == 1:
-                make_decoder = Decoder
-        self.make_decoder = make_decoder
         self.tokenizer = tokenizer or load_tokenizer(settings.target)
-        self.dtype = pick_dtype(settings.dtype)
-        self.device = pick_device(settings.device)
-        self._target = target_model
-        # By drafter and method, with the length that each has room for.
-        self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
-        self._drafters: dict[DrafterIdentity, Any] = {}
-        # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
-        self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
-        if target_model is not None:
-            self.device = target_model.device
-            if settings.beyond_positions:
-                raise UsageError("beyond_positions is for a target that is loaded for it")
-            if target_model.dtype != self.dtype:
-                raise UsageError(
-                    f"the target is in {target_model.dtype} but dtype is {settings.dtype}: "
-                    "evaluate in the dtype that the target is in"
-                )
-
-    @property
-    def target(self) -> Any:
-        if self._target is None:
-            config = self._target_config
-            self._target = load_model(self.settings.target, self.device, self.dtype).eval()
-            self._target.config = config
-        return self._target
-
-    def is_warm(self, job: Job) -> bool:
-        """Whether the job's tree and drafter have decoded by its sampling rule before."""
-        return (*job.decoder_key, ("temperature", job.temperature)) in self._warm
+        self.decoders = Decoders(
+            settings, self.tokenizer, self.max_length, self.num_prefixes, target_model, make_decoder
+        )
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
         """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
         buffers) outside of every measurement."""
         with _naming(job, Conversation(prompt)):
-            self.warm_decoder(job, self.prompt_ids(prompt))
-
-    @cached_property
-    def _target_config(self) -> HybridConfig:
-        if self._target is not None:
-            return self._target.config
-        config = load_config(self.settings.target)
-        if self.settings.beyond_positions:
-            most = max(config.max_position_embeddings, self.max_length)
-            config = replace(config, max_position_embeddings=most)
-        return config
+            self.decoders.warm(job, self.prompt_ids(prompt))
 
     def require_positions(self) -> None:
         """Refuse now, not after an hour, a conversation whose answers may be longer than what the
         target was made for."""
-        positions = self._target_config.num_positions
+        positions = self.decoders.target_config.num_positions
         if positions is None:
             return
         for benchmark in self.benchmarks:
@@ -155,7 +97,7 @@ class Answerer:
     def require_end(self) -> None:
         """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
         would say that they had."""
-        known = eos_token_ids(self._target_config, self.tokenizer)
+        known = eos_token_ids(self.decoders.target_config, self.tokenizer)
         if not self.settings.ignore_eos and not known:
             raise UsageError(
                 f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
@@ -178,7 +120,7 @@ class Answerer:
             while not conversation.is_over:
                 prompt_ids = self._next_prompt_ids(conversation)
                 with _naming(job, conversation):
-                    decoder = self.warm_decoder(job, prompt_ids)
+                    decoder = self.decoders.warm(job, prompt_ids)
                     output = decoder.generate(prompt_ids, self._next_generation(job, conversation))
                 self._add_turn(conversation, len(prompt_ids), output)
             yield self._sample(job, conversation)
@@ -191,16 +133,16 @@ class Answerer:
         waiting = deque(map(Conversation, prompts))
         under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
         failure: StreeError | None = None
-        batch = Batch(self.warm_decoder(job, self._next_prompt_ids(waiting[0])))
+        batch = Batch(self.decoders.warm(job, self._next_prompt_ids(waiting[0])))
         try:
             while waiting or under_way:
                 while waiting and not batch.is_full:
                     prompt_ids = self._next_prompt_ids(waiting[0])
-                    if not self._has_room(job, len(prompt_ids)):
+                    if not self.decoders.has_room(job, len(prompt_ids)):
                         if under_way:
                             break  # which the decoder is still needed for
                         del batch  # two at once may not fit
-                        batch = Batch(self.warm_decoder(job, prompt_ids))
+                        batch = Batch(self.decoders.warm(job, prompt_ids))
                     conversation = waiting.popleft()
                     request = Request(
                         prompt_ids, self._next_generation(job, conversation),
@@ -288,11 +230,6 @@ class Answerer:
             time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
         )
 
-    def release(self, drafter: DrafterIdentity) -> None:
-        """Free a drafter's weights and caches."""
-        self._drop(lambda known: known[0] == drafter)
-        self._drafters.pop(drafter, None)
-
     def _divergence(
         self, job: Job, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]
     ) -> Divergence | None:
@@ -316,13 +253,13 @@ class Answerer:
     def _logit_gap(self, tokens: list[int], generation: GenerationConfig) -> float:
         """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass; when
         sampling, of what a token is chosen by, at the size of logits."""
-        tokens_BT = torch.tensor([tokens], device=self.device)
-        last_BD = self.target.hidden_states(tokens_BT)[:, -1:]
-        logits_BTV = self.target.logits(last_BD)
-        rows = Rows.new(1, device=self.device).narrow(0, 1, [generation])
+        tokens_BT = torch.tensor([tokens], device=self.decoders.device)
+        last_BD = self.decoders.target.hidden_states(tokens_BT)[:, -1:]
+        logits_BTV = self.decoders.target.logits(last_BD)
+        rows = Rows.new(1, device=self.decoders.device).narrow(0, 1, [generation])
         rows.set(0, generation)
         rows.position.fill_(len(tokens) - 1)
-        depths = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=self.decoders.device)
         scores = naive.choice_scores(rows.kept(logits_BTV), depths, rows.sampling)
         first, second = scores.topk(2, dim=-1).values[0, 0].tolist()
         return (first - second) * (generation.temperature or 1.0)
@@ -351,102 +288,6 @@ class Answerer:
             seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
             ignore_eos=self.settings.ignore_eos,
         )
-
-    def _needed(self, job: Job, num_prompt_tokens: int) -> int:
-        longest = 0 if job.tree is None else job.tree.max_depth + 1
-        needed = num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
-        return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
-
-    def _has_room(self, job: Job, num_prompt_tokens: int) -> bool:
-        room, _ = self._decoders.get(job.decoder_key, (0, None))
-        return self._needed(job, num_prompt_tokens) <= room
-
-    def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
-        """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
-        through the tokenizer may be cut into more tokens than were generated."""
-        key = job.decoder_key
-        _, decoder = self._decoders.get(key, (0, None))
-        if not self._has_room(job, num_prompt_tokens):
-            decoder = None
-            self._drop(lambda known: known == key)
-            room = max(self._needed(job, num_prompt_tokens), self.max_length)
-            decoder = self.make_decoder(
-                self.target,
-                drafter=self._drafter(job.drafter) if job.drafter else None,
-                tree=job.tree and growth_of(job.tree),
-                max_length=room,
-                tokenizer=self.tokenizer,
-                verifier=job.verifier,
-                backtracking=job.backtracking,
-                num_prefixes=self.num_prefixes,
-            )
-            if isinstance(job.tree, ChosenTree):
-                decoder.measure_costs()
-            self._decoders[key] = room, decoder
-        return decoder
-
-    def _drop(self, condemned: Callable[[tuple[DrafterIdentity | None, str]], bool]) -> None:
-        """Free decoders; those with graphs refer to themselves and would stay for a while."""
-        if any(map(condemned, self._decoders)):
-            self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
-            self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
-            gc.collect()
-
-    def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
-        """The model that drafts, alone and by the target's tokens; None where none does."""
-        made = self._drafter(drafter) if drafter is not None else None
-        return made if isinstance(made, HybridModel) else None
-
-    def _drafter(self, drafter: DrafterIdentity) -> Any:
-        if drafter not in self._drafters:
-            folder = drafter.name.folder
-            model = None if folder is None else load_model(folder, self.device, self.dtype).eval()
-            self._drafters[drafter] = drafter.name.make(model, self.tokenizer)
-        return self._drafters[drafter]
-
-    def warm_decoder(self, job: Job, prompt_ids: list[int]) -> Any:
-        """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
-
-        Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
-        prompt length, and whichever method met it first would pay for all; of a long prompt, what
-        `_as_long` gives has done the same. A batch reads prompts in pieces while it decodes, and is
-        warmed up with the first one only.
-        """
-        decoder = self._decoder(job, len(prompt_ids))
-        what = {("temperature", job.temperature)}
-        if self.settings.batch_size == 1:
-            reused = decoder.num_reusable(prompt_ids)
-            if not reused and self.is_warm(job):
-                prompt_ids = self._as_long(job, prompt_ids)
-            what.add(("prompt tokens", len(prompt_ids) - reused))
-        once = {(*job.decoder_key, each) for each in what}
-        if once - self._warm:
-            generation = GenerationConfig(
-                # prefill gives the first
-                max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
-                temperature=job.temperature,
-                ignore_eos=True,
-            )
-            if self.settings.batch_size == 1:
-                decoder.generate(prompt_ids, generation)
-            else:
-                decoder.generate([Request(prompt_ids, generation)] * self.settings.batch_size)
-            self._warm |= once
-        return decoder
-
-    def _as_long(self, job: Job, prompt_ids: list[int]) -> list[int]:
-        """The end of a long prompt, whose reading asks for what the whole's does: a first piece of
-        READ_AT_ONCE tokens, one behind others, and a last one of the same size. The whole prompt
-        where the decoder has read none as long, since buffers grow with it, or where the drafter
-        has a tokenizer of its own. Not the beginning: prefixes that are kept are not read again."""
-        length = len(prompt_ids)
-        alike = 2 * READ_AT_ONCE + (length - 1) % READ_AT_ONCE + 1
-        read = {n for *key, (what, n) in self._warm
-                if tuple(key) == job.decoder_key and what == "prompt tokens"}  # fmt: skip
-        retokenised = job.drafter is not None and job.drafter.name.retokenised
-        if length <= alike or length in read or length > max(read, default=0) or retokenised:
-            return prompt_ids
-        return prompt_ids[-alike:]
 
     @property
     def num_prefixes(self) -> int:
@@ -477,12 +318,6 @@ class Answerer:
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
         last = len(prompt.turns) - 1
         return len(self.prompt_ids(prompt, [silence] * last, last))
-
-
-def num_warmup_tokens(settings: EvaluationSettings) -> int:
-    """Of each prompt that a decoder is warmed up with."""
-    most = WARMUP_TOKENS if settings.batch_size == 1 else BATCH_WARMUP_TOKENS
-    return min(most, settings.max_new_tokens)
 
 
 def timing_of(sample: SampleRow) -> BaselineTiming:

@@ -213,7 +213,7 @@ class Comparison(Evaluation):
         self.progress.say(
             f"{len(self.arms)} arms and plain decoding × {len(settings.temperatures)} temperatures "
             f"× {prompts} prompts: {answers:,} answers, on {self.workers.count} × "
-            f"{device_name(self.answerer.device)}, {settings.dtype}{first}"
+            f"{device_name(self.decoders.device)}, {settings.dtype}{first}"
         )
 
     def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:
@@ -281,6 +281,6 @@ class Comparison(Evaluation):
     ) -> Job:
         job = make_job(
             arm.settings(self.settings, tree), TREE, self._drafters[arm.drafter], benchmark,
-            temperature, self.target_sha256, self.chat_template, self.answerer.device.type,
+            temperature, self.target_sha256, self.chat_template, self.decoders.device.type,
         )  # fmt: skip
         return replace(job, method=method)

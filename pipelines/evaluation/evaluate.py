@@ -97,6 +97,7 @@ class Evaluation:
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
         self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
+        self.decoders = self.answerer.decoders
         self.answerer.require_end()
         self.answerer.require_positions()
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
@@ -119,7 +120,7 @@ class Evaluation:
         self.progress.say(
             f"{product} of {', '.join(benchmark.name for benchmark in self.benchmarks)}: "
             f"{math.prod(counts.values()):,} answers{beside}{at_once}, on {self.workers.count} × "
-            f"{device_name(self.answerer.device)}, {settings.dtype}"
+            f"{device_name(self.decoders.device)}, {settings.dtype}"
         )
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:
@@ -165,7 +166,7 @@ class Evaluation:
                 self._read_answers(jobs)
         finally:  # a checkpoint that failed must not leave less memory to the next one
             for drafter in dict.fromkeys(job.drafter for job in jobs if job.drafter):
-                self.answerer.release(drafter)
+                self.decoders.release(drafter)
         found = {row.key: row for row in self.store.results()}
         rows = [found[job.result_key] for job in jobs]
         require_lossless(rows)
@@ -191,7 +192,7 @@ class Evaluation:
         return make_job(
             self.settings, method, drafter, benchmark, temperature,
             target_sha256=self.target_sha256, chat_template=self.chat_template,
-            device_type=self.answerer.device.type,
+            device_type=self.decoders.device.type,
         )  # fmt: skip
 
     def _share(self, group: Sequence[Job]) -> list[Round]:
@@ -204,7 +205,7 @@ class Evaluation:
         cold: dict[Any, tuple[Job, BenchmarkPrompt]] = {}
         for each in rounds:
             for job in each.jobs:
-                if not self.answerer.is_warm(job):
+                if not self.decoders.is_warm(job):
                     cold.setdefault((job.decoder_key, job.temperature), (job, each.prompt))
         with self.progress.task(f"{_label(rounds)}warm-up", len(cold)) as task:
             for job, prompt in cold.values():
@@ -242,7 +243,7 @@ class Evaluation:
             mine = self.workers.share(missing)
             with self.progress.task("answers of the data", len(mine)) as task:
                 for each in mine:
-                    readings.append(read_answer(self.answerer, *each))
+                    readings.append(read_answer(self.decoders, *each))
                     task.advance(f"{readings[-1].num_prompt_tokens:,} tokens")
 
         self._together("answers of the data", read)
@@ -324,7 +325,7 @@ class Evaluation:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
         if job.method == AUTOREGRESSIVE:
             baselines = [timing_of(sample) for sample in samples]
-        state = str(accumulation_dtype(self.answerer.dtype)).removeprefix("torch.")
+        state = str(accumulation_dtype(self.decoders.dtype)).removeprefix("torch.")
         dtypes = {"weights": self.settings.dtype, "state": state}
         return ResultRow(
             step=job.drafter.step if job.drafter else None,
@@ -347,7 +348,7 @@ class Evaluation:
             decoding_hash=job.decoding_hash,
             chat_template_sha256=self.chat_template_sha256,
             lossless=summarise_lossless(samples),
-            environment=describe_environment(self.answerer.device, dtypes, self.workers.count),
+            environment=describe_environment(self.decoders.device, dtypes, self.workers.count),
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
         )

@@ -8,9 +8,9 @@ from typing import Any
 
 from stree.models.convert import load_config
 from stree.tree import TokenTree
-from stree_pipelines.evaluation.answers import num_warmup_tokens
 from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
+from stree_pipelines.evaluation.decoders import num_warmup_tokens
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.reading import MOST_TOKENS
@@ -191,34 +191,34 @@ def drafter_paths(jobs: Iterable[Job]) -> list[str]:
 def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = False) -> MemoryNeeds:
     """What a process holds at most: the target, the largest drafter (all of them, where they draft
     `together`), and every method's caches."""
-    settings, answerer = evaluation.settings, evaluation.answerer
+    settings, decoders = evaluation.settings, evaluation.decoders
     drafters = [load_config(path) for path in drafter_paths(jobs)]
     largest = max(drafters, key=lambda config: config.d_model * config.num_layers, default=None)
-    decoders = {job.decoder_key[1]: job for job in jobs}
-    trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in decoders.items()}
+    methods = {job.decoder_key[1]: job for job in jobs}
+    trees = {name: job.tree.num_nodes if job.tree else 1 for name, job in methods.items()}
     parts = decoding_memory(
-        load_config(settings.target), largest, answerer.dtype, answerer.max_length, trees,
+        load_config(settings.target), largest, decoders.dtype, decoders.max_length, trees,
         settings.batch_size,
     )  # fmt: skip
     if together:  # a folder's model is loaded again for another name, such as FOLDER+ngram
         names = dict.fromkeys(job.drafter for job in jobs if job.drafter)
         folders = [drafter.name.folder for drafter in names if drafter.name.folder is not None]
         weights = sum(num_parameters(load_config(folder)) for folder in folders)
-        parts["drafters"] = answerer.dtype.itemsize * weights
+        parts["drafters"] = decoders.dtype.itemsize * weights
         parts.pop("drafter", None)
-    if answerer.num_prefixes:
+    if decoders.num_prefixes:
         drafting = [largest] * (len(trees) - (AUTOREGRESSIVE in trees)) if largest else []
-        parts["earlier turns"] = answerer.num_prefixes * sum(
-            cache_bytes(config, answerer.max_length, 1, answerer.dtype)
+        parts["earlier turns"] = decoders.num_prefixes * sum(
+            cache_bytes(config, decoders.max_length, 1, decoders.dtype)
             for config in [*[load_config(settings.target)] * len(trees), *drafting]
         )
     if any(prompt.reference_answer for job in jobs for prompt in job.benchmark.prompts):
         configs = [load_config(settings.target), *([largest] if largest else [])]
         probabilities = PROBABILITY_BYTES * MOST_TOKENS * configs[0].vocab_size
         parts["answers of the data"] = probabilities + sum(
-            cache_bytes(config, answerer.max_length, 1, answerer.dtype) for config in configs
+            cache_bytes(config, decoders.max_length, 1, decoders.dtype) for config in configs
         )
-    return MemoryNeeds(parts, answerer.device.type == "cuda")
+    return MemoryNeeds(parts, decoders.device.type == "cuda")
 
 
 def _num_turns(job: Job) -> int:

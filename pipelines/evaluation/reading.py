@@ -4,7 +4,7 @@ there: tells a target that fails at a length from a drafter that does (docs/long
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from stree.prefill import FEATURES_CHUNK
 from stree_kernels import ops
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
+from stree_pipelines.evaluation.decoders import Decoders
 from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.evaluation.records import Reading, ReadingKey
 
@@ -44,17 +45,17 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def read_answer(
-    answerer: Any, drafter: DrafterIdentity | None, prompt: BenchmarkPrompt, key: ReadingKey
+    decoders: Decoders, drafter: DrafterIdentity | None, prompt: BenchmarkPrompt, key: ReadingKey
 ) -> Reading:
     """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
     where no model of its vocabulary drafts."""
-    target, model = answerer.target, answerer.drafter_model(drafter)
-    encoder = chat_encoder(answerer.tokenizer, answerer.settings.chat_template)
+    target, model = decoders.target, decoders.drafter_model(drafter)
+    encoder = chat_encoder(decoders.tokenizer, decoders.settings.chat_template)
     asked = [*prompt.history, ("user", prompt.turns[0])]
     whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
     start = len(encoder.encode_prompt(asked))
     question = start - len(encoder.encode_prompt(asked[-1:]))
-    tokens = torch.tensor(whole[: start + MOST_TOKENS], device=answerer.device)
+    tokens = torch.tensor(whole[: start + MOST_TOKENS], device=decoders.device)
     answer = tokens[start:]
     after, begun = None, None
     with ops.current(target.device):

@@ -84,7 +84,7 @@ def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
         make_job(
             settings, method, drafter, benchmark, temperature,
             target_sha256=evaluation.target_sha256, chat_template=evaluation.chat_template,
-            device_type=evaluation.answerer.device.type,
+            device_type=evaluation.decoders.device.type,
         )
         for benchmark in evaluation.benchmarks
         for temperature in settings.temperatures
@@ -95,7 +95,7 @@ def _plan(evaluation: Evaluation, checkpoint: str) -> list[Job]:
 def _require_same_machine(rows: Sequence[ResultRow], evaluation: Evaluation) -> None:
     """Raise UsageError when speeds of other hardware, or of a CPU shared out otherwise, would be
     compared with this one's."""
-    device = evaluation.answerer.device
+    device = evaluation.decoders.device
     here = _machine(device_name(device), evaluation.workers.count, torch.get_num_threads())
     for row in rows:
         seen = row.environment

@@ -312,7 +312,7 @@ def test_the_error_of_a_row_is_its_prompt_s(world, tmp_path):
 
     settings = settings_for(world, tmp_path, batch_size=2, methods=["stree"], ignore_eos=False)
     evaluation = quiet(settings, make_decoder=partial(Failing, num_rows=2))
-    evaluation.answerer._warm.update(
+    evaluation.decoders._warm.update(
         (*job.decoder_key, ("temperature", 0.0)) for job in evaluation.plan(export(world, 100))
     )
     with pytest.raises(InvariantBroken, match="talk prompt a, turn 0, stree: the target's logits"):

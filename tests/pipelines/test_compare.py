@@ -247,7 +247,7 @@ def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):
         settings, arms, workers=Workers(), progress=EvaluationProgress(enabled=False)
     )
     monkeypatch.setattr(
-        comparison.answerer, "make_decoder", lambda *_, **parts: asked.append(parts) or 1 / 0
+        comparison.decoders, "make_decoder", lambda *_, **parts: asked.append(parts) or 1 / 0
     )
     rows = comparison.evaluate(None)  # all is there: nothing is decoded
     assert not asked and len(rows) == 14

@@ -39,7 +39,7 @@ from stree.tokenizer import load_tokenizer
 from stree_kernels import naive
 from stree_pipelines.eval_spec import build_parser
 from stree_pipelines.eval_spec import main as eval_spec
-from stree_pipelines.evaluation import answers
+from stree_pipelines.evaluation import answers, decoders
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed, resolve
@@ -375,11 +375,10 @@ def test_a_lossy_decoder_is_found_out_with_position_and_gap(world, tmp_path, tem
         assert (divergence.prompt_id, divergence.turn, divergence.position) == ("a", 0, 3)
         assert divergence.token == divergence.autoregressive_token + 1
         # The gap by hand: logits of the plain model after the prompt and three tokens, and noise.
-        answerer = evaluation.answerer
-        prompt = answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
+        prompt = evaluation.answerer.prompt_ids(evaluation.benchmarks[0].prompts[0])
         tokens = ResultStore(tmp_path).samples(baseline)[0].turns[0].tokens[:3]
         with torch.no_grad():
-            logits = answerer.target(torch.tensor([[*prompt, *tokens]]))[0, -1].double()
+            logits = evaluation.decoders.target(torch.tensor([[*prompt, *tokens]]))[0, -1].double()
         if temperature:
             seed = torch.tensor([prompt_seed(0, row.benchmark, "a", 0)])
             position = torch.tensor([[len(prompt) + 3]])
@@ -475,7 +474,7 @@ def test_no_figure_depends_on_what_ran_first(world, tmp_path):
 def test_of_long_prompts_only_what_differs_is_read_twice(world, tmp_path, monkeypatch):
     """Read in pieces of 8 tokens: before it answers, a decoder has read each kind of them, and a
     prompt that was as long; but for the first one's, a warm-up has three pieces at most."""
-    monkeypatch.setattr(answers, "READ_AT_ONCE", 8)
+    monkeypatch.setattr(decoders, "READ_AT_ONCE", 8)
     prompts = [
         {"id": str(count), "turns": [" ".join(["why"] * count)]} for count in (60, 50, 20, 51, 4)
     ]
@@ -564,7 +563,7 @@ def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, faili
             raise InvariantBroken("NaN")
 
     evaluation = quiet(settings_for(world, tmp_path), make_decoder=breaking)
-    load_model = answers.load_model
+    load_model = decoders.load_model
 
     def loading(path, *rest):
         model = load_model(path, *rest)
@@ -574,7 +573,7 @@ def test_a_checkpoint_that_failed_leaves_no_memory_in_use(world, tmp_path, faili
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return model
 
-    monkeypatch.setattr(answers, "load_model", loading)
+    monkeypatch.setattr(decoders, "load_model", loading)
     with pytest.raises(InvariantBroken if failing == "paper" else OutOfMemory) as failure:
         evaluation.evaluate(export(world, 10))
     kept = failure.value
@@ -589,7 +588,7 @@ def test_rows_say_the_dtype_of_the_state(world, tmp_path, dtype, state):
     evaluation = quiet(settings_for(world, tmp_path, limit=1, dtype=dtype))
     row, *_ = evaluation.evaluate(None)
     assert row.environment.dtypes == {"weights": dtype, "state": state}
-    cache = evaluation.answerer.target.new_cache(8, 1)
+    cache = evaluation.decoders.target.new_cache(8, 1)
     held = {layer.state.dtype for layer in cache.layers if hasattr(layer, "state")}
     assert held == {getattr(torch, state)}
 

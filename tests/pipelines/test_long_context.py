@@ -148,7 +148,7 @@ def test_answers_of_the_data_are_read_as_by_one_forward_pass(world, tmp_path, mo
               if job.method == "stree" and job.benchmark.name == "long-200"}  # fmt: skip
     prompt = job.benchmark.prompts[0]
     key = ReadingKey("d", "t", "float64", None, "long-200", "p", prompt.id)
-    found = reading_module.read_answer(evaluation.answerer, job.drafter, prompt, key)
+    found = reading_module.read_answer(evaluation.decoders, job.drafter, prompt, key)
     assert found.key == key
 
     target = load_model(world / "target", dtype=torch.float64)
