@@ -64,3 +64,7 @@ else:
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        """With what was not asked for yet, for completion in a shell or notebook."""
+        return sorted({*globals(), *__all__})

@@ -132,6 +132,7 @@ def test_a_module_of_our_own_that_is_missing_is_a_mistake_of_ours():
 
 
 def test_what_stree_exports_is_imported_when_asked_for():
+    assert set(stree.__all__) <= set(dir(stree))
     for name in stree.__all__:
         assert getattr(stree, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'lode'"):
