@@ -6,14 +6,13 @@ writes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.batch import BatchDecoder
-from stree.executors import Graphs
 from stree.generation import GenerationConfig
 from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
@@ -26,7 +25,7 @@ from stree_pipelines.benches.steps import (
     GivenAcceptance,
     accepted_for,
     graphs_alone_us,
-    launcher,
+    graphs_of,
 )
 from stree_pipelines.benches.timing import in_turns, side_by_side
 
@@ -45,12 +44,7 @@ def steps_of_rows(
     for count in counts:
         for tree in TREES:
             decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
-            launcher(decoder, context)()
-            assert isinstance(decoder.executor, Graphs)
-            (envelope,) = decoder.executor.envelopes.values()
-            functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
-            if envelope.draft is not None:
-                functions = {"draft": envelope.draft.replay, **functions}
+            functions = graphs_of(decoder, context)
             times = in_turns(functions, target.device, repeats)
             products = {"floor": floor.products(count * tree.num_nodes)}
             times |= side_by_side(products, target.device, repeats)
@@ -62,7 +56,7 @@ def steps_of_rows(
                 over_bound=times["target"]["median"] / bound,
                 **{f"us_{name}": each for name, each in times.items()},
             )  # fmt: skip
-            del decoder, envelope, functions
+            del decoder, functions
 
 
 def joint_of_rows(
@@ -81,10 +75,8 @@ def joint_of_rows(
         }  # a graph does not keep the buffers that it reads
         targets, kept = {}, {}
         for name, decoder in decoders.items():
-            launcher(decoder, context)()
-            assert isinstance(decoder.executor, Graphs)
-            (envelope,) = decoder.executor.envelopes.values()
-            targets[name], kept[name] = envelope.rest.replay, kept_bytes(decoder.cache)
+            targets[name] = graphs_of(decoder, context)["target"]
+            kept[name] = kept_bytes(decoder.cache)
         path_nodes = tree.max_depth + 1
         times = in_turns(targets, target.device, repeats)
         floors = {
@@ -99,7 +91,7 @@ def joint_of_rows(
             **{f"kept_bytes_{name}": each for name, each in kept.items()},
             **{f"us_{name}": each for name, each in times.items()},
         )  # fmt: skip
-        del decoder, decoders, envelope, targets
+        del decoder, decoders, targets
 
 
 def serve_at(

@@ -125,12 +125,7 @@ def graphs(
                 target, drafter if tree else None, tree, num_rows=count, max_length=longest,
                 verifier=verifier,
             )  # fmt: skip
-            launcher(decoder, context, temperature)()
-            assert isinstance(decoder.executor, Graphs)
-            (envelope,) = decoder.executor.envelopes.values()
-            functions: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
-            if envelope.draft is not None:
-                functions = {"draft": envelope.draft.replay, **functions}
+            functions = graphs_of(decoder, context, temperature)
             times = in_turns(functions, target.device, repeats)
             row = dict(
                 what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
@@ -170,6 +165,17 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
         decoder.executor.drop()
 
     return launch
+
+
+def graphs_of(
+    decoder: BatchDecoder, context: int, temperature: float = 0.0
+) -> dict[str, Callable[[], object]]:
+    """What replays a step's two graphs after so many tokens; the target's alone without a draft."""
+    launcher(decoder, context, temperature)()
+    assert isinstance(decoder.executor, Graphs)
+    (envelope,) = decoder.executor.envelopes.values()
+    found: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
+    return found if envelope.draft is None else {"draft": envelope.draft.replay, **found}
 
 
 def graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hostile_records import hostile_row
 from mutations import ODD_VALUES, damaged_bytes, damaged_value
+from parsed import ParseOnly
 
 from stree.errors import BadData, StreeError, UsageError
 from stree.tree import TokenTree
@@ -258,20 +259,12 @@ def test_fuzzed_evaluation_configs(tmp_path, figures):
     figures("fuzzed configs", NUM_EVAL)
 
 
-class ParseOnly(DistillCLI):
-    def before_instantiate_classes(self):
-        pass
-
-    def instantiate_classes(self):
-        pass
-
-    def _run_subcommand(self, subcommand):
-        pass
+class Parsed(ParseOnly, DistillCLI): ...
 
 
 def test_fuzzed_training_configs(tmp_path, figures):
     path = CONFIGS / "distill" / "quickstart.yaml"
-    parser = ParseOnly(Distillation, ["fit", "--config", str(path), "--run_dir", "r"]).parser
+    parser = Parsed(Distillation, ["fit", "--config", str(path), "--run_dir", "r"]).parser
 
     def load(path):
         with contextlib.redirect_stderr(io.StringIO()):

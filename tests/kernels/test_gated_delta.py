@@ -11,7 +11,6 @@ four add up to 4 · 2⁻⁸ at most. u and the state are fp32.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +19,9 @@ from kernel_cases import (
     DEVICE,
     comb,
     compare_calls,
+    compare_pieces,
     normal,
+    readers_of,
     relative_error,
     star,
     steering_of,
@@ -176,34 +177,15 @@ def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     "num_nodes, piece", quick_first([(4, 1), (37, 33)], [(20, 17), (40, 9), (70, 35)])
 )
 def test_growing_a_tree_in_pieces(num_nodes, piece):
-    """A tree taken a few nodes at a time gives what one call over it gives, and what is kept of it
-    replays like that."""
-    shape, tree = SHAPES["grouped"], comb(num_nodes)
+    shape = SHAPES["grouped"]
     whole, parts = (make(shape, num_nodes, torch.float32, batch=1) for _ in range(2))
-    topology = topology_of([tree])
-    steering = steering_of([0], [[]], 1, 4, parity=1)
-    growing = dataclasses.replace(steering, parity=1 - steering.parity)
-    wanted = whole.call(0, shape, topology, steering)
-    for start in range(0, num_nodes, piece):
-        nodes = slice(start, start + piece)
-        got = parts.call(0, shape, topology, steering if start == 0 else growing, start, nodes)
-        assert relative_error(got, wanted[:, nodes]) < 1e-5
-    assert torch.equal(parts.rows[0, :, : 3 + num_nodes], whole.rows[0, :, : 3 + num_nodes])
-    accepted = steering_of([0], [[0, 1, 2]], 1, 4, parity=0)
-    wanted = whole.call(1, shape, topology, accepted)
-    assert relative_error(parts.call(1, shape, topology, accepted), wanted) < 1e-5
-    assert relative_error(parts.state, whole.state) < 1e-5
+    compare_pieces(whole, parts, shape, comb(num_nodes), piece)
 
 
 def test_siblings_are_invisible():
     shape, tree = SHAPES["grouped"], TokenTree.paper()
-    topology, steering = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)
-    before = make(shape, tree.num_nodes, torch.float32).call(0, shape, topology, steering)
-    changed = make(shape, tree.num_nodes, torch.float32)
-    changed.projected[0][:, 2] += 1  # nodes 2 and 6 are its only readers
-    after = changed.call(0, shape, topology, steering)
-    moved = (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-    assert moved == [2, 6]
+    before, changed = (make(shape, tree.num_nodes, torch.float32) for _ in range(2))
+    assert readers_of(2, before, changed, shape, tree) == [2, 6]
 
 
 @pytest.mark.parametrize("as_chain", [False, True], ids=["tree", "chain"])

@@ -11,7 +11,6 @@ off instead of rounding it: twice the error, and always downwards, so that the f
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -20,11 +19,11 @@ from kernel_cases import (
     DEVICE,
     comb,
     compare_calls,
+    compare_pieces,
     normal,
+    readers_of,
     relative_error,
     star,
-    steering_of,
-    topology_of,
 )
 from lanes import quick_first
 from toys import random_tree
@@ -165,32 +164,13 @@ def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
 
 @pytest.mark.parametrize("num_nodes, piece", quick_first([(4, 1), (21, 20)], [(6, 1), (21, 9)]))
 def test_growing_a_tree_in_pieces(num_nodes, piece):
-    """A tree scanned a few nodes at a time gives what one scan of it gives, and what is kept of it
-    replays like that."""
-    shape, tree = SHAPES["grouped"], comb(num_nodes)
+    shape = SHAPES["grouped"]
     whole, parts = (make(shape, num_nodes, torch.float32, batch=1) for _ in range(2))
-    topology = topology_of([tree])
-    steering = steering_of([0], [[]], 1, 4, parity=1)
-    growing = dataclasses.replace(steering, parity=1 - steering.parity)
-    wanted = whole.call(0, shape, topology, steering)
-    for start in range(0, num_nodes, piece):
-        nodes = slice(start, start + piece)
-        got = parts.call(0, shape, topology, steering if start == 0 else growing, start, nodes)
-        assert relative_error(got, wanted[:, nodes]) < 1e-5
-    assert torch.equal(parts.rows[0, :, : 3 + num_nodes], whole.rows[0, :, : 3 + num_nodes])
-    accepted = steering_of([0], [[0, 1, 2]], 1, 4, parity=0)
-    wanted = whole.call(1, shape, topology, accepted)
-    assert relative_error(parts.call(1, shape, topology, accepted), wanted) < 1e-5
-    assert relative_error(parts.state, whole.state) < 1e-5
+    compare_pieces(whole, parts, shape, comb(num_nodes), piece)
 
 
 def test_siblings_and_uncounted_path_slots_are_invisible():
     shape, tree = SHAPES["grouped"], TokenTree.paper()
-    topology, _ = compare(shape, [tree], [[0, 1], [0]])
-    steering = steering_of([0, 0], [[], []], 1, 4, parity=1)
-    before = make(shape, tree.num_nodes, torch.float32).call(0, shape, topology, steering)
-    changed = make(shape, tree.num_nodes, torch.float32)
-    changed.projected[0][:, 2] += 1  # nodes 2 and 6 are its only readers
-    after = changed.call(0, shape, topology, steering)
-    moved = (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-    assert moved == [2, 6]
+    compare(shape, [tree], [[0, 1], [0]])
+    before, changed = (make(shape, tree.num_nodes, torch.float32) for _ in range(2))
+    assert readers_of(2, before, changed, shape, tree) == [2, 6]

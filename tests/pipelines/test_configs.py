@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parsed import ParseOnly
 
 from stree.models.ahead import require_ahead
 from stree.models.checkpoint_configs import config_files
@@ -34,17 +35,9 @@ def parse(path: Path, *more: str):
     distils = path.resolve() in DISTILL
     base, module = (DistillCLI, Distillation) if distils else (TargetCLI, TargetTraining)
 
-    class ParseOnly(base):
-        def before_instantiate_classes(self):
-            pass
+    class Parsed(ParseOnly, base): ...
 
-        def instantiate_classes(self):
-            pass
-
-        def _run_subcommand(self, subcommand):
-            pass
-
-    return ParseOnly(module, ["fit", "--config", str(path), "--run_dir", "r", *more]).options
+    return Parsed(module, ["fit", "--config", str(path), "--run_dir", "r", *more]).options
 
 
 def count_parameters(config: HybridConfig) -> int:

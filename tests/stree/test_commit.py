@@ -7,27 +7,16 @@ about 1e-14; fp32 leaves about 1e-6 on states of size 1.
 import pytest
 import torch
 from lanes import quick_first
+from poisoned import poison
 from toys import tiny_model
 
 from stree import TokenTree
-from stree.models.cache import AttentionCache, HybridCache, MambaCache
+from stree.models.cache import HybridCache, MambaCache
 from stree.tree import balanced
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]),
          TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-def poison(cache: HybridCache) -> None:
-    """NaN wherever nothing valid is: a read of it cannot hide."""
-    for layer in cache.layers:
-        if isinstance(layer, AttentionCache):
-            layer.keys[:, :, cache.num_committed :] = torch.nan
-            layer.values[:, :, cache.num_committed :] = torch.nan
-        else:
-            tail = layer.tail
-            layer.rows.fill_(torch.nan)
-            layer.tail = tail
 
 
 def assert_same(got: HybridCache, wanted: HybridCache, tolerance: float) -> None:

@@ -7,11 +7,12 @@ the kernels run in Triton's interpreter.
 import pytest
 import torch
 from captures import living_captures
+from eager import without_graphs
 from lanes import quick_first
 from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.executors import Eager, Graphs
+from stree.executors import Graphs
 from stree.tree import balanced
 from stree_kernels import ops
 
@@ -37,9 +38,7 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
             target, drafter, num_rows=num_rows, max_length=64, max_nodes=13, verifier=verifier
         ).generate(served)
 
-    by_graphs = serve()
-    monkeypatch.setattr("stree.batch.executor_of", Eager)
-    one_by_one = serve()
+    by_graphs, one_by_one = serve(), without_graphs(monkeypatch, serve)
     for got, wanted in zip(by_graphs, one_by_one, strict=True):
         assert got.tokens == wanted.tokens and got.finish_reason == wanted.finish_reason
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call

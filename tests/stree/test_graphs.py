@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
+from eager import without_graphs
 from toys import recurrent, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.executors import MAX_KEPT, Eager, Graphs
+from stree.executors import MAX_KEPT, Graphs
 from stree.models.joint import BACKTRACKING
 from stree.tree import balanced
 
@@ -19,12 +20,6 @@ TREES = [TokenTree.chain(0), TokenTree.chain(4), TokenTree.paper(), balanced([3,
 def models():
     target = tiny_model(1, torch.float32, num_layers=4, attn_layers=(1, 3)).cuda()
     return target, right_now_and_then(target)
-
-
-def eager(monkeypatch, make):
-    with monkeypatch.context() as patch:
-        patch.setattr("stree.batch.executor_of", Eager)
-        return make()
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "naive", "multi_step", "traversal"])
@@ -40,7 +35,7 @@ def test_graphs_give_what_eager_steps_give(
     def make():
         return Decoder(*models, tree, max_length=700, verifier=verifier)
 
-    decoder, plain = make(), eager(monkeypatch, make)
+    decoder, plain = make(), without_graphs(monkeypatch, make)
     assert isinstance(decoder.batch.executor, Graphs)
     for seed, length in ((1, 5), (2, 250), (3, 300)):
         prompt = [(7 * i + seed) % 61 for i in range(length)]
@@ -61,7 +56,7 @@ def test_graphs_hand_features_over_as_eager_steps_do(tree, own, backtracking, mo
     def make():
         return Decoder(target, drafter, tree, max_length=400, backtracking=backtracking)
 
-    decoder, plain = make(), eager(monkeypatch, make)
+    decoder, plain = make(), without_graphs(monkeypatch, make)
     assert isinstance(decoder.batch.executor, Graphs)
     for seed, length in ((1, 5), (2, 250)):
         prompt = [(7 * i + seed) % 61 for i in range(length)]
@@ -101,7 +96,7 @@ def test_graphs_of_a_small_head_give_what_eager_steps_give(
         def make(tree=tree):
             return Decoder(target, drafter, tree, max_length=700, verifier=verifier)
 
-        decoder, plain = make(), eager(monkeypatch, make)
+        decoder, plain = make(), without_graphs(monkeypatch, make)
         generation = GenerationConfig(60, temperature=temperature, seed=3)
         got, wanted = (each.generate([4, 5, 6], generation) for each in (decoder, plain))
         assert got.tokens == wanted.tokens

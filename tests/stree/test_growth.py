@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from eager import without_graphs
 from enumerated import CONTEXT, TREES, distance, random_case
 from growing import Growing, GrowingInTurn
 from toys import (
@@ -20,7 +21,7 @@ from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
-from stree.executors import Eager, new_report
+from stree.executors import new_report
 from stree.forest import Forest
 from stree.grown import GrownForest
 from stree.modes import PLAIN, Costs
@@ -119,15 +120,14 @@ def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cp
     plain = BatchDecoder(target, num_rows=5, max_length=64).generate(served)
     accepted = 0
     for name in ("beam-2-4-7", "beam-3-3-13"):
-        tree, outputs = BeamTree.named(name), []
-        for executor in (None, Eager):
-            with monkeypatch.context() as patch:
-                if executor is not None:
-                    patch.setattr("stree.batch.executor_of", executor)
-                decoder = BatchDecoder(
-                    target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
-                )
-                outputs.append(decoder.generate(served))
+        tree = BeamTree.named(name)
+
+        def decode():
+            return BatchDecoder(
+                target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
+            ).generate(served)
+
+        outputs = decode(), without_graphs(monkeypatch, decode)
         for captured, eager, wanted in zip(*outputs, plain, strict=True):
             assert captured.tokens == eager.tokens
             assert captured.stats.accepted_per_call == eager.stats.accepted_per_call

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from eager import without_graphs
 from enumerated import CONTEXT, distance, random_case
 from growing import Growing, GrowingInTurn
 from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
@@ -18,7 +19,7 @@ from stree import grown as grown_trees
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.errors import UsageError
-from stree.executors import Eager, new_report
+from stree.executors import new_report
 from stree.forest import Forest
 from stree.grown import SlotForest
 from stree.rows import Rows
@@ -189,15 +190,13 @@ def test_steps_of_models_as_graphs_and_without(verifier, monkeypatch, captured_o
         for seed, (temperature, top_k) in enumerate([(0.0, 0), (0.7, 9), (1.3, 0)])
     ]
     plain = BatchDecoder(target, num_rows=3, max_length=64).generate(served)
-    outputs = []
-    for executor in (None, Eager):
-        with monkeypatch.context() as patch:
-            if executor is not None:
-                patch.setattr("stree.batch.executor_of", executor)
-            decoder = BatchDecoder(
-                target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
-            )
-            outputs.append(decoder.generate(served))
+
+    def decode():
+        return BatchDecoder(
+            target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
+        ).generate(served)
+
+    outputs = decode(), without_graphs(monkeypatch, decode)
     assert [each.tokens for each in outputs[0]] == [each.tokens for each in outputs[1]]
     exact = 3 if verifier == "coupled" else 1
     assert [e.tokens for e in outputs[0]][:exact] == [e.tokens for e in plain][:exact]

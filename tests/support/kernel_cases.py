@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,34 @@ def steering_of(
         torch.tensor([row % num_trees for row in range(len(paths))]).to(DEVICE),
         torch.tensor([parity]).to(DEVICE),
     )
+
+
+def compare_pieces(whole: Any, parts: Any, shape: Any, tree: TokenTree, piece: int) -> None:
+    """`parts`, whose call takes a tree a few nodes at a time, beside `whole`, the same inputs in
+    one call: what they give, what they keep of the tree, and the replay of that."""
+    topology = topology_of([tree])
+    steering = steering_of([0], [[]], 1, 4, parity=1)
+    growing = replace(steering, parity=1 - steering.parity)
+    wanted = whole.call(0, shape, topology, steering)
+    for start in range(0, tree.num_nodes, piece):
+        nodes = slice(start, start + piece)
+        got = parts.call(0, shape, topology, steering if start == 0 else growing, start, nodes)
+        assert relative_error(got, wanted[:, nodes]) < 1e-5
+    used = shape.tail + tree.num_nodes
+    assert torch.equal(parts.rows[0, :, :used], whole.rows[0, :, :used])
+    accepted = steering_of([0], [[0, 1, 2]], 1, 4, parity=0)
+    wanted = whole.call(1, shape, topology, accepted)
+    assert relative_error(parts.call(1, shape, topology, accepted), wanted) < 1e-5
+    assert relative_error(parts.state, whole.state) < 1e-5
+
+
+def readers_of(node: int, case: Any, changed: Any, shape: Any, tree: TokenTree) -> list[int]:
+    """The nodes for which it matters what a node's input is, given the same inputs twice."""
+    topology, steering = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)
+    before = case.call(0, shape, topology, steering)
+    changed.projected[0][:, node] += 1
+    after = changed.call(0, shape, topology, steering)
+    return (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -11,12 +11,13 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, VOCAB, random_reference
+from poisoned import poison
 from toys import right_now_and_then
 
 from stree.engine import Decoder
 from stree.errors import CheckpointRefused
 from stree.generation import GenerationConfig
-from stree.models.cache import AttentionCache, GatedDeltaCache
+from stree.models.cache import AttentionCache
 from stree.models.convert import load_model, save_model
 from stree.models.slicing import slice_drafter
 from stree.tree import TokenTree, balanced
@@ -163,20 +164,6 @@ def buffers(cache):
             yield layer.tail
             if hasattr(layer, "state"):
                 yield layer.state
-
-
-def poison(cache):
-    """NaN wherever nothing valid is: a read of it cannot hide."""
-    for layer in cache.layers:
-        if isinstance(layer, AttentionCache):
-            layer.keys[:, :, cache.num_committed :] = torch.nan
-            layer.values[:, :, cache.num_committed :] = torch.nan
-        else:
-            tail = layer.tail
-            layer.rows.fill_(torch.nan)
-            layer.tail = tail
-            if isinstance(layer, GatedDeltaCache):
-                layer.updates.fill_(torch.nan)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,17 @@
+"""Decoding without graphs, to compare steps that are graphs with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from stree.executors import Eager
+
+T = TypeVar("T")
+
+
+def without_graphs(monkeypatch: Any, run: Callable[[], T]) -> T:
+    """What it gives when its decoders launch one operation after the other."""
+    with monkeypatch.context() as patch:
+        patch.setattr("stree.batch.executor_of", Eager)
+        return run()

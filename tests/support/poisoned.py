@@ -1,0 +1,21 @@
+"""Caches in which everything that nothing may read is NaN."""
+
+from __future__ import annotations
+
+import torch
+
+from stree.models.cache import AttentionCache, GatedDeltaCache, HybridCache
+
+
+def poison(cache: HybridCache) -> None:
+    """NaN wherever nothing valid is: a read of it cannot hide."""
+    for layer in cache.layers:
+        if isinstance(layer, AttentionCache):
+            layer.keys[:, :, cache.num_committed :] = torch.nan
+            layer.values[:, :, cache.num_committed :] = torch.nan
+        else:
+            tail = layer.tail
+            layer.rows.fill_(torch.nan)
+            layer.tail = tail
+            if isinstance(layer, GatedDeltaCache):
+                layer.updates.fill_(torch.nan)
