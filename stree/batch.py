@@ -34,7 +34,7 @@ from stree.generation import (
     require_target,
     require_whole,
 )
-from stree.growths import as_growth
+from stree.growths import as_growth, require_growth_of
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import (
@@ -50,9 +50,9 @@ from stree.modes import (
 from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
-from stree.requests import Launch, Prepared, Progress, Report, Request
+from stree.requests import Launch, Prepared, Progress, Report, Request, requests_of
 from stree.rows import Rows
-from stree.settings import asked_for, settings_of
+from stree.settings import settings_of
 from stree.step import Step
 from stree.tokenizer import eos_token_ids
 from stree.tree import BeamTree, TokenTree, as_tree
@@ -201,8 +201,8 @@ class BatchDecoder:
         prompt, generation = ids.tolist(), settings_of(request.generation).after(ids)
         if tree is None and self.modes is None:
             tree = self.tree
-        self._require_one_growth(tree)
         growth = tree or self.growth
+        require_growth_of(self.growth, growth)
         deepest = deepest_of(growth)
         if tree is not None and tree.num_nodes > self.max_nodes:
             raise UsageError(
@@ -301,7 +301,7 @@ class BatchDecoder:
                 f"rows are taken ({len(self._sequences)}): release them, or go on with admit and "
                 "step"
             )
-        requests = self._requests_of(requests, generation_config, attention_mask, options)
+        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
         outputs: dict[int, GenerationOutput] = {}
         served: dict[int, int] = {}
         waiting = list(enumerate(requests))[::-1]
@@ -319,17 +319,6 @@ class BatchDecoder:
             for row in served:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
-
-    def _requests_of(
-        self, given: Any, generation_config: Any, attention_mask: Any, options: dict[str, Any]
-    ) -> list[Request]:
-        several = isinstance(given, list | tuple)
-        if several and (not given or any(isinstance(each, Request) for each in given)):
-            if options or generation_config is not None or attention_mask is not None:
-                raise UsageError("requests have settings of their own: give them no others")
-            return list(given)
-        asked, _ = asked_for(given, generation_config, attention_mask, options, self.tokenizer)
-        return [Request(prompt.tolist(), generation) for prompt, generation in asked]
 
     def _living(self, launch: Launch) -> list[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
@@ -452,29 +441,10 @@ class BatchDecoder:
             sequence.stats.calls_by_tree[tree.name] += 1
         stats = sequence.stats
         result = self._keep(row, sequence, block)
-        num_kept = len(result.tokens)
-        stats.num_calls += 1
-        stats.num_nodes += tree.num_nodes
-        stats.num_new_tokens += num_kept
-        result.num_accepted = num_accepted = min(num_kept, len(block) - 1)
-        stats.accepted_per_call.append(num_accepted)
-        stats.end_node_per_call.append(tree.end_of(path[: num_accepted + 1]))
+        result.num_accepted = stats.count_call(tree, path, len(result.tokens))
         if sequence.finish_reason:
             stats.decode_s = time.perf_counter() - sequence.since
         return result
-
-    def _require_one_growth(self, tree: TokenTree | None) -> None:
-        """Raises `UsageError` for a request with a tree of its own where trees grow, or with one
-        that grows where they do not: in a step all rows' trees grow alike, or none does."""
-        others = trees_of(self.growth)
-        if tree is None or (tree == self.tree and not self.modes):
-            return
-        if any(isinstance(each, BeamTree) for each in (tree, *others)):
-            raise UsageError(
-                f"a request asks for {tree}, the decoder was made with "
-                f"{', '.join(each.name for each in others)}: trees that grow are the decoder's, "
-                "the same for all its requests"
-            )
 
     def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
         kept, sequence.finish_reason = sequence.stop.keep(block)

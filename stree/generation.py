@@ -151,6 +151,17 @@ class DecodingStats:
         """New tokens a second of decoding, the prefill left out."""
         return self.num_new_tokens / self.decode_s if self.decode_s else float("nan")
 
+    def count_call(self, tree: TokenTree, path: Sequence[int], num_kept: int) -> int:
+        """Count a call that has accepted a path, the root first, and of whose tokens so many were
+        kept; returns how many of these are drafts."""
+        num_accepted = min(num_kept, len(path) - 1)
+        self.num_calls += 1
+        self.num_nodes += tree.num_nodes
+        self.num_new_tokens += num_kept
+        self.accepted_per_call.append(num_accepted)
+        self.end_node_per_call.append(tree.end_of(path[: num_accepted + 1]))
+        return num_accepted
+
     def __repr__(self) -> str:
         return f"DecodingStats({self._summary()})"
 

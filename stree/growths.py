@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stree.bandit import Bandit
-from stree.modes import Modes
-from stree.tree import FORMS, TokenTree, as_tree
+from stree.errors import UsageError
+from stree.modes import Modes, trees_of
+from stree.tree import FORMS, BeamTree, TokenTree, as_tree
 
 OR, BANDIT = " or ", "bandit "
 # Of what `as_growth` takes
@@ -24,6 +25,19 @@ def choice_of(name: str) -> tuple[type[Modes], list[str]] | None:
     if (policy is Modes and OR not in name) or Path(name).is_file():
         return None
     return policy, [each.strip() for each in name.removeprefix(BANDIT).split(OR)]
+
+
+def require_growth_of(decoder: TokenTree | Modes, asked: TokenTree | Modes) -> None:
+    """Raises `UsageError` for a request with a tree of its own where trees grow, or with one that
+    grows where they do not: in a step all rows' trees grow alike, or none does."""
+    others = trees_of(decoder)
+    grow = any(isinstance(each, BeamTree) for each in (*trees_of(asked), *others))
+    if grow and asked != decoder:
+        raise UsageError(
+            f"a request asks for {asked}, the decoder was made with "
+            f"{', '.join(each.name for each in others)}: trees that grow are the decoder's, the "
+            "same for all its requests"
+        )
 
 
 def as_growth(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from stree.errors import StreeError
+from stree.errors import StreeError, UsageError
 from stree.forest import Forest
 from stree.generation import DecodingStats, GenerationConfig, StopRule
 from stree.rows import Rows
+from stree.settings import asked_for
 from stree.tree import TokenTree
 
 
@@ -31,6 +33,23 @@ class Request:
     generation: GenerationConfig = GenerationConfig()
     tree: TokenTree | str | None = None
     keep_prompt: bool = False
+
+
+def requests_of(
+    given: Any,
+    generation_config: Any,
+    attention_mask: Any,
+    options: Mapping[str, Any],
+    tokenizer: Any,
+) -> list[Request]:
+    """Those given, or of prompts and how to go on after all of them (`asked_for`)."""
+    several = isinstance(given, list | tuple)
+    if several and (not given or any(isinstance(each, Request) for each in given)):
+        if options or generation_config is not None or attention_mask is not None:
+            raise UsageError("requests have settings of their own: give them no others")
+        return list(given)
+    asked, _ = asked_for(given, generation_config, attention_mask, options, tokenizer)
+    return [Request(prompt.tolist(), generation) for prompt, generation in asked]
 
 
 @dataclass
