@@ -7,6 +7,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -69,6 +70,14 @@ def forks() -> Iterator[forked.Forks]:
     """Commands in processes of their own, without what importing takes."""
     with forked.forks() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and a little chat data, of a module's own."""
+    from tiny_run import make_workspace  # with the pipelines, which tests of kernels do without
+
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture

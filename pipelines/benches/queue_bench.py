@@ -14,7 +14,6 @@ from stree.generation import GenerationConfig
 from stree.models.convert import load_config
 from stree.requests import Request
 from stree.speculation_profile import Tree
-from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.benches.queueing import (
     CLEARING,
     POLICIES,
@@ -129,7 +128,6 @@ class QueueBench:
     def _row(self, setting: Setting, figures: dict[str, Any]) -> QueueRow:
         job, policy, settings = setting.job, setting.policy, self.settings
         decoders = self.evaluation.decoders
-        state = str(accumulation_dtype(decoders.dtype)).removeprefix("torch.")
         is_clearing = policy.name == CLEARING
         return QueueRow(
             policy=policy.name,
@@ -152,9 +150,7 @@ class QueueBench:
             ignore_eos=settings.ignore_eos,
             seed=settings.seed,
             setting_hash=setting.hash,
-            environment=describe_environment(
-                decoders.device, {"weights": settings.dtype, "state": state}, 1
-            ),
+            environment=describe_environment(decoders.device, decoders.dtypes, 1),
             **figures,
         )
 

@@ -17,6 +17,7 @@ from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
 from stree.modes import length_to_time
 from stree.requests import Request
+from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
@@ -93,6 +94,12 @@ class Decoders:
             most = max(config.max_position_embeddings, self.max_length)
             config = replace(config, max_position_embeddings=most)
         return config
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of weights and state, as records have them."""
+        state = str(accumulation_dtype(self.dtype)).removeprefix("torch.")
+        return {"weights": self.settings.dtype, "state": state}
 
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """The model that drafts, alone and by the target's tokens; None where none does."""

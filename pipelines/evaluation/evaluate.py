@@ -27,7 +27,6 @@ from stree.errors import (
     UsageError,
     naming_what_does_not_fit,
 )
-from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.data.chat import resolve_template
 from stree_pipelines.evaluation.answers import Answerer, timing_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
@@ -325,8 +324,9 @@ class Evaluation:
         baselines = [sample.baseline for sample in samples if sample.baseline is not None]
         if job.method == AUTOREGRESSIVE:
             baselines = [timing_of(sample) for sample in samples]
-        state = str(accumulation_dtype(self.decoders.dtype)).removeprefix("torch.")
-        dtypes = {"weights": self.settings.dtype, "state": state}
+        environment = describe_environment(
+            self.decoders.device, self.decoders.dtypes, self.workers.count
+        )
         return ResultRow(
             step=job.drafter.step if job.drafter else None,
             checkpoint=job.drafter.path if job.drafter else None,
@@ -348,7 +348,7 @@ class Evaluation:
             decoding_hash=job.decoding_hash,
             chat_template_sha256=self.chat_template_sha256,
             lossless=summarise_lossless(samples),
-            environment=describe_environment(self.decoders.device, dtypes, self.workers.count),
+            environment=environment,
             samples=job.samples_name,
             **metrics.summarise(samples, baselines if len(baselines) == len(samples) else None),
         )

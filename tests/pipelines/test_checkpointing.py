@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lanes import quick_first
-from tiny_run import distill_arguments, make_workspace, metric_rows
+from tiny_run import distill_arguments, metric_rows
 
 from stree.errors import CheckpointRefused, Interrupted, Preempted, UsageError
 from stree_pipelines import distill
@@ -32,11 +32,6 @@ from stree_pipelines.training.checkpointing import (
 from stree_pipelines.training.stopping import STOP_SIGNALS
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

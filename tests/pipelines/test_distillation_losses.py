@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ARCHITECTURE, distill_arguments, make_workspace, metric_rows
+from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.models.config import HybridConfig
@@ -19,11 +19,6 @@ from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import live_teacher, measure_rows
 from stree_pipelines.training.module import shift_left
 from stree_pipelines.training.token_weights import token_weights
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

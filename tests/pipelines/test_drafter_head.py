@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from run_checks import assert_same_run
-from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace
+from tiny_run import VOCAB_SIZE, distill_arguments
 from toys import with_head
 
 import stree
@@ -30,11 +30,6 @@ from stree_pipelines.training.loss_config import LossConfig
 
 SIZE, RANK = 120, 6
 HEAD = ("--model.head.vocab_size", str(SIZE), "--model.head.rank", str(RANK))
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

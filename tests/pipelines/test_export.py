@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tiny_run import distill_arguments, make_workspace, metric_rows
+from tiny_run import distill_arguments, metric_rows
 
 from stree.errors import CannotWrite, UsageError
 from stree.files import point_to, verify_manifest
@@ -32,11 +32,6 @@ from stree_pipelines.training.callbacks import (
 from stree_pipelines.training.checkpointing import SafeCheckpointIO
 from stree_pipelines.training.export import Exports, log_spaced_steps
 from stree_pipelines.training.progress import clock
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

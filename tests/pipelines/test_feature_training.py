@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ARCHITECTURE, distill_arguments, make_workspace, metric_rows
+from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.errors import UsageError
@@ -22,11 +22,6 @@ from stree_pipelines.training.loss_config import LossConfig
 
 TARGET = HybridConfig(**ARCHITECTURE)
 DRAFTER = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def run(workspace: Path, run_dir: Path, *more: str) -> None:

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_run import make_workspace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = REPOSITORY / "docs/notebooks"
@@ -53,11 +52,6 @@ def test_looking_at_trees_shows_what_the_records_hold():
     shown = outputs(runner.execute(committed))
     assert shown == outputs(committed)
     assert sum(kind == "image/png" for cell in shown for kind, _ in cell) == 5
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def test_from_a_chat_file_to_table6(workspace):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_run import VOCAB_SIZE, distill_arguments, make_workspace
+from tiny_run import VOCAB_SIZE, distill_arguments
 
 from stree_pipelines import distill
 from stree_pipelines.data.packing import TokenTable
@@ -24,11 +24,6 @@ NUM_ROWS, NEW_TOKENS = own_text.NUM_ROWS, own_text.NEW_TOKENS
 def all_own_text(monkeypatch):
     monkeypatch.setattr(own_text, "NUM_ROWS", NUM_ROWS)
     monkeypatch.setattr(own_text, "NEW_TOKENS", NEW_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 from process_group import run_together
-from tiny_run import distill_arguments, make_workspace
+from tiny_run import distill_arguments
 
 from stree.errors import Interrupted, InvariantBroken, NotFound
 from stree_pipelines import distill
@@ -16,11 +15,6 @@ from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.restarts import note_start
 from stree_pipelines.training.stopping import STOP_SIGNALS
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def test_restarts_are_counted_until_step_or_configuration_change(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import signalled
 import torch
 from process_group import run_together
-from tiny_run import distill_arguments, make_workspace, metric_rows
+from tiny_run import distill_arguments, metric_rows
 from torch.distributed.utils import _to_kwargs
 
 from stree.errors import UsageError
@@ -30,11 +30,6 @@ STEPS = 6
 TOLERANCE = 1e-5
 DDP = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
 FSDP2 = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def arguments_of(workspace: Path, run_dir: Path, batch_size: int, *more: str, steps: int = STEPS):

@@ -14,7 +14,7 @@ import torch
 from lanes import quick_first
 from process_group import run_together
 from run_checks import assert_same_run, steps_in
-from tiny_run import distill_arguments, make_workspace, metric_rows
+from tiny_run import distill_arguments, metric_rows
 
 from stree.errors import Preempted, UsageError
 from stree.models.config import HybridConfig
@@ -31,11 +31,6 @@ WSD = (
     "--model.optimizer.lr", "0.01", "--trainer.limit_val_batches", "0",
 )  # fmt: skip
 EMA = ("--model.ema", "0.8")
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="module")

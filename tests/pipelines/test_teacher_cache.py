@@ -24,7 +24,6 @@ from tiny_run import (
     ARCHITECTURE,
     VOCAB_SIZE,
     distill_arguments,
-    make_workspace,
     metric_rows,
     write_conversations,
 )
@@ -48,11 +47,6 @@ from stree_pipelines.training.teacher_cache import (
 from stree_pipelines.training.teachers import LiveTeacher
 
 SHARDED = ("--shard_positions", "100")
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def cache_arguments(workspace: Path, out: Path, *more: str) -> list[str]:

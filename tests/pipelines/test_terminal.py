@@ -6,20 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from pseudo_terminal import CTRL_C, Shown, run_on_terminal
 from run_checks import steps_in
-from tiny_run import distill_arguments, make_workspace
+from tiny_run import distill_arguments
 
 from stree_pipelines import distill
 
 FIGURES = re.compile(r"loss \d+\.\d{4}  acceptance 0\.\d{3}  [\d,]+ tok/s")
 BAR = re.compile(r"step (\d+)/(\d+) .*[━╸╺].* ETA (\?|[\d:]+)")
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def on_terminal(workspace: Path, run_dir: Path, steps: int) -> list[str]:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 from lightning.pytorch.loggers import wandb as lightning_wandb
-from tiny_run import distill_arguments, make_workspace
+from tiny_run import distill_arguments
 
 from stree.errors import UsageError
 from stree_pipelines import distill
@@ -39,11 +39,6 @@ class Run:
 
     def define_metric(self, *arguments, **options) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, make_workspace, metric_rows
+from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, metric_rows
 from torch import nn
 
 from stree.errors import CannotWrite, InvariantBroken, UsageError
@@ -29,11 +29,6 @@ from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.run_folder import MetricsFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 def random_drafter(**changes) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from tiny_run import make_workspace
 
 import stree
 from stree import Bandit, Modes
@@ -37,11 +36,6 @@ def without_a_gpu(monkeypatch):
 
 WIDE = Tree(name="wide", parents=(-1, 0, 0, 0))
 DEEP = Tree(name="deep", parents=(-1, 0, 1, 2, 3, 4))
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture

@@ -97,6 +97,14 @@ def with_text(folder: Path, name: str, text: str | bytes, sealed: bool = False) 
     return copy
 
 
+def linked(folder: Path, name: str, to: str | Path, sealed: bool = False) -> Path:
+    """The good checkpoint, with one file a link."""
+    copy = checkpoint(folder, sealed)
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(to)
+    return copy
+
+
 def with_manifest(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
     copy = checkpoint(folder, sealed=True)
     manifest = json.loads((copy / MANIFEST_NAME).read_text())

@@ -15,6 +15,7 @@ from hostile_files import (
     case,
     checkpoint,
     config_case,
+    linked,
     mixer_case,
     shell,
     template_case,
@@ -66,14 +67,6 @@ def _(folder: Path) -> Path:
     copy = checkpoint(folder)
     (copy / "config.json").unlink()
     os.mkfifo(copy / "config.json")
-    return copy
-
-
-def linked(folder: Path, name: str, to: str | Path) -> Path:
-    """The good checkpoint, with one file a link."""
-    copy = checkpoint(folder)
-    (copy / name).unlink(missing_ok=True)
-    (copy / name).symlink_to(to)
     return copy
 
 

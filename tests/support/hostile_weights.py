@@ -19,6 +19,7 @@ from hostile_files import (
     case,
     checkpoint,
     edited_safetensors,
+    linked,
     python,
     safetensors_file,
     shell,
@@ -235,25 +236,17 @@ def _(folder: Path) -> Path:
 
 @case("manifest elsewhere", "model", CHECKPOINT, r"MANIFEST\.json is a link to .*, out of")
 def _(folder: Path) -> Path:
-    copy = checkpoint(folder, sealed=True)
-    (copy / MANIFEST_NAME).unlink()
-    (copy / MANIFEST_NAME).symlink_to(folder / "target" / MANIFEST_NAME)
-    return copy
+    return linked(folder, MANIFEST_NAME, folder / "target" / MANIFEST_NAME, sealed=True)
 
 
 @case("tokenizer out of a sealed checkpoint", "tokenizer", CHECKPOINT, r"tokenizer\.json is a link")
 def _(folder: Path) -> Path:
-    copy = checkpoint(folder, sealed=True)
-    (copy / "tokenizer.json").unlink()
-    (copy / "tokenizer.json").symlink_to(folder / "target" / "tokenizer.json")
-    return copy
+    return linked(folder, "tokenizer.json", folder / "target/tokenizer.json", sealed=True)
 
 
 @case("folder out of a sealed checkpoint", "model", CHECKPOINT, r"more is a link to .*, out of")
 def _(folder: Path) -> Path:
-    copy = checkpoint(folder, sealed=True)
-    (copy / "more").symlink_to(folder / "target")
-    return copy
+    return linked(folder, "more", folder / "target", sealed=True)
 
 
 @case("wrong hash", "model", CHECKPOINT, r"model\.safetensors has sha256")
@@ -280,10 +273,7 @@ def _list(manifest: dict[str, Any], name: str) -> None:
 
 @case("link out of the checkpoint", "model", CHECKPOINT, r"config\.json is a link to")
 def _(folder: Path) -> Path:
-    copy = checkpoint(folder, sealed=True)
-    (copy / "config.json").unlink()
-    (copy / "config.json").symlink_to(folder / "target" / "config.json")
-    return copy
+    return linked(folder, "config.json", folder / "target/config.json", sealed=True)
 
 
 @case("manifest nested 100,000 deep", "model", CHECKPOINT, r"MANIFEST\.json .*nested too deep")
