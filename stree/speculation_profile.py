@@ -61,6 +61,10 @@ class Measurement(Record):
     max_new_tokens: int
     ignore_eos: bool
     batch_size: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     acceptance_length: float | None
     acceptance_length_interval: Interval | None
     depth_accept_rates: dict[int, float]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stree import metrics
 from stree.errors import InvariantBroken, StreeError, UsageError
@@ -29,6 +30,7 @@ from stree_pipelines.evaluation.plan import (
     prompt_seed,
 )
 from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
+from stree_pipelines.evaluation.sampling import sampling_of
 
 
 @dataclass
@@ -210,6 +212,7 @@ class Answerer:
             prompt_id=prompt.id,
             category=prompt.category,
             temperature=job.temperature,
+            **sampling_of(self.settings),
             batch_size=self.settings.batch_size,
             seed=job.seed,
             decoding_hash=job.decoding_hash,
@@ -239,29 +242,40 @@ class Answerer:
             if position is None:
                 continue
             prefix = [*self.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
+            tokens = _at(mine.tokens, position), _at(theirs.tokens, position)
             return Divergence(
                 prompt_id=prompt.id,
                 turn=index,
                 position=position,
-                token=_at(mine.tokens, position),
-                autoregressive_token=_at(theirs.tokens, position),
-                logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index)),
+                token=tokens[0],
+                autoregressive_token=tokens[1],
+                logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index), tokens),
             )
         return None
 
     @torch.no_grad()
-    def _logit_gap(self, tokens: list[int], generation: GenerationConfig) -> float:
+    def _logit_gap(
+        self, tokens: list[int], generation: GenerationConfig, answered: Sequence[int | None]
+    ) -> float:
         """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass; when
-        sampling, of what a token is chosen by, at the size of logits."""
+        sampling, of what a token is chosen by, at the size of logits. With top-k, top-p or min-p
+        `_least_change`, which asks what was `answered` there."""
         tokens_BT = torch.tensor([tokens], device=self.decoders.device)
         last_BD = self.decoders.target.hidden_states(tokens_BT)[:, -1:]
         logits_BTV = self.decoders.target.logits(last_BD)
-        rows = Rows.new(1, device=self.decoders.device).narrow(0, 1, [generation])
-        rows.set(0, generation)
+        rows = Rows.new(1, device=self.decoders.device)
+        rows.set(0, generation, tokens, logits_BTV.shape[2])
+        rows = rows.narrow(0, 1, [generation])
         rows.position.fill_(len(tokens) - 1)
         depths = torch.zeros(1, 1, dtype=torch.int32, device=self.decoders.device)
-        scores = naive.choice_scores(rows.kept(logits_BTV), depths, rows.sampling)
-        first, second = scores.topk(2, dim=-1).values[0, 0].tolist()
+
+        def scores(logits: Tensor) -> Tensor:
+            return naive.choice_scores(rows.kept(logits), depths, rows.sampling)[0, 0]
+
+        if rows.filtered:
+            others = {token for token in answered if token is not None}
+            return _least_change(logits_BTV, lambda each: int(scores(each).argmax()), others)
+        first, second = scores(logits_BTV).topk(2).values.tolist()
         return (first - second) * (generation.temperature or 1.0)
 
     def prompt_ids(
@@ -285,6 +299,7 @@ class Answerer:
         return GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=job.temperature,
+            **sampling_of(self.settings),
             seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
             ignore_eos=self.settings.ignore_eos,
         )
@@ -318,6 +333,30 @@ class Answerer:
         silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
         last = len(prompt.turns) - 1
         return len(self.prompt_ids(prompt, [silence] * last, last))
+
+
+def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Iterable[int]) -> float:
+    """By how much one logit of (1, 1, V) must change before another token is the choice: the
+    choice's own down, or one of the others' up. What is left out by a hair is a tie, too."""
+    logits = logits.double()
+    chosen = choice(logits)
+
+    def changes(token: int, by: float) -> bool:
+        changed = logits.clone()
+        changed[..., token] += by
+        return choice(changed) != chosen
+
+    least = []
+    for token in {chosen, *others}:
+        sign = -1.0 if token == chosen else 1.0
+        low, high = 0.0, 1e-6
+        while not changes(token, sign * high):
+            low, high = high, 2 * high
+        for _ in range(20):
+            middle = (low + high) / 2
+            low, high = (low, middle) if changes(token, sign * middle) else (middle, high)
+        least.append(high)
+    return min(least)
 
 
 def timing_of(sample: SampleRow) -> BaselineTiming:

@@ -24,6 +24,7 @@ from stree_pipelines.evaluation.plan import (
     make_job,
 )
 from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.terminal import inputs
 from stree_pipelines.terminal.command_line import input_path, read_yaml
 from stree_pipelines.terminal.inputs import require_there
@@ -209,11 +210,12 @@ class Comparison(Evaluation):
         prompts = sum(len(benchmark.prompts) for benchmark in self.benchmarks)
         answers = prompts * len(settings.temperatures) * (len(self.arms) + 1)
         tuned = sum(arm.tree == TUNED for arm in self.arms)
+        sampling = told_sampling(settings, ", ")
         first = f"; before, {tuned} chains are tuned" if tuned else ""
         self.progress.say(
             f"{len(self.arms)} arms and plain decoding × {len(settings.temperatures)} temperatures "
             f"× {prompts} prompts: {answers:,} answers, on {self.workers.count} × "
-            f"{device_name(self.decoders.device)}, {settings.dtype}{first}"
+            f"{device_name(self.decoders.device)}, {settings.dtype}{sampling}{first}"
         )
 
     def evaluate(self, checkpoint: str | Path | None = None) -> list[ResultRow]:

@@ -26,6 +26,7 @@ from stree_pipelines.evaluation.plan import (
     Job,
     growth_of,
 )
+from stree_pipelines.evaluation.sampling import sampling_of
 
 WARMUP_TOKENS = 16
 BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
@@ -135,6 +136,7 @@ class Decoders:
                 # prefill gives the first
                 max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
                 temperature=job.temperature,
+                **sampling_of(self.settings),
                 ignore_eos=True,
             )
             if self.settings.batch_size == 1:

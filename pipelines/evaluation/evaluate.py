@@ -55,6 +55,7 @@ from stree_pipelines.evaluation.records import (
     SampleRow,
     Tree,
 )
+from stree_pipelines.evaluation.sampling import sampling_of, told_sampling
 from stree_pipelines.terminal.progress import EvaluationProgress
 
 # Logits by which a target's first choice may lead where two exact decodings part, by dtype.
@@ -116,10 +117,11 @@ class Evaluation:
         if AUTOREGRESSIVE in settings.methods and num_checkpoints > 1:
             beside = ", plain decoding beside each checkpoint"
         at_once = f", {settings.batch_size} at once" if settings.batch_size > 1 else ""
+        sampling = told_sampling(settings, ", ")
         self.progress.say(
             f"{product} of {', '.join(benchmark.name for benchmark in self.benchmarks)}: "
             f"{math.prod(counts.values()):,} answers{beside}{at_once}, on {self.workers.count} × "
-            f"{device_name(self.decoders.device)}, {settings.dtype}"
+            f"{device_name(self.decoders.device)}, {settings.dtype}{sampling}"
         )
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:
@@ -340,6 +342,7 @@ class Evaluation:
             benchmark=job.benchmark.name,
             prompts_hash=job.benchmark.prompts_hash,
             temperature=job.temperature,
+            **sampling_of(self.settings),
             num_prompts=len(samples),
             max_new_tokens=self.settings.max_new_tokens,
             ignore_eos=self.settings.ignore_eos,

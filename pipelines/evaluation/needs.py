@@ -15,6 +15,7 @@ from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_l
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
 from stree_pipelines.evaluation.reading import MOST_TOKENS
 from stree_pipelines.evaluation.records import ResultKey
+from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.resources.dry_run import (
     MemoryNeeds,
     config_lines,
@@ -85,8 +86,10 @@ class Work:
         return sum(len(store.journalled(job.samples_name)) for job in self.pending)
 
     def how(self) -> Iterator[str]:
-        """Batches and warm-ups."""
+        """Sampling, batches and warm-ups."""
         settings = self.evaluation.settings
+        if sampling := told_sampling(settings):
+            yield f"sampling: {sampling}, at every temperature and by every method"
         warm_ups = len({(job.decoder_key, job.temperature) for _, job in self.answers})
         lengths = ", and prefill where a decoder first meets a prompt's length, of long ones less"
         if settings.batch_size > 1:

@@ -20,6 +20,14 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "benchmark_dir": (str, "where names are looked up (default: data/benchmarks)"),
     "methods": (str, ", ".join(METHODS)),
     "temperatures": (float, "0 is greedy"),
+    "top_k": (int, "sample from the k best tokens only, by every method; 0: all"),
+    "top_p": (float, "sample from the best tokens that have this probability together; 1: all"),
+    "min_p": (
+        float, "sample from tokens with at least this share of the best one's probability; 0: all"
+    ),
+    "repetition_penalty": (
+        float, "of tokens that prompt or answer has, greedy or not, by every method; 1: none"
+    ),
     "tree": (str, f"of stree: {GROWTHS}"),
     "verifier": (str, ", ".join(VERIFIERS)),
     "backtracking": (

@@ -26,6 +26,7 @@ from stree.verifiers import named, require_tree
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash, packed_samples
+from stree_pipelines.evaluation.sampling import sampling_of, switched_on
 from stree_pipelines.terminal.command_line import input_path
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
@@ -66,6 +67,10 @@ class EvaluationSettings:
     benchmarks: tuple[str, ...]
     methods: tuple[str, ...] = METHODS
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_k: int = GenerationConfig.top_k
+    top_p: float = GenerationConfig.top_p
+    min_p: float = GenerationConfig.min_p
+    repetition_penalty: float = GenerationConfig.repetition_penalty
     tree: str = "paper"
     verifier: str = "coupled"
     backtracking: str = "replay"
@@ -96,7 +101,10 @@ class EvaluationSettings:
         if set(self.methods) - set(METHODS):
             raise UsageError(f"methods are {list(self.methods)}, wanted some of {list(METHODS)}")
         for temperature in self.temperatures:
-            GenerationConfig(temperature=temperature)  # refuses what no answer could use
+            # refuses what no answer could use
+            GenerationConfig(temperature=temperature, **sampling_of(self))
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         named(self.verifier)
         require_backtracking(self.backtracking)
         leasts = {"max_new_tokens": 1, "num_chain_drafts": 1, "seed": 0, "batch_size": 1}
@@ -275,7 +283,9 @@ def make_job(
         "dtype": settings.dtype,
         "device": device_type,
     }
-    # A prompt alone, the first verifier, and replay keep the hash that rows of them always had
+    # What is off, a prompt alone, the first verifier, and replay keep the hash that rows of them
+    # always had
+    decoding |= switched_on(settings)
     if settings.batch_size > 1:
         decoding["batch_size"] = settings.batch_size
     if tree and settings.verifier != EvaluationSettings.verifier:

@@ -10,6 +10,7 @@ from stree.files import reporting_refusals, write_atomically
 from stree.modes import PLAIN
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
 from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables import MISSING, Table
@@ -69,8 +70,8 @@ def markdown(
         f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
         f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
         f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
-        f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}, seed {checkpoint.seed}, code "
-        f"{checkpoint.environment.git_sha or '?'}",
+        f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{told_sampling(checkpoint, ', ')}, "
+        f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
         *_apart(checkpoint, baseline),
         *_chosen(mine, theirs),
         *([f"- {note}"] if note else []),

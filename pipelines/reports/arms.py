@@ -16,6 +16,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import Cell, told_shares
+from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables import Table, figure, speed_ratio
 
 PLAIN = "plain decoding"
@@ -102,7 +103,7 @@ def table(place: Place) -> Table:
             figure(cell["nodes_per_call"], form=".1f"),
             *(_share(cell, part) for part in metrics.STEP_PARTS),
         ))  # fmt: skip
-    return Table(place.title, tuple(lines), num_left=4)
+    return Table(place.title, tuple(lines), 4, sampling_note([*place.rows.values()]))
 
 
 def verdict(place: Place) -> Verdict:

@@ -20,6 +20,7 @@ from stree_pipelines.reports.by_length import (
     repeated,
 )
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables import MISSING, Table, baseline_speed, figure, speed_of, tau_of
 
 INTRO = (
@@ -79,7 +80,7 @@ def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> 
     ]
     count = _num_questions(data, rungs)
     title = f"By prompt length, T = {temperature:g} ({count} questions)"
-    return Table(title, (tuple(heads), *lines))
+    return Table(title, (tuple(heads), *lines), note=sampling_note(data.rows))
 
 
 def reading_table(rungs: Sequence[Rung]) -> Table | None:

@@ -14,6 +14,7 @@ from stree.models.convert import load_config
 from stree.plain_data import parse_yaml, read_text
 from stree.speculation_profile import Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
+from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports.run_data import RunData, in_batches, method_label
 from stree_pipelines.reports.tables import MISSING, Table, figure
 
@@ -165,7 +166,8 @@ def _conditions(measurements: Sequence[Measurement]) -> str:
     """How, each combination once."""
     said = dict.fromkeys(
         f"{counted(m.num_prompts, 'prompt')} of {m.benchmark}, "
-        f"up to {m.max_new_tokens} new tokens a turn{' (EOS ignored)' if m.ignore_eos else ''}, "
+        f"up to {m.max_new_tokens} new tokens a turn{' (EOS ignored)' if m.ignore_eos else ''}"
+        f"{told_sampling(m, ', ')}, "
         f"commit {m.git_sha}"
         for m in measurements
     )

@@ -18,7 +18,7 @@ from stree_pipelines.reports import seeds
 from stree_pipelines.reports.run_data import checkpoint_title, method_label
 from stree_pipelines.reports.runs import Column, Runs
 from stree_pipelines.reports.seeds import Answers
-from stree_pipelines.reports.settings import common_setting
+from stree_pipelines.reports.settings import common_setting, sampling_note
 from stree_pipelines.reports.table_rows import as_json, of_gain
 from stree_pipelines.reports.tables import (
     MISSING,
@@ -101,7 +101,8 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
     checked = [_identical(runs, column, *place) for column in columns]
     if any(text != MISSING for text in checked):
         lines.append(("Answers as plain decoding's", *checked))
-    return Table(f"{_title(runs, *place)}: last checkpoints", tuple(lines))
+    title = f"{_title(runs, *place)}: last checkpoints"
+    return Table(title, tuple(lines), note=sampling_note(runs.rows))
 
 
 def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
@@ -124,7 +125,8 @@ def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
         taus = (_of(each, seeds.acceptance_length) for each in found)
         lines.append((str(step), *taus, *gains))
     where = _title(runs, runs.scopes[0], temperature)
-    return Table(f"{where}: τ ({method_label(method)}) against distillation step", tuple(lines))
+    title = f"{where}: τ ({method_label(method)}) against distillation step"
+    return Table(title, tuple(lines), note=sampling_note(runs.rows))
 
 
 def tables(runs: Runs) -> list[Table]:

@@ -14,9 +14,10 @@ from stree.errors import UsageError
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.sampling import OFF, sampling_of, told_sampling
 
 NAMES = (
-    "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed",
+    "target", "dtype", "device", "max_new_tokens", "batch_size", "ignore_eos", "seed", *OFF,
     "chat_template", "verifier", "backtracking", "BENCHMARK.prompts",
 )  # fmt: skip
 SHOW_HELP = (
@@ -38,6 +39,7 @@ def setting_of(row: ResultRow) -> dict[str, str]:
         "max_new_tokens": str(row.max_new_tokens),
         "ignore_eos": str(row.ignore_eos).lower(),
         "seed": str(row.seed),
+        **{name: str(value) for name, value in sampling_of(row).items()},
         f"{row.benchmark}.prompts": f"{row.num_prompts}@{row.prompts_hash[:HASH_CHARS]}",
     }
     if row.verifier in VERIFIERS:  # plain decoding has none
@@ -55,6 +57,12 @@ def dtype_of(row: ResultRow) -> str:
 def common_setting(rows: Sequence[ResultRow]) -> dict[str, str]:
     """The setting that all rows of a table share."""
     return {name: value for row in rows for name, value in setting_of(row).items()}
+
+
+def sampling_note(rows: Sequence[ResultRow]) -> str:
+    """What stands under a table of rows of one setting, where any of it was not off."""
+    told = told_sampling(rows[0]) if rows else ""
+    return f"All methods were decoded with {told}." if told else ""
 
 
 def differing(rows: Sequence[ResultRow]) -> dict[str, Counter[str]]:

@@ -18,6 +18,7 @@ from stree_pipelines.reports.run_data import (
     in_batches,
     method_label,
 )
+from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.simulation import parting_sentence
 
 MISSING = "–"
@@ -27,11 +28,12 @@ MINUS = "−"
 @dataclass(frozen=True)
 class Table:
     """Cells as text; the first row holds the column heads, the first columns words, which stand to
-    the left."""
+    the left. The note stands below."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
     num_left: int = 1
+    note: str = ""
 
     def to_markdown(self) -> str:
         """A Markdown table whose columns also line up as plain text."""
@@ -45,7 +47,8 @@ class Table:
             for column, width in enumerate(widths)
         ]
         lines.insert(1, "|" + "|".join(rules) + "|")
-        return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
+        note = f"\n{self.note}\n" if self.note else ""
+        return f"**{self.title}**\n\n" + "\n".join(lines) + f"\n{note}"
 
     _repr_markdown_ = to_markdown  # in a notebook
 
@@ -54,11 +57,12 @@ class Table:
         columns = "l" * self.num_left + "r" * (len(self.rows[0]) - self.num_left)
         head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in self.rows)
         body = [line for row in body for line in (row, r"\addlinespace[2pt]")]
+        note = (rf"\par\smallskip {_latex(self.note)}",) if self.note else ()
         return "\n".join((
             r"\begin{table}", r"\centering\footnotesize", r"\setlength{\tabcolsep}{4pt}",
             rf"\caption{{{_latex(self.title)}}}",
             rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
-            r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+            r"\bottomrule", r"\end{tabular}", *note, r"\end{table}", "",
         ))  # fmt: skip
 
 
@@ -123,7 +127,7 @@ def table6(data: RunData, benchmark: str, temperature: float) -> Table:
     count = "/".join(map(str, sorted(prompts)))
     at_once = f", {data.batch_size} at once" if data.batch_size > 1 else ""
     title = f"{benchmark}, T = {temperature:g} ({count} prompts{at_once})"
-    return Table(title, tuple(rows))
+    return Table(title, tuple(rows), note=sampling_note(data.rows))
 
 
 def all_tables(data: RunData) -> list[Table]:

@@ -10,6 +10,7 @@ from stree import metrics
 from stree.errors import UsageError
 from stree.speculation_profile import Tree
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore, write_rows
+from stree_pipelines.evaluation.sampling import OFF
 from stree_pipelines.profile_drafter import main as profile_drafter
 from stree_pipelines.report import main as report
 from stree_pipelines.reports.drafter_profile import profile_of
@@ -60,6 +61,7 @@ def refusals(run):
         ({"max_new_tokens": 9}, "max_new_tokens is 61 (7 rows) or 9 (5 rows)", "max_new_tokens=9"),
         ({"ignore_eos": False}, "ignore_eos is true (7 rows) or false", "ignore_eos=false"),
         ({"seed": 3}, "seed is 0 (7 rows) or 3", "seed=3"),
+        ({"top_p": 0.9}, "top_p is 1.0 (7 rows) or 0.9", "top_p=0.9"),
         ({"prompts_hash": "of fewer"}, "gsm8k.prompts is 6@p (7 rows) or 6@of fewer",
          "gsm8k.prompts=6@of fewer"),
         ({"target_sha256": "other"}, "target is 7a (7 rows) or other", "target=other"),
@@ -274,7 +276,7 @@ def test_a_row_of_an_evaluation_says_its_whole_setting():
     """A field that decides tokens and is not in `setting_of` would be joined silently."""
     said = {
         "target_sha256", "environment", "max_new_tokens", "ignore_eos", "seed", "prompts_hash",
-        "num_prompts", "chat_template_sha256", "batch_size", "backtracking",
+        "num_prompts", "chat_template_sha256", "batch_size", "backtracking", *OFF,
     }  # fmt: skip
     of_the_table = {
         "step", "checkpoint", "checkpoint_sha256", "method", "tree", "benchmark", "temperature",
