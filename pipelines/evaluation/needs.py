@@ -27,8 +27,8 @@ from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, nu
 
 # Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
 # of a turn, and text, id and acceptance of a token.
-SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1050, 100, 12
-RESULT_BYTES = 2650
+SAMPLE_BYTES, TURN_BYTES, TOKEN_BYTES = 1110, 100, 12
+RESULT_BYTES = 2710
 # Of an answer's token and entry of the vocabulary: both models' in fp32, and what is made of them
 PROBABILITY_BYTES = 20
 # What each arm of a comparison says itself
