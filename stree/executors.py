@@ -108,7 +108,7 @@ class Graphs:
         bound = self.step.cache.num_slots
         if not self.reads_lengths_on_device:
             bound = min(-(-(position + forest.num_nodes) // BUCKET) * BUCKET, bound)
-        chosen_by = rows.sampled, rows.filtered, rows.penalised
+        chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
         key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
         if key not in self.envelopes:
             self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)

@@ -29,8 +29,9 @@ class Rows:
     before it. root (B, 1) int64, its token. block (B, 1 + M) int64: how many tokens the last step
     yielded, and the tokens, the root last. seen (B, V + 1) bool, which tokens a sequence has up to
     its root, the last slot for none; None until a row with a repetition penalty needs it.
-    `sampled`, `filtered` and `penalised` are the host's knowledge: whether any row samples, whether
-    any of these has a top_k, top_p or min_p, and whether any row has a repetition penalty.
+    `sampled`, `filtered`, `ranked` and `penalised` are the host's knowledge: whether any row
+    samples, whether any of these has a top_k, top_p or min_p, or one of the first two, for which
+    tokens are put in order, and whether any row has a repetition penalty.
     """
 
     active: Tensor
@@ -45,6 +46,7 @@ class Rows:
     block: Tensor
     sampled: bool = False
     filtered: bool = False
+    ranked: bool = False
     penalised: bool = False
     seen: Tensor | None = None
 
@@ -97,7 +99,8 @@ class Rows:
         """Some of the rows, as views; generations, what those of them are for that are active."""
         generations = list(generations)
         sampling = [each for each in generations if each.temperature > 0]
-        filtered = any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in sampling)
+        ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
+        filtered = ranked or any(each.min_p > 0 for each in sampling)
         penalised = any(each.repetition_penalty != 1 for each in generations)
 
         def view(tensor: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ class Rows:
         return Rows(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
             view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
-            view(self.root), view(self.block), bool(sampling), filtered, penalised,
+            view(self.root), view(self.block), bool(sampling), filtered, ranked, penalised,
             None if self.seen is None else view(self.seen),
         )  # fmt: skip
 
@@ -148,12 +151,11 @@ class Rows:
         if not self.filtered:
             return logits
         rows = [-1] + [1] * (logits.dim() - 1)
-        temperature, top_k = self.temperature.view(rows), self.top_k.view(rows)
+        temperature, min_p = self.temperature.view(rows), self.min_p.view(rows)
         scores = logits.double() / torch.where(temperature == 0, 1.0, temperature)
-        dropped = _beyond_top_k(scores, top_k)
-        probs = scores.masked_fill(dropped, -torch.inf).softmax(-1)
-        dropped = dropped | _beyond_top_p(probs, self.top_p.view(rows))
-        dropped = dropped | (probs < self.min_p.view(rows) * probs.amax(-1, keepdim=True))
+        dropped = scores < scores.amax(-1, keepdim=True) + min_p.log()
+        if self.ranked:
+            dropped = dropped | _beyond(scores, self.top_k.view(rows), self.top_p.view(rows))
         return logits.masked_fill(dropped & (temperature > 0), -torch.inf)
 
     def _penalised(self, logits: Tensor, drafts: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -181,17 +183,14 @@ class Rows:
         return naive.distribution(logits, self.temperature)
 
 
-def _beyond_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens the top-k leaves out, or the top-p of what it leaves. One sort serves both: it
+    takes longer than all else here."""
+    ascending, order = scores.sort(dim=-1, stable=True)
     vocabulary = scores.shape[-1]
-    kth = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary) - 1
-    threshold = scores.sort(dim=-1, descending=True).values.gather(
-        -1, kth.expand(*scores.shape[:-1], 1)
-    )
-    return scores < threshold
-
-
-def _beyond_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    ascending, order = probs.sort(dim=-1, stable=True)
-    dropped = (ascending.cumsum(-1) <= 1.0 - top_p) & (top_p < 1.0)
+    kth = vocabulary - torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    dropped = ascending < ascending.gather(-1, kth.expand(*scores.shape[:-1], 1))
+    probs = ascending.masked_fill(dropped, -torch.inf).softmax(-1)
+    dropped = dropped | ((probs.cumsum(-1) <= 1.0 - top_p) & (top_p < 1.0))
     dropped[..., -1] = False
     return torch.zeros_like(dropped).scatter(-1, order, dropped)

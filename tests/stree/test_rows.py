@@ -56,6 +56,17 @@ def test_distributions_are_those_of_transformers():
     assert torch.equal(rows.distribution(rows.kept(logits[:, 0])), got[:, 0])
 
 
+def test_what_a_row_keeps_does_not_depend_on_what_others_ask_for():
+    """Tokens are put in order only where a row has a top-k or a top-p."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(len(SETTINGS), 7, 50, dtype=torch.float64, generator=generator)
+    together = rows_of(SETTINGS).kept(logits)
+    for row, each in enumerate(SETTINGS):
+        alone = rows_of([each])
+        assert alone.ranked == (each.top_k > 0 or each.top_p < 1)
+        assert torch.equal(alone.kept(logits[row : row + 1])[0], together[row])
+
+
 @pytest.mark.parametrize("kept", range(1, 9))
 def test_top_p_keeps_no_token_more_than_reach_it(kept):
     """Eight tokens of ⅛ each, so that sums are exact."""
