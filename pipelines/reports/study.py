@@ -10,6 +10,7 @@ from stree import metrics
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
 from stree_pipelines.reports import seeds
 from stree_pipelines.reports.seeds import Answers
+from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables import Gain, Table, bracket, figure
 from stree_pipelines.studies.plan import Study, StudyArm
 
@@ -47,11 +48,11 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
                 if arms:
                     where = "on what was held back" if others else "on the benchmarks"
                     title = f"{tree}, T = {temperature:g}, {where}"
-                    made.append(_table(title, study.arms, arms))
+                    made.append(_table(title, study.arms, arms, sampling_note(rows)))
     return made
 
 
-def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds]) -> Table:
+def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], note: str) -> Table:
     lines: list[tuple[str, ...]] = [HEADS]
     named = [each.name for each in order if each.name in arms]
     answers = {name: Answers.of(list(arms[name].values())) for name in named}
@@ -69,7 +70,7 @@ def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds]) -> Tab
             bracket((min(known), max(known))).strip() if len(known) > 1 else "",
             gain, figure(mine.figure(seeds.speedup).value, unit="×"), speed,
         ))  # fmt: skip
-    return Table(title, tuple(lines))
+    return Table(title, tuple(lines), note=note)
 
 
 def _percent(ratio: Gain) -> Gain:

@@ -320,6 +320,7 @@ def test_how_many_prompts_are_decoded_at_once_is_said_by_the_option_then_the_con
         ("methods: [guessing]", "guessing"),
         ("benchmarks: [absent.jsonl]", "no benchmark file absent"),
         ("tree: oak", "no tree 'oak'"),
+        ("top_p: 2", "top_p is 2.0, wanted above 0"),
     ],
 )
 def test_wrong_evaluation_options_are_refused_at_the_start(

@@ -171,6 +171,15 @@ def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
     assert together.lossless.share == 1 and together.rows_per_call > 2
 
 
+def test_a_gate_under_a_penalty_says_so_and_both_checkpoints_have_it(world):
+    more = ["--repetition_penalty", "1.3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *more))
+    assert "new tokens a turn, repetition_penalty 1.3, seed 0" in summary(world)
+    rows = [row for row in ResultStore(world / "out").results() if row.repetition_penalty == 1.3]
+    assert [Path(row.checkpoint or "plain").name for row in rows] == ["plain", "better", "fair"]
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+
+
 def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
     name = "bandit chain-2 or paper"
     more = ["--tree", name, "--benchmarks", str(world / "few.jsonl"), "--fail_below", TAU]
@@ -214,6 +223,7 @@ def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
     for more, reason in {
         ("--max_new_tokens", "9"): "only with another target, tree, prompts or decoding",
         ("--batch_size", "2"): "only with another target, tree, prompts or decoding",
+        ("--top_p", "0.9"): "only with another target, tree, prompts or decoding",
         ("--baseline_step", "3"): "at all at step 3",
     }.items():
         with pytest.raises(UsageError, match=reason):
