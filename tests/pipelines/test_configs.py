@@ -63,9 +63,13 @@ def test_every_shipped_config_parses_and_fits_together(path):
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
+    schedules = set()
     for arm in read_study(str(path)).arms:
         more = (part for name, value in arm.options.items() for part in (f"--{name}", str(value)))
-        assert parse(Path(arm.distil), *more)["model"]["target"]
+        model = parse(Path(arm.distil), *more)["model"]
+        assert model["target"]
+        schedules.add(model["optimizer"]["schedule"])
+    assert len(schedules) == 1  # no arm wins by its schedule
 
 
 def test_there_is_something_to_test():
@@ -109,8 +113,11 @@ def test_the_chat_drafter_is_one_recurrent_layer_of_its_target():
     target = architecture("target/chat-75m.yaml")
     drafter = drafter_config_from(target, options["model"]["drafter_layers"])
     assert drafter.attn_layers == () and drafter.num_layers == 1
-    steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
-    assert steps == [16, 50, 160, 500, 1600]
+    exports, max_steps = Exports(**options["export"]), options["trainer"]["max_steps"]
+    assert exports.export_steps(max_steps) == [16, 50, 160, 500, 1600]
+    exports.decays = OptimizerConfig(**options["model"]["optimizer"])
+    assert exports.decays.branches
+    assert exports.branches(max_steps) == [(13, 16), (40, 50), (128, 160), (400, 500)]
 
 
 def test_the_chat_drafter_from_scratch_is_at_most_an_eighth_of_its_target():

@@ -1,0 +1,119 @@
+"""Writes schedules.md, what a decay before each export brings.
+
+python docs/results/h200-sharegpt/schedules.py
+
+No two of these runs have the same training of the target. What the targets differ by is taken from
+drafters of one recipe for each of two of them. Dims: S sides, Q prompts, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree.metrics import bootstrap_interval
+from stree_pipelines.evaluation.records import ResultStore
+
+HERE = Path(__file__).parent
+DECAYS, COSINE, SCRATCH = HERE / "5237370", HERE / "c156214", HERE / "879b639"
+CONTROLS = HERE.parent / "h200-drafters/more-tokens", HERE.parent / "h200-drafters/seeds"
+STEPS, BENCHMARKS = (16, 50, 160, 500, 1600), ("mt_bench", "humaneval", "gsm8k")
+Counts = dict[tuple[str, str], NDArray[np.float64]]  # of a prompt: new tokens and calls
+
+
+def counts(folder: Path, step: int, temperature: float, method: str = "stree") -> Counts:
+    """Of the prompts of all benchmarks; summed over seeds, where there are several."""
+    store, found = ResultStore(folder), defaultdict[tuple[str, str], NDArray](lambda: np.zeros(2))
+    for row in store.results():
+        if row.step == step and row.temperature == temperature and row.method.startswith(method):
+            for answer in store.samples(row):
+                key = answer.benchmark, answer.prompt_id
+                found[key] += answer.num_new_tokens, answer.num_calls
+    return found
+
+
+def only(answers: Counts, *benchmarks: str) -> Counts:
+    return {key: each for key, each in answers.items() if key[0] in benchmarks}
+
+
+def targets(temperature: float) -> list[Counts]:
+    """Of today's recipe, for the target of DECAYS and for that of COSINE."""
+    found = (counts(folder, 800, temperature, "today, ") for folder in CONTROLS)
+    return [only(each, *BENCHMARKS) for each in found]
+
+
+def gain(sides: Sequence[Counts]) -> str:
+    """τ of the first side over the second's, in %, of four sides over that of the other two, with
+    its interval; all over the prompts that the sides share, drawn together."""
+    shared = [key for key in sides[0] if all(key in side for side in sides)]
+    counts_SQ2 = np.array([[side[key] for key in shared] for side in sides])
+
+    def percent(draws_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
+        tokens, calls = np.moveaxis(counts_SQ2[:, draws_RQ].sum(axis=2), -1, 0)
+        tau = tokens / calls
+        others = tau[2] / tau[3] if len(tau) > 2 else 1.0
+        return 100 * (tau[0] / tau[1] / others - 1)
+
+    (value,) = percent(np.arange(len(shared))[None])
+    low, high = bootstrap_interval(percent, len(shared)) or (value, value)
+    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]".replace("-", "−")
+
+
+def tau(answers: Counts, prompts: Counts) -> str:
+    tokens, calls = np.sum([answers[key] for key in prompts], axis=0)
+    return f"{tokens / calls:.2f}"
+
+
+def by_step(temperature: float) -> list[list[str]]:
+    decays, cosines = (
+        [counts(folder, step, temperature) for step in STEPS] for folder in (DECAYS, COSINE)
+    )
+    control = targets(temperature)
+    pairs = list(zip(decays, cosines, strict=True))
+    return [
+        [f"T = {temperature:g}", *(f"step {step}" for step in STEPS)],
+        ["τ, a decay before each export", *(tau(mine, mine) for mine, _ in pairs)],
+        ["τ, a cosine of 1,600 steps", *(tau(other, mine) for mine, other in pairs)],
+        ["the first over the second", *(gain(pair) for pair in pairs)],
+        ["without what the targets differ by", *(gain([*pair, *control]) for pair in pairs)],
+    ]
+
+
+def early(temperature: float) -> list[list[str]]:
+    mine, other = counts(DECAYS, 500, temperature), counts(SCRATCH, 1600, temperature)
+    heads = [f"T = {temperature:g}", "after 500 steps", "from scratch, 1,600", "over it"]
+    lines = [["all", tau(mine, mine), tau(other, mine), gain([mine, other])]]
+    for name in BENCHMARKS:
+        part = only(mine, name)
+        lines.append([name, tau(part, part), tau(other, part), gain([part, other])])
+    return [heads, *lines]
+
+
+def table(lines: list[list[str]]) -> str:
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([rows[0], "|:--" + "|--:" * (len(lines[0]) - 1) + "|", *rows[1:]])
+
+
+def main() -> None:
+    control = "; ".join(f"{gain(targets(t))} at T = {t:g}" for t in (0.0, 1.0))
+    parts = [
+        "# A decay before each export",
+        "τ of the paper's tree over the 45 prompts of 5237370, and its differences, paired by "
+        "prompt; in brackets 95 % bootstrap intervals over prompts. "
+        "`python docs/results/h200-sharegpt/schedules.py` writes this from the rows of 5237370, "
+        "c156214 and 879b639, and from those of h200-drafters.",
+        "What the targets of 5237370 and c156214 differ by: τ of today's recipe (h200-drafters, "
+        f"800 steps), of the former over the latter: {control}.",
+        *(table(by_step(temperature)) for temperature in (0.0, 1.0)),
+        "Beside two layers from scratch, by a cosine (879b639, a third target, not taken out):",
+        *(table(early(temperature)) for temperature in (0.0, 1.0)),
+    ]
+    (HERE / "schedules.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
