@@ -316,7 +316,7 @@ def resolve(
     Raises UsageError when something is missing.
     """
     options = {n: value for n, value in options.items() if n not in ("config", "dry_run")}
-    run, checkpoints = options.pop("run"), list(options.pop("checkpoint"))
+    run, checkpoints = options.pop("run"), list(options.pop("checkpoint") or ())
     if run is not None:
         if not checkpoints:
             require_exports(run)

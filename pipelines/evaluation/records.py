@@ -298,7 +298,7 @@ def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
     """All whole rows of a file, packed (`.gz`) or not, none if it does not exist. An incomplete
     last line is what a kill leaves and is ignored; a bad line elsewhere raises BadData with its
     number, and so does a packed file that is damaged."""
-    if not path.exists():
+    if not os.path.exists(path):  # nor where a name is too long for a file
         return []
     *lines, _torn = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).split(b"\n")
     rows = []
