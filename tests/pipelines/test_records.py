@@ -75,6 +75,10 @@ def test_a_row_has_the_published_names_and_survives_the_file(tmp_path):
     assert read_rows(tmp_path / "r.jsonl", ResultRow) == [row]
 
 
+def test_a_file_of_no_possible_name_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / ("9" * 300 + ".jsonl.gz"), SampleRow) == []
+
+
 def test_unknown_fields_are_refused():
     with pytest.raises(ValidationError):
         result(acceptance_len=2.0)
