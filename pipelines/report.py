@@ -155,7 +155,7 @@ def _figures(findings: Findings) -> list[dict[str, Any]]:
     data = findings.data
     wanted: list[tuple[str, str, Callable[[], Figure | None]]] = [
         ("Acceptance length", "Bands: 95 % intervals. Dotted: what training's simulated acceptance "
-         "promises a chain at T = 1.", partial(plots.tau_vs_step, data)),
+         "promises a chain at T = 1, without a penalty.", partial(plots.tau_vs_step, data)),
         ("Speed", "Of decoding, prefill excluded.", partial(plots.speed_vs_step, data)),
     ]  # fmt: skip
     for title, draw in (

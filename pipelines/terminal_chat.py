@@ -1,7 +1,7 @@
 """Chat with a target in the terminal, and see what its drafter saves.
 
     python pipelines/terminal_chat.py checkpoints/python-docs-hybrid \\
-        --drafter runs/quickstart/drafter/latest --tree paper
+        --drafter runs/quickstart/drafter/latest --repetition_penalty 1.2
 
 Answers come as they are made, drafts that the target accepted in colour; below each stand τ and
 tokens/s. Tab switches between the tree and plain decoding. Lines that begin with / are commands:

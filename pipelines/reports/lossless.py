@@ -39,7 +39,7 @@ def lossless_markdown(run: Path) -> str:
 
 
 def _checks(rows: list[ResultRow], columns: list[str]) -> Table:
-    lines = [("Weights", *columns, "Benchmark", "Method", "Step", "Identical", "Largest gap")]
+    lines = [("Weights", *columns, "Benchmark", "T", "Method", "Step", "Identical", "Largest gap")]
     for row in rows:
         assert row.lossless is not None
         gaps = [each.logit_gap for each in row.lossless.divergences]
@@ -52,7 +52,7 @@ def _checks(rows: list[ResultRow], columns: list[str]) -> Table:
 
 
 def _divergences(rows: list[ResultRow], columns: list[str]) -> Table:
-    heads = ("Benchmark", "Method", "Step", "Prompt", "Turn", "Position", "Gap")
+    heads = ("Benchmark", "T", "Method", "Step", "Prompt", "Turn", "Position", "Gap")
     lines: list[tuple[str, ...]] = [("Weights", *columns, *heads)]
     for row in rows:
         for each in row.lossless.divergences if row.lossless else ():
@@ -65,4 +65,4 @@ def _place(row: ResultRow, columns: list[str]) -> tuple[str, ...]:
     setting = setting_of(row)
     step = MISSING if row.step is None else str(row.step)
     where = (setting["dtype"], *(setting.get(name, MISSING) for name in columns))
-    return *where, row.benchmark, method_label(row.method), step
+    return *where, row.benchmark, f"{row.temperature:g}", method_label(row.method), step
