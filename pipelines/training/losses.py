@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stree.errors import UsageError
+from stree.models.parts import product_dtype
 from stree_pipelines.training.divergences import Chunk, Divergence, ForwardKL, RowTerms
 from stree_pipelines.training.teachers import LiveTeacher, Teacher
 
@@ -175,14 +176,6 @@ def chunked_cross_entropy(
     return _loss_of(
         hidden, head, None, rows_M, None, labels, 1.0, 1.0, None, chunk_tokens, normalizer
     )
-
-
-def product_dtype(hidden: Tensor) -> torch.dtype:
-    """In which the head's products run: autocast's where it is on, else that of `hidden`."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return hidden.dtype
 
 
 def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:

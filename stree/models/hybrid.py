@@ -33,6 +33,7 @@ from stree.models.parts import (
     Sequences,
     TreeCall,
     lay_for_products,
+    product_dtype,
 )
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
@@ -170,10 +171,8 @@ class HybridModel(nn.Module):
         return self.model.norm(x)
 
     def _attends_packed(self) -> bool:
-        device, dtype = self.device, self.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        return takes_packed(self.config.head_dim, dtype, device)
+        dtype = product_dtype(self.model.embed_tokens.weight)
+        return takes_packed(self.config.head_dim, dtype, self.device)
 
     @on_own_gpu
     def hidden_ahead(

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from stree.models.features import Features
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which products of x run: autocast's where it is on, else that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over groups of channels, in fp32 or wider."""
 

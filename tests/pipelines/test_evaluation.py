@@ -21,6 +21,7 @@ import toys
 from damage import flip_last_byte
 from lanes import quick_first
 from tiny_evaluation import (
+    Lies,
     export,
     make_world,
     quiet,
@@ -344,21 +345,6 @@ def test_seeds_depend_on_what_is_asked_only():
     assert len(seeds) == 8
     assert prompt_seed(0, "b", "x", 0) == prompt_seed(0, "b", "x", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-class Lies:
-    """A decoder whose speculative answers are wrong from position 3 on."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        self.tree = kwargs["tree"]
-        self.decoder = Decoder(*args, **kwargs)
-        self.num_reusable = self.decoder.num_reusable
-
-    def generate(self, *args, **kwargs):
-        output = self.decoder.generate(*args, **kwargs)
-        if self.tree is not None:
-            output.tokens[3:] = [token + 1 for token in output.tokens[3:]]
-        return output
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from hand_made_run import make_run
-from tiny_evaluation import export, make_world, quiet, row_of, settings_for
+from tiny_evaluation import Lies, export, make_world, quiet, row_of, settings_for
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from stree.engine import Decoder
@@ -145,21 +145,6 @@ def test_rows_from_before_have_them_off(served):
         read = kind.model_validate_json(json.dumps(content))
         assert sampling_of(read) == OFF
     assert setting_of(row.model_copy(update=OFF))["repetition_penalty"] == "1.0"
-
-
-class Lies:
-    """A decoder whose speculative answers are wrong from position 3 on."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        self.tree = kwargs["tree"]
-        self.decoder = Decoder(*args, **kwargs)
-        self.num_reusable = self.decoder.num_reusable
-
-    def generate(self, *args, **kwargs):
-        output = self.decoder.generate(*args, **kwargs)
-        if self.tree is not None:
-            output.tokens[3:] = [token + 1 for token in output.tokens[3:]]
-        return output
 
 
 def lie(world, out, temperature, **sampling):

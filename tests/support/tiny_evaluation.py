@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from stree.engine import Decoder
 from stree.models.config import HybridConfig
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
@@ -96,3 +97,18 @@ def row_of(store: ResultStore, step, method, temperature=0.0):
         if (r.step, r.method, r.temperature) == (step, method, temperature)
     )
     return row
+
+
+class Lies:
+    """A decoder whose speculative answers are wrong from position 3 on."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.tree = kwargs["tree"]
+        self.decoder = Decoder(*args, **kwargs)
+        self.num_reusable = self.decoder.num_reusable
+
+    def generate(self, *args, **kwargs):
+        output = self.decoder.generate(*args, **kwargs)
+        if self.tree is not None:
+            output.tokens[3:] = [token + 1 for token in output.tokens[3:]]
+        return output
