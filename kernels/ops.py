@@ -34,6 +34,7 @@ from stree_kernels.shapes import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256  # of a head or a state: larger tiles do not fit a multiprocessor's registers
+BUCKET = 256  # cache slots, of which plain PyTorch reads a multiple in a graph
 
 
 def fused(device: torch.device, dtype: torch.dtype, largest_dim: int = 0) -> bool:
@@ -76,6 +77,24 @@ def _module(name: str, tensor: Tensor, largest_dim: int = 0) -> Any:
     return naive
 
 
+def new_derived(shape: MixerShape | GatedDeltaShape, rows: Tensor) -> Derived | None:
+    """What calls of such a mixer keep of nodes beside their raw inputs `rows` (2, B, W − 1 + N, C):
+    zeros, or None where they keep nothing."""
+    if not fused(rows.device, rows.dtype, shape.largest_dim):
+        return None
+    batch, num_nodes = rows.shape[1], rows.shape[2] - shape.tail
+    return Derived(
+        rows.new_zeros(2, batch, num_nodes, sum(shape.conv_dims[:2])),
+        rows.new_zeros(2, batch, 2, num_nodes, shape.num_heads, dtype=torch.float32),
+    )
+
+
+def bucket(num_slots: int, device: torch.device, dtype: torch.dtype) -> int:
+    """In multiples of how many of num_slots cache slots captured calls read them: all at once where
+    lengths on the device say what is read, else few, of which each multiple is a graph."""
+    return num_slots if fused(device, dtype) else min(BUCKET, num_slots)
+
+
 def mamba_tree(
     projected: Tensor,
     rows: Tensor,
@@ -88,9 +107,9 @@ def mamba_tree(
     first: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `naive.mamba_tree`; `derived` is for the fused kernels, and None without them."""
+    """See `naive.mamba_tree`; `derived` is from `new_derived`."""
     arguments = (state, weights, shape, topology, steering)
-    if not fused(projected.device, projected.dtype, max(shape.head_dim, shape.d_state)):
+    if not fused(projected.device, projected.dtype, shape.largest_dim):
         return naive.mamba_tree(projected, rows, *arguments, first, out)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.chain_scan")
@@ -111,9 +130,9 @@ def gated_delta_tree(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """See `naive.gated_delta_tree`; `derived` is for the fused kernels."""
+    """See `naive.gated_delta_tree`; `derived` is from `new_derived`."""
     arguments = (updates, state, weights, shape, topology, steering, first)
-    if not fused(projected.device, projected.dtype, max(shape.key_dim, shape.value_dim)):
+    if not fused(projected.device, projected.dtype, shape.largest_dim):
         return naive.gated_delta_tree(projected, rows, *arguments)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.gated_delta_chain")

@@ -52,6 +52,7 @@ class MixerShape:
     scan_groups: tuple[int, int, int] = field(init=False, repr=False)  # of x, B, C as conv and scan
     conv_dims: tuple[int, int, int] = field(init=False, repr=False)  # see them, and their channels
     tail: int = field(init=False, repr=False)  # committed inputs that the conv looks back on
+    largest_dim: int = field(init=False, repr=False)  # of a head or a state
 
     def __post_init__(self) -> None:
         def know(**values: Any) -> None:
@@ -66,6 +67,7 @@ class MixerShape:
         know(d_inner=self.num_heads * self.head_dim, xbc_dims=channels(*groups))
         know(num_channels=sum(self.xbc_dims), scan_groups=in_scan, conv_dims=channels(*in_scan))
         know(num_kept=self.num_channels + self.num_heads, tail=self.width - 1)
+        know(largest_dim=max(self.head_dim, self.d_state))
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ class GatedDeltaShape:
     def tail(self) -> int:
         """Committed inputs that the conv looks back on."""
         return self.width - 1
+
+    @property
+    def largest_dim(self) -> int:
+        """Of a head or a state."""
+        return max(self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from stree.step import Step
 from stree_kernels import ops
 
 MAX_KEPT = 32  # envelopes, two graphs each: a plain one, a chain and a tree for up to 64 rows
-BUCKET = 256  # without the fused kernels, cache slots are read in multiples of this, a graph each
 Mark = Callable[[str], None]
 
 
@@ -92,7 +91,7 @@ class Graphs:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.reads_lengths_on_device = ops.fused(step.target.device, step.target.dtype)
+        self.bucket = ops.bucket(step.cache.num_slots, step.target.device, step.target.dtype)
         self.envelopes: LastUsed[Any, Envelope] = LastUsed(MAX_KEPT)
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
@@ -105,9 +104,8 @@ class Graphs:
     def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> Envelope:
         """The graphs of such steps, captured when first asked for."""
         longest = max(longest, forest.max_depth + 1)
-        bound = self.step.cache.num_slots
-        if not self.reads_lengths_on_device:
-            bound = min(-(-(position + forest.num_nodes) // BUCKET) * BUCKET, bound)
+        num_used, num_slots = position + forest.num_nodes, self.step.cache.num_slots
+        bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
         chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
         key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
         if key not in self.envelopes:

@@ -133,7 +133,7 @@ class RecurrentCache(ConvCache):
     """What a recurrent layer keeps: a state, and beside the conv's inputs what steers its gates."""
 
     state: Tensor  # (B, …)
-    derived: Derived | None  # for the fused kernels
+    derived: Derived | None  # as `ops.new_derived`
     shape: Any
 
     def tail_shape(self) -> tuple[int, int]:
@@ -211,7 +211,6 @@ class GatedDeltaCache(RecurrentCache):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-        fused: bool,
     ) -> GatedDeltaCache:
         """For sequences that have not begun. State and updates are fp32, or fp64 with fp64."""
         wide = naive.accumulation_dtype(dtype)
@@ -220,18 +219,10 @@ class GatedDeltaCache(RecurrentCache):
             return torch.zeros(dims, device=device, dtype=dtype)
 
         heads = shape.num_heads
-        derived = None
-        if fused:
-            queries_and_keys = shape.conv_dims[0] + shape.conv_dims[1]
-            derived = Derived(
-                zeros(2, batch, max_nodes, queries_and_keys),
-                zeros(2, batch, 2, max_nodes, heads, dtype=torch.float32),
-            )
-        return cls(
-            zeros(2, batch, shape.tail + max_nodes, shape.num_kept), parity,
-            zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide), derived, shape,
-            zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide),
-        )  # fmt: skip
+        rows = zeros(2, batch, shape.tail + max_nodes, shape.num_kept)
+        state = zeros(batch, heads, shape.key_dim, shape.value_dim, dtype=wide)
+        updates = zeros(batch, max_nodes, heads, shape.value_dim, dtype=wide)
+        return cls(rows, parity, state, ops.new_derived(shape, rows), shape, updates)
 
     def narrow(self, first: int, count: int) -> Self:
         return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
@@ -321,10 +312,7 @@ class HybridCache:
             shape = config.mixer_shape
             state = zeros(shape.num_heads, shape.head_dim, shape.d_state, dtype=state_dtype)
             rows = kept_rows(shape.width, shape.num_kept)
-            derived = None
-            if ops.fused(rows.device, dtype, max(shape.head_dim, shape.d_state)):
-                derived = _derived(shape, batch, max_nodes, rows)
-            return MambaCache(rows, self.parity, state, derived, shape)
+            return MambaCache(rows, self.parity, state, ops.new_derived(shape, rows), shape)
 
         def short_conv() -> ShortConvCache:
             rows = kept_rows(config.d_conv, config.d_model)
@@ -332,9 +320,8 @@ class HybridCache:
 
         def gated_delta() -> GatedDeltaCache:
             shape = config.gated_delta_shape
-            fused = ops.fused(self.device, dtype, max(shape.key_dim, shape.value_dim))
             return GatedDeltaCache.empty(
-                shape, batch, max_nodes, self.parity, device=device, dtype=dtype, fused=fused
+                shape, batch, max_nodes, self.parity, device=device, dtype=dtype
             )
 
         make: dict[str, Callable[[], LayerCache]] = {
@@ -412,12 +399,3 @@ class HybridCache:
                 f"{self.num_committed} + {num_tokens} tokens do not fit a cache of "
                 f"{self.max_length}; raise max_length"
             )
-
-
-def _derived(shape: MixerShape, batch: int, max_nodes: int, like: Tensor) -> Derived:
-    x_groups, b_groups, _ = shape.scan_groups
-    channels = x_groups * shape.head_dim + b_groups * shape.d_state
-    return Derived(
-        like.new_zeros(2, batch, max_nodes, channels),
-        like.new_zeros(2, batch, 2, max_nodes, shape.num_heads, dtype=torch.float32),
-    )

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import stree
 from stree_kernels import naive, ops
-from stree_kernels.shapes import GatedDeltaShape
+from stree_kernels.shapes import GatedDeltaShape, MixerShape
 
 CUDA = torch.device("cuda")
 
@@ -95,7 +96,27 @@ def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, module):
 def test_every_op_has_a_twin_of_its_name():
     own = {name for name, each in inspect.getmembers(ops, inspect.isfunction)
            if each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip
-    assert own - {"fused", "current"} <= set(naive.__all__)
+    assert own - {"fused", "current", "new_derived", "bucket"} <= set(naive.__all__)
+
+
+def test_what_callers_keep_and_read_follows_from_the_kernels(monkeypatch):
+    """The engine asks for memory and for a multiple of slots, not which kernels serve."""
+    rows = torch.randn(2, 3, 3 + 5, 20)
+    shapes = [MixerShape(4, 8, 6, 2, 1, 1, width=4), GatedDeltaShape(4, 2, 3, 8, width=4)]
+    assert [ops.new_derived(shape, rows) for shape in shapes] == [None, None]
+    assert ops.bucket(1000, rows.device, rows.dtype) == ops.BUCKET
+    assert ops.bucket(100, rows.device, rows.dtype) == 100
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    for shape, channels in zip(shapes, (2 * 8 + 6, 2 * 3 + 2 * 3), strict=True):
+        derived = ops.new_derived(shape, rows)
+        assert derived is not None
+        assert derived.xb.shape == (2, 3, 5, channels) and derived.xb.dtype == rows.dtype
+        assert derived.steps.shape == (2, 3, 2, 5, 4) and derived.steps.dtype == torch.float32
+    assert ops.bucket(1000, rows.device, rows.dtype) == 1000
+    files = list(Path(stree.__file__).parent.rglob("*.py"))
+    assert len(files) > 50
+    asking = re.compile(r"\bops\.fused\b|\bimport .*\bfused\b|STREE_KERNELS")
+    assert [path for path in files if asking.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_the_readme_says_whose_twins_are_where():

@@ -94,10 +94,10 @@ def call_over(x, topology, steering):
     return TreeCall(topology, steering, 0, 0, [], torch.empty(0), x, None)
 
 
-def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64, fused=False):
+def new_cache(shape, batch=1, num_nodes=13, dtype=torch.float64):
     return GatedDeltaCache.empty(
         shape, batch, num_nodes, torch.zeros(1, dtype=torch.long, device=DEVICE), device=DEVICE,
-        dtype=dtype, fused=fused,
+        dtype=dtype,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_through_the_kernels(monkeypatch, tree):
     for fused in (False, True):
         monkeypatch.setattr(ops, "fused", lambda *_, fused=fused: fused)
         mixer.pack()
-        cache = new_cache(shape, num_nodes=num_nodes, dtype=torch.float32, fused=fused)
+        cache = new_cache(shape, num_nodes=num_nodes, dtype=torch.float32)
         calls = []
         for number, path in enumerate([[], tree.path_to(num_nodes - 1)]):
             steering = steering_of([0], [path], 1, num_nodes, parity=number)
@@ -179,13 +179,14 @@ def test_gradients_reach_every_weight():
         assert parameter.grad.any(), name
 
 
-def test_memory_of_a_node():
+def test_memory_of_a_node(monkeypatch):
     """At Qwen3.5-27B's shape a tree takes at most 3 % of a state a node, in bf16."""
     shape = GatedDeltaShape(48, 16, 128, 128, 4)
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
 
     def num_bytes(num_nodes):
         cache = GatedDeltaCache.empty(
-            shape, 1, num_nodes, torch.zeros(1), device="meta", dtype=torch.bfloat16, fused=True
+            shape, 1, num_nodes, torch.zeros(1), device="meta", dtype=torch.bfloat16
         )
         assert cache.derived is not None
         kept = (cache.rows, cache.updates, cache.derived.xb, cache.derived.steps)
