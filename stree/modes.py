@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have 
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what an observation counts one observation later
 REVISED_AFTER = 8  # observations, since working out what to expect takes the host longer than one
+TRIED_FIRST = 16  # observations of each tree that shows what no other does, before any is judged
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
@@ -102,48 +104,63 @@ class AcceptRates:
 
 
 class GrownRates:
-    """How often the n-th best node is accepted of trees that grow with one width and depth; the
-    latest steps count most.
+    """How often the n-th best node is accepted of trees that grow with one width, as deep as the
+    deepest of them; the latest steps count most.
 
-    The smaller of two such trees is the first nodes of the larger, so what a tree shows is true of
-    all smaller ones. Of ranks that were tried little it is assumed that they go on from those next
-    to them, the n-th best node as 1/n.
+    The smaller of two trees of one depth is the first nodes of the larger, so what a tree shows is
+    true of all smaller ones. Of ranks that were tried little it is assumed that they go on from
+    those next to them, the n-th best node as 1/n. A tree that is less deep is taken to accept as
+    much less as paths end above its depth: what it misses shows in the deeper ones, and how often a
+    path goes on from one depth to the next in all that have both.
     """
 
-    def __init__(self, num_nodes: int) -> None:
-        """num_nodes, of the largest such tree."""
-        ranks = torch.arange(num_nodes, dtype=torch.float64).clamp(min=1)
+    def __init__(self, depth: int, num_nodes: int) -> None:
+        """depth and num_nodes, the most of any such tree."""
+        ranks = np.arange(num_nodes).clip(min=1)
         self._share = 1 / ranks
         # Twice or half the rank counts a sixteenth
-        self._near = 16.0 ** -(ranks[:, None] / ranks).log2().abs()
+        self._near = 16.0 ** -np.abs(np.log2(ranks[:, None] / ranks))
         # Each observation weighs more than the one before it, so that none has to be made less
         self._weight = 1.0
-        self._trees = [0.0] * (num_nodes + 1)  # by number of nodes
-        self._accepted = [0.0] * num_nodes
+        self._trees = np.zeros(num_nodes + 1)  # by number of nodes
+        self._accepted = np.zeros(num_nodes)
+        self._paths = [TokenTree.chain(each) for each in range(depth + 1)]
+        self._going_on = AcceptRates()
+        self._parts = self._parts_by_depth()
 
-    def learn(self, num_nodes: int, path: Sequence[int]) -> None:
-        """A step of a tree of so many nodes has accepted those on a path, the root included."""
+    def learn(self, tree: BeamTree, path: Sequence[int]) -> None:
+        """A step of a tree has accepted the nodes on a path, the root included."""
+        self._going_on.learn(self._paths[tree.depth], len(path) - 1)
         self._weight /= MEMORY
-        self._trees[num_nodes] += self._weight
+        self._trees[tree.num_nodes] += self._weight * self._parts[tree.depth]
         for node in path[1:]:
             self._accepted[node] += self._weight
         if self._weight > 1e100:
-            self._trees = [each / self._weight for each in self._trees]
-            self._accepted = [each / self._weight for each in self._accepted]
+            self._trees /= self._weight
+            self._accepted /= self._weight
             self._weight = 1.0
 
-    def expected_tokens(self) -> list[float]:
-        """Of a step, by the number of nodes, from 1 on."""
-        trees = torch.tensor(self._trees, dtype=torch.float64) / self._weight
-        accepted = torch.tensor(self._accepted, dtype=torch.float64) / self._weight
-        tried = trees[1:].flip(0).cumsum(0).flip(0)  # node n, in trees of more than n nodes
+    def revise(self) -> None:
+        """Work out what is expected now."""
+        self._parts = self._parts_by_depth()
+        trees, accepted = self._trees / self._weight, self._accepted / self._weight
+        tried = trees[:0:-1].cumsum()[::-1]  # node n, in trees of more than n nodes
         tried[0] = 0.0
         promised = self._near @ (self._share * tried)
         scale = (self._near @ accepted + 0.005) / (promised + 0.01)  # ½ to begin with
-        prior = (scale * self._share).clamp(max=1.0)
+        prior = (scale * self._share).clip(max=1.0)
         rates = (accepted + PRIOR_STEPS * prior) / (tried + PRIOR_STEPS)
-        rates[0] = 1.0  # the root: a token of the target's own
-        return rates.cumsum(0).tolist()
+        rates[0] = 0.0  # the root
+        self._drafts = rates.cumsum().tolist()
+
+    def expected_tokens(self, tree: BeamTree) -> float:
+        """Of a step, as of the last time that it was worked out."""
+        return 1.0 + self._parts[tree.depth] * self._drafts[tree.num_nodes - 1]
+
+    def _parts_by_depth(self) -> list[float]:
+        """What trees of each depth accept, by what the deepest ones do."""
+        drafts = [self._going_on.expected_tokens(each) - 1 for each in self._paths]
+        return [each / drafts[-1] for each in drafts]
 
 
 class Modes:
@@ -163,14 +180,20 @@ class Modes:
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self.costs = costs or Costs()
         self.rates = AcceptRates()
-        self._largest_grown = largest_grown(self.trees)
+        self._telling = telling(self.trees[1:])
+        self._untried = dict.fromkeys(self._telling, TRIED_FIRST)  # observations that are missing
+        grown: dict[tuple[str, int], list[BeamTree]] = defaultdict(list)
+        for tree in self.trees:
+            if isinstance(tree, BeamTree):
+                grown[tree.kind, tree.width].append(tree)
         self._grown = {
-            (tree.kind, tree.width, tree.depth): GrownRates(tree.num_nodes)
-            for tree in self._largest_grown
+            key: GrownRates(max(t.depth for t in trees), max(t.num_nodes for t in trees))
+            for key, trees in grown.items()
         }
-        self._unseen_s: dict[TokenTree, float] = defaultdict(float)  # since such a tree was tried
+        self._unseen_s = dict.fromkeys(self._telling, 0.0)  # since such a tree was tried
         self._expected: dict[TokenTree, float] = {}
         self._news = 0  # observations that it does not know of
+        self._revise()
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
@@ -189,6 +212,8 @@ class Modes:
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
         speed = self._speed(num_rows)
+        if self._untried:
+            return next(iter(self._untried))
         best = max(self.trees, key=speed.__getitem__)
         if self._probing:
             self._probing -= 1
@@ -203,37 +228,46 @@ class Modes:
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
-        if tree.num_nodes > 1:
-            self._news += 1
         if not isinstance(tree, BeamTree):
             self.rates.learn(tree, end)
+        if tree.num_nodes > 1:
+            self._count(tree)
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
         if isinstance(tree, BeamTree):
-            self._grown[tree.kind, tree.width, tree.depth].learn(tree.num_nodes, path)
+            self._grown[tree.kind, tree.width].learn(tree, path)
         self.learn(tree, tree.end_of(path))
+
+    def _count(self, tree: TokenTree) -> None:
+        """An observation of a tree: now and then expectations follow from all of them, here and
+        not when the next step's is chosen, for which a device may wait."""
+        if tree in self._untried:
+            self._untried[tree] -= 1
+            if not self._untried[tree]:
+                del self._untried[tree]
+        self._news += 1
+        if self._news >= REVISED_AFTER:
+            self._revise()
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""
-        self._revise()
         found = self._expected.get(tree)
         return self.rates.expected_tokens(tree) if found is None else found
 
     def _revise(self) -> None:
-        if self._news >= REVISED_AFTER or not self._expected:
-            grown = {key: each.expected_tokens() for key, each in self._grown.items()}
-            self._expected = {
-                each: grown[each.kind, each.width, each.depth][each.num_nodes - 1]
-                if isinstance(each, BeamTree)
-                else self.rates.expected_tokens(each)
-                for each in self.trees
-            }
-            self._speeds, self._news = {}, 0
+        for grown in self._grown.values():
+            grown.revise()
+        self._expected = {
+            tree: self._grown[tree.kind, tree.width].expected_tokens(tree)
+            if isinstance(tree, BeamTree)
+            else self.rates.expected_tokens(tree)
+            for tree in self.trees
+        }
+        self._speeds, self._news = {}, 0
 
     def _speed(self, num_rows: int) -> dict[TokenTree, float]:
         """Expected tokens a second and row, by tree."""
-        self._revise()
         if num_rows not in self._speeds:
             self._speeds[num_rows] = {
                 tree: tokens / self.costs.of(num_rows, tree)
@@ -242,8 +276,8 @@ class Modes:
         return self._speeds[num_rows]
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
-        """Now and then the largest of trees that grow alike, which alone shows what it accepts."""
-        for tree in self._largest_grown:
+        """Now and then a tree that alone shows what it accepts."""
+        for tree in self._telling:
             if tree == self.current:
                 self._unseen_s[tree] = 0.0
                 continue
@@ -274,10 +308,34 @@ def largest_of(growth: TokenTree | Modes) -> TokenTree:
     return max(trees_of(growth), key=lambda tree: tree.num_nodes)
 
 
-def largest_grown(trees: Sequence[TokenTree]) -> list[BeamTree]:
-    """Of each kind, width and depth the largest tree that grows."""
-    by_size = sorted((t for t in trees if isinstance(t, BeamTree)), key=lambda t: t.num_nodes)
-    return list({(tree.kind, tree.width, tree.depth): tree for tree in by_size}.values())
+def telling(trees: Sequence[TokenTree]) -> list[TokenTree]:
+    """Those that show what none of the others does: none has all of their children by depth and
+    rank; of trees that grow with one width, none is as deep and as large."""
+    return [
+        tree for number, tree in enumerate(trees)
+        if not any(
+            _shows_all_of(each, tree) and (other < number or not _shows_all_of(tree, each))
+            for other, each in enumerate(trees) if other != number
+        )
+    ]  # fmt: skip
+
+
+def _shows_all_of(tree: TokenTree, other: TokenTree) -> bool:
+    if isinstance(tree, BeamTree) and isinstance(other, BeamTree):
+        alike = (tree.kind, tree.width) == (other.kind, other.width)
+        return alike and tree.depth >= other.depth and tree.num_nodes >= other.num_nodes
+    if isinstance(tree, BeamTree) or isinstance(other, BeamTree):
+        return False
+    return _ranks(tree) >= _ranks(other)
+
+
+def _ranks(tree: TokenTree) -> set[tuple[int, int]]:
+    """Of the children of its nodes, by depth of these."""
+    return {
+        (depth, rank)
+        for depth, children in zip(tree.depths, tree.children, strict=True)
+        for rank in range(len(children))
+    }
 
 
 def context_of(max_length: int) -> int:

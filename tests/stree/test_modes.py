@@ -9,8 +9,8 @@ from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.errors import UsageError
-from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, GrownRates, Modes
-from stree.tree import balanced
+from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, GrownRates, Modes, telling
+from stree.tree import BeamTree, as_tree, balanced
 
 CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
 
@@ -253,18 +253,21 @@ def test_costs_are_measured_while_no_row_is_taken():
 
 def test_old_steps_of_trees_that_grow_fade_for_any_number_of_steps():
     """Weights grow from one observation to the next, and are brought back before they overflow."""
-    rates = GrownRates(8)
+    rates, small, tree = GrownRates(2, 8), BeamTree.of(4, 2, 3), BeamTree.of(4, 2, 8)
     for _ in range(23_000):  # 0.99⁻²³⁰⁰⁰ is beyond 1e100
-        rates.learn(8, [0, 1, 3])
-    expected = rates.expected_tokens()
-    assert expected[0] == 1 and expected[1] == pytest.approx(2, abs=0.1)
+        rates.learn(tree, [0, 1, 3])
+    rates.revise()
+    assert rates.expected_tokens(small) == pytest.approx(2, abs=0.1)
+    assert rates.expected_tokens(tree) == pytest.approx(3, abs=0.1)
     for _ in range(1000):
-        rates.learn(8, [0])
-    assert rates.expected_tokens()[7] == pytest.approx(1, abs=0.05)
+        rates.learn(tree, [0])
+    rates.revise()
+    assert rates.expected_tokens(tree) == pytest.approx(1, abs=0.05)
 
 
 def test_costs_that_are_measured_again_count_at_once():
     modes = Modes([CHAIN, WIDE], costs(1.0, 1.1, 5.0))
+    simulated(modes, 1, 40, [0.6, 0.2, 0.1])
     assert modes.choose(1) == CHAIN
     modes.costs = costs(1.0, 5.0, 1.1)
     assert modes.choose(1) == WIDE
@@ -274,3 +277,81 @@ def test_costs_that_are_measured_again_count_at_once():
 def test_a_choice_among_no_drafts_is_refused(trees):
     with pytest.raises(UsageError, match="without a tree"):
         Modes(trees)
+
+
+@pytest.mark.parametrize(
+    ("trees", "told_by"),
+    [
+        (["chain-2", "chain-4", "paper"], ["paper"]),
+        (["paper", "chain-6"], ["paper", "chain-6"]),
+        (["expand-2-2", "expand-2-2"], ["expand-2-2"]),
+        (["beam-4-2-16", "chain-1", "beam-4-5-32", "beam-4-5-8"], ["chain-1", "beam-4-5-32"]),
+        (["beam-4-2-21", "beam-4-5-16"], ["beam-4-2-21", "beam-4-5-16"]),
+        (["beam-4-5-16", "beam-3-4-16", "dyspec-4-4-16"],) * 2,
+    ],
+    ids=lambda trees: " ".join(trees),
+)
+def test_which_trees_show_what_no_other_does(trees, told_by):
+    assert [tree.name for tree in telling([as_tree(each) for each in trees])] == told_by
+
+
+DEPTHS = [BeamTree.of(4, depth, 21) for depth in (2, 3, 4, 5)]
+
+
+def deep_steps(modes, goes_on: float, num_steps: int, seed: int = 0):
+    """Steps whose path goes on from each depth to the next with one probability, whatever the tree;
+    what each was, all tokens and seconds."""
+    rng, used, tokens, seconds = random.Random(seed), [], 0, 0.0
+    for _ in range(num_steps):
+        tree = modes.choose(1)
+        path = [0]
+        while len(path) <= tree.max_depth and rng.random() < goes_on:
+            path.append(path[-1] + 1)
+        modes.learn_path(tree, path)
+        used.append(tree)
+        tokens, seconds = tokens + len(path), seconds + modes.costs.of(1, tree)
+    return used, tokens, seconds
+
+
+@pytest.mark.parametrize("goes_on", [0.35, 0.6, 0.8, 0.95])
+def test_trees_that_grow_are_as_deep_as_pays(goes_on):
+    """Levels that cost a quarter of a plain step, as on a small target: nearly as fast as the best
+    depth, what choosing costs included."""
+    table = {(1, tree): 1.0 + 0.25 * tree.max_depth for tree in (PLAIN, *DEPTHS)}
+    modes = Modes(DEPTHS, Costs(table))
+    used, tokens, seconds = deep_steps(modes, goes_on, 1500)
+    speeds = {
+        tree: sum(goes_on**depth for depth in range(tree.max_depth + 1)) / table[1, tree]
+        for tree in (PLAIN, *DEPTHS)
+    }
+    best = max(speeds.values())
+    assert tokens / seconds > 0.96 * best
+    near = {tree for tree in speeds if speeds[tree] > 0.95 * best}
+    assert sum(tree in near for tree in used[200:]) > 0.9 * len(used[200:])
+
+
+def test_each_kind_of_tree_is_tried_before_any_is_judged():
+    """A fixed tree beside one that grows: nothing shows of one what the other accepts."""
+    paper, beam = TokenTree.paper(), BeamTree.of(4, 5, 32)
+    modes = Modes([paper, beam], Costs({(1, PLAIN): 1.0, (1, paper): 1.5, (1, beam): 1.5}))
+    rng, used = random.Random(0), []
+    for _ in range(600):
+        tree = modes.choose(1)
+        used.append(tree)
+        depth = 0
+        while depth < tree.max_depth and rng.random() < (0.8 if tree == paper else 0.5):
+            depth += 1
+        modes.learn_path(tree, tree.path_to(tree.levels[depth][0]))
+    assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) > 10
+
+
+def test_what_is_expected_is_worked_out_while_a_step_runs(monkeypatch):
+    """Not when the first step of an answer is chosen, for which the device waits."""
+    modes = Modes(DEPTHS, Costs({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
+    revised = []
+    revise = modes._revise
+    monkeypatch.setattr(modes, "_revise", lambda: (revised.append(1), revise()))
+    for steps in range(1, 65):
+        tree = modes.choose(1)
+        assert len(revised) == (steps - 1) // 8
+        modes.learn_path(tree, [0, 1])
