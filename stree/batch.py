@@ -372,11 +372,16 @@ class BatchDecoder:
             self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps)
         return self.modes.costs
 
+    @property
+    def _num_step_rows(self) -> int:
+        """How many rows a step has now, idle ones below the last that is taken included."""
+        return self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
+
     def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
         """The rows' trees in the next step."""
         chosen = self.tree
         if self.modes is not None and any(each.tree is None for each in decoding.values()):
-            chosen = self.modes.choose(len(decoding))
+            chosen = self.modes.choose(self._num_step_rows)
         return {row: each.tree or chosen for row, each in decoding.items()}
 
     def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
@@ -398,7 +403,7 @@ class BatchDecoder:
     ) -> tuple[Rows, Forest, int, int]:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
-        batch = self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
+        batch = self._num_step_rows
         grown = [trees.get(row, PLAIN) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared

@@ -21,7 +21,7 @@ from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
-MAX_KEPT = 32  # envelopes, two graphs each: a plain one, a chain and a tree for up to 64 rows
+MAX_KEPT = 64  # envelopes, two graphs each: plain decoding and six trees for up to 16 rows
 Mark = Callable[[str], None]
 
 

@@ -142,7 +142,7 @@ class Decoders:
             if self.settings.batch_size == 1:
                 decoder.generate(prompt_ids, generation)
             else:
-                decoder.generate([Request(prompt_ids, generation)] * self.settings.batch_size)
+                _warm_batch(decoder, Request(prompt_ids, generation), self.settings.batch_size)
             self._warm |= once
         return decoder
 
@@ -207,6 +207,17 @@ class Decoders:
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             gc.collect()
+
+
+def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
+    """As many such requests at once, and then the graphs of each number of rows that steps may have
+    when fewer are left."""
+    decoder.generate([request] * num_rows)
+    for count in {num_rows} | {1 << power for power in range((num_rows - 1).bit_length())}:
+        rows = [decoder.admit(request) for _ in range(count)]
+        decoder.prepare()
+        for row in rows:
+            decoder.release(row)
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:

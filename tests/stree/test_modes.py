@@ -141,11 +141,28 @@ def test_trees_widen_as_rows_come_free():
     decoder = BatchDecoder(
         target, right_now_and_then(target), modes, num_rows=8, max_length=128, max_nodes=33
     )
-    lengths = [4, 4, 4, 4, 20, 20, 40, 40]
+    lengths = [40, 40, 20, 20, 4, 4, 4, 4]  # rows come free from the last on
     served = [Request([1, 2, n], GenerationConfig(length)) for n, length in enumerate(lengths)]
     outputs = decoder.generate(served)
     assert [len(each.tokens) for each in outputs] == lengths
     assert set(asked[8]) == {5} and set(asked[4]) == {9} and set(asked[2]) == {17}
+
+
+def test_idle_rows_in_between_count(monkeypatch):
+    """A step has all rows up to the last that is taken, and takes as long."""
+    target, asked = tiny_model(2), []
+    modes = apportioning()
+    monkeypatch.setattr(modes, "choose", lambda num_rows: asked.append(num_rows) or DRAFTS[0])
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), modes, num_rows=8, max_length=64, max_nodes=33
+    )
+    rows = [decoder.admit(Request([1, n], GenerationConfig(20))) for n in range(8)]
+    decoder.step()  # which reads the prompts
+    decoder.step()
+    for row in rows[:7]:
+        decoder.release(row)
+    decoder.step()
+    assert asked == [8, 8]
 
 
 class Alternating(Modes):
@@ -342,7 +359,7 @@ def test_each_kind_of_tree_is_tried_before_any_is_judged():
         while depth < tree.max_depth and rng.random() < (0.8 if tree == paper else 0.5):
             depth += 1
         modes.learn_path(tree, tree.path_to(tree.levels[depth][0]))
-    assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) > 10
+    assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) >= 8
 
 
 def test_what_is_expected_is_worked_out_while_a_step_runs(monkeypatch):
