@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -359,9 +360,14 @@ class BatchDecoder:
             return max(longest, deepest_of(self.modes).max_depth + 1)
         return longest
 
-    def measure_costs(self, context: int | None = None, num_steps: int = 8) -> Costs:
-        """Time steps of 1, 2, 4, … rows with each tree that may be chosen, after `context` tokens
-        (32, or a quarter of max_length where that is less);
+    def measure_costs(
+        self,
+        context: int | None = None,
+        num_steps: int = 8,
+        counts: Sequence[int] | None = None,
+    ) -> Costs:
+        """Time steps of so many rows (1, 2, 4, … unless told) with each tree that may be chosen,
+        after `context` tokens (32, or a quarter of max_length where that is less);
         what is chosen from now on rests on it. Raises `UsageError` while rows are taken."""
         if self.modes is None or self._sequences:
             raise UsageError(
@@ -369,7 +375,7 @@ class BatchDecoder:
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
-            self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps)
+            self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps, counts)
         return self.modes.costs
 
     @property

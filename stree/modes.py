@@ -355,23 +355,29 @@ def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
 
 @torch.no_grad()
 def measure_costs(
-    decoder: BatchDecoder, trees: Sequence[TokenTree], context: int, num_steps: int
+    decoder: BatchDecoder,
+    trees: Sequence[TokenTree],
+    context: int,
+    num_steps: int,
+    counts: Sequence[int] | None = None,
 ) -> Costs:
-    """Time a decoder's steps, whose rows are all free, of 1, 2, 4, … rows with each tree.
+    """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
+    each tree.
 
     context, how many tokens come before; num_steps, how many are timed, after NUM_UNTIMED more. The
     trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
     its turns: what disturbs the machine for a while must not decide for one and against another.
     """
-    counts = {decoder.num_rows}
-    counts |= {1 << power for power in range((decoder.num_rows - 1).bit_length())}
+    if counts is None:
+        counts = [*(1 << power for power in range((decoder.num_rows - 1).bit_length())),
+                  decoder.num_rows]  # fmt: skip
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
     first = decoder.cache.narrow(0, 1)
     first.reset()
     decoder.target.prefill(tokens[None], decoder.cache.at(0))
     prefix = first.save()
     costs = Costs()
-    for count in sorted(counts):
+    for count in counts:
         seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
         readings = []
         for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):

@@ -115,7 +115,8 @@ def serve_at(
             name: _decoder(target, drafter, way, count, longest, verifier)
             for name, way in ways.items()
         }
-        decoders["modes"].measure_costs()
+        decoders["modes"].measure_costs(counts=[count])  # all rows decode to the end
+        print(f"{count} rows: costs measured", flush=True)
         for tau in taus:
             verifier.accepted.copy_(torch.tensor(accepted_for(tau, tree.max_depth)))
             speeds, shares = {}, {}
@@ -123,6 +124,8 @@ def serve_at(
                 length = int(num_steps * (1 if name == "plain" else tau))
                 _decoded(decoder, context, length)  # warms up
                 speeds[name], us_step = _decoded(decoder, context, length)
+                told = f"{name} {speeds[name]:,.0f} tokens/s, {us_step:,.0f} µs a step"
+                print(f"{count} rows, τ = {tau:g}: {told}", flush=True)
                 if name != "modes":
                     shares[name] = 1 - graphs_alone_us(decoder, context, num_steps) / us_step
             yield dict(

@@ -655,7 +655,11 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     joint = list(batches.joint_of_rows(target, drafter, [2], 8, 2))
     assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(3, 3), (13, 5)]
     assert all(row["kept_bytes_joint"] - row["kept_bytes_replay"] == 2 * TAIL for row in joint)
+    capsys.readouterr()
     served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
+    told = [line.split(" tokens/s")[0] for line in capsys.readouterr().out.splitlines()]
+    ways = [line.rpartition(": ")[2].split()[0] for line in told]
+    assert len(served) == 1 and ways == ["costs", "plain", "tree", "modes"]  # as each is there
     assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
     timing.save_rows(
         tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *joint, *served)], CPU

@@ -155,6 +155,32 @@ def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
     assert {tree.name for tree in seen} <= {"plain", "chain-3", "beam-2-2-4"} and seen
 
 
+def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows(
+    world, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("stree_pipelines.evaluation.arms.NUM_TUNING_PROMPTS", 1)
+    asked = []
+    choose = Modes.choose
+    monkeypatch.setattr(
+        Modes, "choose", lambda self, rows: asked.append(rows) or choose(self, rows)
+    )
+    drafter = str(export(world, 100))
+    arms = [
+        {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
+        {"name": "chosen", "drafter": drafter, "tree": "chain-1 or paper or beam-2-2-4"},
+    ]
+    given = content(world, tmp_path / "out", arms=arms, batch_size=2, temperatures=[0.0, 1.0])
+    settings, chosen = read_comparison(written(tmp_path, given), {})
+    quiet = EvaluationProgress(enabled=False)
+    comparison = Comparison(settings, chosen, workers=Workers(), progress=quiet)
+    assert {len(job.benchmark.prompts) for job in comparison.trials()} == {2}
+    rows = comparison.evaluate()
+    assert {row.method for row in rows} == {"autoregressive", "tuned", "chosen"}
+    assert {row.batch_size for row in rows} == {2} and rows[1].lossless.share == 1.0
+    assert any(row.rows_per_call > 1 for row in rows if row.method == "chosen")
+    assert set(asked) == {1, 2}
+
+
 def test_what_is_recorded_of_several_trees_holds_all_of_them():
     tree = tree_named("chain-3 or paper or beam-3-2-6")
     assert tree.max_depth == 4 and tree.choices[0].name == "chain-3"
