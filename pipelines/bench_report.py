@@ -175,6 +175,7 @@ def training_steps_table(rows: list[Row]) -> Table:
         step = _value(row["us_step"])
         lines.append((
             f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}, {row['teacher']}"
+            + (" in 8 bits" if row.get("target_dtype") == "float8" else "")
             + (", features" if row["features"] else ""),
             f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}",
             f"{row['of_peak']:.0%}" if "of_peak" in row else MISSING,

@@ -37,13 +37,20 @@ from stree_pipelines.benches.intervals import interval
 from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows, write_rows
-from stree_pipelines.benches.training_step import PRECISION, TEACHERS, step_row
+from stree_pipelines.benches.training_step import (
+    DTYPES,
+    PRECISION,
+    TEACHERS,
+    TeacherKind,
+    step_row,
+)
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
 from stree_pipelines.resources.estimates import training_memory
 from stree_pipelines.terminal.command_line import CommandParser
 from stree_pipelines.terminal.progress import stage
 from stree_pipelines.tokenizer_training import train_tokenizer
 from stree_pipelines.training.features import FeatureConfig
+from stree_pipelines.training.frozen_target import TargetDtype, held_dtype
 from stree_pipelines.training.sharding import require_supported
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
@@ -118,17 +125,18 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
     rows, length = options.batch_size, options.sequence_length
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
-        for teacher in options.teacher:
+        for teacher, dtype in _teachers(options):
             drafter, live = drafter_config_from(target), teacher == "live"
             if features := _features(options, teacher):
                 drafter = features.added_to(drafter, target)
             memory = training_memory(
                 drafter, (rows, length), PRECISION, on_cuda, target if live else None,
-                torch.bfloat16,
+                held_dtype(dtype),
             )  # fmt: skip
             all_needs.append(MemoryNeeds(memory, on_cuda))
             yield model_line("drafter", drafter)
-            yield f"{teacher} teacher, {PRECISION}, {all_needs[-1]}"
+            in_8_bits = " in 8 bits" if dtype == "float8" else ""
+            yield f"{teacher} teacher{in_8_bits}, {PRECISION}, {all_needs[-1]}"
     if "processes" in options.what:
         several = _runs(options.strategies, options.processes)
         runs = ", ".join(f"{strategy} on {count}" for strategy, count in several)
@@ -145,13 +153,22 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
 
 def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each teacher: a step of a drafter that is cut from a target of this shape."""
-    for teacher in options.teacher:
+    for teacher, dtype in _teachers(options):
         features = _features(options, teacher)
         row = step_row(
             TARGETS[shape], teacher, options.batch_size, options.sequence_length, options.steps,
-            device, features=features, compile_layers=device.type == "cuda",
+            device, features=features, compile_layers=device.type == "cuda", target_dtype=dtype,
         )  # fmt: skip
         yield dict(shape=shape, features=features.layers if features else []) | row
+
+
+def _teachers(options: Any) -> list[tuple[TeacherKind, TargetDtype]]:
+    """Each kind, a live one in each dtype."""
+    kinds: list[TeacherKind] = options.teacher
+    dtypes: dict[TeacherKind, list[TargetDtype]] = {
+        "live": options.target_dtypes, "cached": ["bfloat16"]
+    }  # fmt: skip
+    return [(kind, dtype) for kind in kinds for dtype in dtypes[kind]]
 
 
 def _features(options: Any, teacher: str) -> FeatureConfig | None:
@@ -195,6 +212,9 @@ def main(arguments: list[str] | None = None) -> None:
                         help="layers of a live teacher that are read, for step")  # fmt: skip
     parser.add_argument("--teacher", type=list[str], default=["live"],
                         help=f"of {', '.join(TEACHERS)}, for step")  # fmt: skip
+    parser.add_argument("--target_dtypes", "--target-dtypes", type=list[str],
+                        default=["bfloat16"],
+                        help=f"of {', '.join(DTYPES)}, of a live teacher, for step")  # fmt: skip
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
@@ -216,7 +236,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
-    for name, known in (("what", WHAT), ("teacher", TEACHERS)):
+    for name, known in (
+        ("what", WHAT), ("teacher", TEACHERS), ("target_dtypes", DTYPES)
+    ):  # fmt: skip
         given = getattr(options, name)
         if not given or set(given) - set(known):
             raise UsageError(f"--{name}: wanted some of {', '.join(known)}, got {given}")

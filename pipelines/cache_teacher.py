@@ -35,6 +35,8 @@ from stree_pipelines.resources.estimates import forward_memory, size
 from stree_pipelines.resources.free_resources import free_disk_bytes
 from stree_pipelines.terminal.inputs import of_training, require_there
 from stree_pipelines.training.distillation import Distillation, require_own_target
+from stree_pipelines.training.float8 import require_float8, round_products
+from stree_pipelines.training.frozen_target import held_dtype, loaded_dtype
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.precision import supported_precision
 from stree_pipelines.training.teacher_cache import CacheSpec
@@ -106,19 +108,22 @@ class CacheCLI(DistillCLI):
             shard_positions=options["shard_positions"],
         )
         writer = CacheWriter(options["out"], spec, data.tables)
-        device, dtype = pick_device(options["device"]), getattr(torch, model["target_dtype"])
+        device, dtype = pick_device(options["device"]), model["target_dtype"]
         precision = supported_precision(options["trainer"]["precision"])
         if workers.is_main:
             print(describe(writer), flush=True)
             if options["dry_run"]:
-                self._describe_run(data, device.type == "cuda", dtype, precision)
+                self._describe_run(data, device.type == "cuda", held_dtype(dtype), precision)
         writer.require_space()
         if options["dry_run"] or not writer.missing():
             return
-        target = load_model(model["target"], device, dtype)
+        target = load_model(model["target"], device, loaded_dtype(dtype))
+        if dtype == "float8":
+            require_float8(device)
+            round_products(target)
         made_with = {
             "target": model["target"],
-            "target_dtype": model["target_dtype"],
+            "target_dtype": dtype,
             "precision": precision,
             **describe_code(),
         }

@@ -36,6 +36,7 @@ from stree_pipelines.training.drafter_head import (
     most_frequent,
 )
 from stree_pipelines.training.features import features_of
+from stree_pipelines.training.frozen_target import held_dtype
 from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
@@ -72,7 +73,7 @@ class DistillCLI(TrainingCLI):
             options["features"], options["head"],
         )  # fmt: skip
         require_no_labels_outside(trained, options["ce_weight"])
-        dtype = getattr(torch, options["target_dtype"])
+        dtype = held_dtype(options["target_dtype"])
         loss = options["loss"]
         loss.require_fitting(options["teacher_cache"])
         features = features_of(

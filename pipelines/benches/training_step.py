@@ -26,12 +26,13 @@ from stree_pipelines.resources.estimates import num_parameters
 from stree_pipelines.resources.operations import PEAKS, distillation_operations
 from stree_pipelines.terminal.progress import EvaluationProgress, stage
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.frozen_target import TargetInputs
+from stree_pipelines.training.frozen_target import TargetDtype, TargetInputs
 from stree_pipelines.training.teacher_cache import CachedTargets, CacheSpec, TeacherCache
 from stree_pipelines.training.teacher_cache_writer import CacheWriter
 
 TeacherKind = Literal["live", "cached"]
 TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
+DTYPES: tuple[TargetDtype, ...] = ("bfloat16", "float8")
 SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of them its prompt, which do not count
 TOP_K = 64  # tokens of each prediction in a cache, as many as cache_teacher.py keeps
 PRECISION = "bf16-mixed"
@@ -39,11 +40,12 @@ PRECISION = "bf16-mixed"
 
 def step_row(
     config: HybridConfig, teacher: TeacherKind, batch_size: int, sequence_length: int, repeats: int,
-    device: torch.device, **options: Any,
+    device: torch.device, target_dtype: TargetDtype = "bfloat16", **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of a distillation from a random bf16 target under bf16 autocast, whose rows are
-    conversations of 512 random tokens. The target runs in each step, or once for a cache that the
-    steps read. `options` are those of Distillation. Says on stderr what it is doing."""
+    """A row of a distillation from a random target, in bf16 or with products in 8 bits, under bf16
+    autocast, whose rows are conversations of 512 random tokens. The target runs in each step, or
+    once for a cache that the steps read. `options` are those of Distillation. Says on stderr what
+    it is doing."""
     if sequence_length <= PROMPT:
         raise UsageError(
             f"a step's rows begin with a prompt of {PROMPT} tokens, which do not count: wanted a "
@@ -60,7 +62,8 @@ def step_row(
                 cached = _cached(target, table, batch_size, sequence_length, Path(folder))
             options["teacher_cache"] = folder
         with _stage("drafter, cut from it", device):
-            module = Distillation.from_model(target, **options).to(device).train()
+            module = Distillation.from_model(target, target_dtype=target_dtype, **options)
+            module = module.to(device).train()
             if module.frozen is not None:
                 module.frozen.place(device, [], 1)
             module.prepare_layers()
@@ -69,7 +72,8 @@ def step_row(
         packing = pack(table, sequence_length, range(len(table)))
         batches = MicroBatches(table, packing, batch_size, seed=0, pad_id=0, teacher=cached)
         step = _Step(module, batches, device)
-        return {"teacher": teacher, **_measured(step, config, repeats)}
+        held = {} if module.frozen is None else {"target_dtype": target_dtype}
+        return {"teacher": teacher, **held, **_measured(step, config, repeats)}
 
 
 def _measured(step: _Step, target: HybridConfig, repeats: int) -> dict[str, Any]:

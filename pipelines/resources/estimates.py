@@ -108,11 +108,19 @@ def forward_memory(
 ) -> dict[str, int]:
     """Bytes by part of a target that only says what it thinks of (B, T) tokens."""
     return {
-        "target": dtype.itemsize * num_parameters(target),
+        "target": held_bytes(target, dtype),
         # Without gradients one layer's activations live at a time.
         "target's activations": _one_layer_bytes(target, shape, precision),
         "loss": _loss_bytes(target, shape, on_cuda),
     }  # fmt: skip
+
+
+def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
+    """Of a frozen target's weights; of 8 bits are those of its layers only."""
+    if dtype.itemsize > 1:
+        return dtype.itemsize * num_parameters(target)
+    tables = target.vocab_size * target.d_model * (1 if target.tie_embeddings else 2)
+    return num_parameters(target) + tables
 
 
 def _trained_activations(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,13 @@ from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from, headed, slice_drafter, with_random_head
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.features import FeatureConfig, features_of
-from stree_pipelines.training.frozen_target import FrozenTarget, Placement, TargetInputs
+from stree_pipelines.training.frozen_target import (
+    FrozenTarget,
+    Placement,
+    TargetDtype,
+    TargetInputs,
+    loaded_dtype,
+)
 from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (
     LossTerms,
@@ -49,7 +55,7 @@ class Distillation(Training):
         ce_weight: float = 0.0,
         temperature: float = 1.0,
         optimizer: OptimizerConfig = OptimizerConfig(),
-        target_dtype: Literal["float32", "bfloat16"] = "float32",
+        target_dtype: TargetDtype = "float32",
         target_placement: Placement = "replicated",
         chunk_tokens: int | None = None,
         compile_layers: bool = False,
@@ -72,7 +78,9 @@ class Distillation(Training):
             ce_weight: weight of the cross-entropy to the data beside the divergence.
             temperature: of both softmaxes in the divergence.
             optimizer: AdamW, with a learning rate that is a function of the step.
-            target_dtype: in which the frozen target's weights are held.
+            target_dtype: in which the frozen target's weights are held; float8 is for its
+                projections, whose inputs are rounded, too, and all else in bfloat16: twice as fast
+                on a GPU of compute capability 8.9 or later.
             target_placement: the whole frozen target on each device; its weights shared among the
                 devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
                 of its own beside each process's, where it can run ahead of the drafter.
@@ -104,7 +112,7 @@ class Distillation(Training):
         model = _target
         # A cut-out drafter starts from the target's weights
         if model is None and (teacher_cache is None or is_sliced):
-            model = load_model(target, dtype=getattr(torch, target_dtype))
+            model = load_model(target, dtype=loaded_dtype(target_dtype))
         whole: HybridModel | None = None
         if start_from is not None:
             whole = load_model(start_from).train()
@@ -123,7 +131,7 @@ class Distillation(Training):
         self.frozen: FrozenTarget | None = None
         if teacher_cache is None:
             assert model is not None
-            self.frozen = FrozenTarget(model, target_placement)
+            self.frozen = FrozenTarget(model, target_placement, target_dtype)
         self.reference: FrozenTarget | None = None
         if loss.reference is not None:
             reference = load_model(loss.reference)

@@ -13,9 +13,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from stree.errors import UsageError
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
+from stree_pipelines.training.float8 import FLOAT8, require_float8, round_products
 from stree_pipelines.training.sharding import shard
 
 Placement = Literal["replicated", "sharded", "beside"]
+TargetDtype = Literal["float32", "bfloat16", "float8"]
+
+
+def held_dtype(dtype: TargetDtype) -> torch.dtype:
+    """In which the target's projections are held."""
+    return FLOAT8 if dtype == "float8" else getattr(torch, dtype)
+
+
+def loaded_dtype(dtype: TargetDtype) -> torch.dtype:
+    """In which a target is loaded; with float8, before its products are rounded."""
+    return torch.float32 if dtype == "float32" else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -30,9 +42,20 @@ class TargetInputs:
 class FrozenTarget:
     """A target's outputs on the drafter's device, wherever the target's weights are."""
 
-    def __init__(self, model: HybridModel, placement: Placement) -> None:
+    def __init__(
+        self, model: HybridModel, placement: Placement, dtype: TargetDtype = "float32"
+    ) -> None:
+        """dtype, of its weights: with float8 `model`, which has bf16 ones, is changed."""
         self.model = model.eval().requires_grad_(False)
         self.placement = placement
+        self.in_float8 = dtype == "float8"
+        if self.in_float8:
+            if placement == "sharded":
+                raise UsageError(
+                    "model.target_dtype float8 does not go with model.target_placement sharded: "
+                    "take bfloat16, or replicated"
+                )
+            round_products(self.model)
         self._head: Tensor | None = None  # where the losses are, when the target is not
 
     def place(self, device: torch.device, device_ids: Sequence[int], num_ranks: int) -> None:
@@ -41,6 +64,8 @@ class FrozenTarget:
         Args: the drafter's device, in this process; the ids of those of all processes of this host;
         and the number of processes on all hosts.
         """
+        if self.in_float8:
+            require_float8(device)
         if self.placement == "sharded" and num_ranks > 1:
             shard(self.model, init_device_mesh(device.type, (num_ranks,)))
         elif self.placement == "beside":

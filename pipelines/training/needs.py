@@ -90,7 +90,7 @@ def describe_training(
         device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
         own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
         memory["target's head"] = (
-            plan.target_dtype.itemsize * plan.target.vocab_size * plan.target.d_model
+            max(2, plan.target_dtype.itemsize) * plan.target.vocab_size * plan.target.d_model
         )
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,

@@ -467,13 +467,17 @@ def short_conversations(monkeypatch):
 
 def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     options = SimpleNamespace(
-        batch_size=2, sequence_length=40, steps=1, features=[1], teacher=["live", "cached"]
-    )
+        batch_size=2, sequence_length=40, steps=1, features=[1], teacher=["live", "cached"],
+        target_dtypes=["bfloat16", "float8"],
+    )  # fmt: skip
     made = bench_training.measure_step("tiny", options, CPU)
-    live, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
+    live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
     stages = capsys.readouterr().err.splitlines()
-    assert len(stages) == 5 + 6 and all(re.fullmatch(r".* … \d+\.\d s", line) for line in stages)
-    for row in (live, cached):
+    assert len(stages) == 5 + 5 + 6 and all(
+        re.fullmatch(r".* … \d+\.\d s", line) for line in stages
+    )
+    assert rounded["operations"] == live["operations"]
+    for row in (live, rounded, cached):
         assert row["counted_tokens"] == 2 * (12 + 12 + 4)  # of 16, 16 and 8 tokens
         target = models.random_model(bench_training.TINY, CPU)
         assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
@@ -485,6 +489,7 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     bench_report.main([str(tmp_path)])
     table = (tmp_path / "bars.md").read_text()
     assert "tiny, 2 × 40, live, features" in table and re.search("tiny, 2 × 40, cached +\\|", table)
+    assert "tiny, 2 × 40, live in 8 bits, features" in table
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
