@@ -141,7 +141,7 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
 
 
 def _loss_bytes(config: HybridConfig, shape: tuple[int, int], on_cuda: bool) -> int:
-    rows = chunk_rows(shape[0] * shape[1], config.vocab_size, on_cuda)
+    rows = min(chunk_rows(config.vocab_size, on_cuda), shape[0] * shape[1])
     return LOSS_BUFFERS * 4 * rows * config.vocab_size
 
 

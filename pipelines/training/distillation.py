@@ -85,7 +85,8 @@ class Distillation(Training):
                 devices and gathered layer by layer, whatever the trainer's strategy; or on a GPU
                 of its own beside each process's, where it can run ahead of the drafter.
             chunk_tokens: tokens whose logits exist at once; null chooses.
-            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
+                a GPU).
             teacher_cache: folder that cache_teacher.py filled: the target's outputs are read from
                 there, and it need not run. The divergence is then that of top k and tail.
             activation_checkpointing: keep the input of each trained layer only and compute the
@@ -193,6 +194,7 @@ class Distillation(Training):
             divergence=self.loss_config.divergence,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            compiled=self.compile_layers,
         )
         weights = accepted = None
         if self.loss_config.weighs_tokens and torch.is_grad_enabled():

@@ -7,11 +7,16 @@ Dense logits of teacher and student cost 2·M·V fp32 numbers; at V = 128,256 an
 is 8 GiB before the first gradient. Here the rows that count are gathered first, then taken C at a
 time: a chunk's logits, loss and gradients (with respect to the student's hidden rows and head) are
 computed together in the forward pass and the logits are dropped. The backward pass only scales.
+However many rows there are, what lives at once is five (C, V) buffers of a size that is stated
+below.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +27,11 @@ from stree.models.parts import product_dtype
 from stree_pipelines.training.divergences import Chunk, Divergence, ForwardKL, RowTerms
 from stree_pipelines.training.teachers import LiveTeacher, Teacher
 
-# One (C, V) fp32 buffer: small enough to stay in cache on a CPU, large enough to fill a GPU.
+# Of one (C, V) fp32 buffer. On a CPU it stays in the cache. On a GPU it is as large as memory
+# affords: each chunk adds to the head's gradient, which is 8·V·Ds bytes read and written.
 _CPU_BUFFER_BYTES = 8 << 20
 _CUDA_BUFFER_BYTES = 512 << 20
 _MIN_CHUNK_TOKENS = 16
-# About four (C, V) buffers live at once, so C = M/16 keeps them at an eighth of 2·M·V.
-_MIN_NUM_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def chunked_distillation_loss(
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
     normalizer: Tensor | None = None,
+    compiled: bool = False,
 ) -> LossTerms:
     """The divergence of a student from its teacher, averaged over the tokens in `mask`, plus CE.
 
@@ -111,6 +116,7 @@ def chunked_distillation_loss(
         chunk_tokens: rows per chunk; None chooses by device and vocabulary.
         normalizer: scalar to divide the sums by in place of the number of rows (the global mean
             over ranks that hold different numbers of tokens).
+        compiled: what a chunk does element by element is compiled.
 
     Logits, softmax and sums are fp32; under autocast the matrix products run in its dtype.
     A batch without a counting row gives 0 with zero gradients. p = 0 contributes 0 to a forward KL,
@@ -124,7 +130,7 @@ def chunked_distillation_loss(
     _require_teacher(teacher, divergence, len(rows_M), student_head)
     return _loss_of(
         student_hidden, student_head, teacher, rows_M, divergence, ce_labels, ce_weight,
-        temperature, weights, chunk_tokens, normalizer,
+        temperature, weights, chunk_tokens, normalizer, compiled,
     )  # fmt: skip
 
 
@@ -137,22 +143,24 @@ def measure_rows(
     divergence: Divergence = ForwardKL(),
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    compiled: bool = False,
 ) -> MeasuredRows:
     """What `chunked_distillation_loss` would say of each row by itself; arguments as there."""
     rows_M = _rows_of(mask, student_hidden=student_hidden)
     _require_teacher(teacher, divergence, len(rows_M), student_head)
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
-        chunk_tokens = _chunk_rows_of(teacher, len(rows_M), student_head)
+        chunk_tokens = _chunk_rows_of(teacher, student_head)
     dtype = product_dtype(student_hidden)
+    compare = _compiled(_compare) if compiled else _compare
     measured = student_MD.new_zeros(3, mask.numel(), dtype=torch.float32)
     with torch.autocast(student_MD.device.type, enabled=False):
         head_VD = student_head.to(dtype)
         for start in range(0, len(rows_M), chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, len(rows_M)))
             logits_CV = (student_MD[rows].to(dtype) @ head_VD.T).float()
-            accepted_C, terms, _ = _compare(
-                logits_CV, teacher, rows, divergence, temperature, with_grad=False
+            accepted_C, terms, _ = compare(
+                logits_CV, teacher.of(rows), divergence, temperature, with_grad=False
             )
             measured[:, rows_M[rows]] = torch.stack([terms.value, terms.chance, accepted_C])
     return MeasuredRows(*measured.reshape(3, *mask.shape).unbind())
@@ -165,6 +173,7 @@ def chunked_cross_entropy(
     mask: Tensor,
     chunk_tokens: int | None = None,
     normalizer: Tensor | None = None,
+    compiled: bool = False,
 ) -> LossTerms:
     """Cross-entropy to `labels` (nats), averaged over the tokens in `mask`.
 
@@ -174,7 +183,7 @@ def chunked_cross_entropy(
     """
     rows_M = _rows_of(mask, hidden=hidden)
     return _loss_of(
-        hidden, head, None, rows_M, None, labels, 1.0, 1.0, None, chunk_tokens, normalizer
+        hidden, head, None, rows_M, None, labels, 1.0, 1.0, None, chunk_tokens, normalizer, compiled
     )
 
 
@@ -214,6 +223,7 @@ class _Settings:
     temperature: float
     chunk_tokens: int
     dtype: torch.dtype  # of the matrix products
+    is_compiled: bool
 
 
 def _loss_of(
@@ -228,6 +238,7 @@ def _loss_of(
     weights: Tensor | None,
     chunk_tokens: int | None,
     normalizer: Tensor | None,
+    compiled: bool,
 ) -> LossTerms:
     if temperature <= 0:
         raise UsageError(f"temperature is {temperature}; wanted more than 0")
@@ -244,9 +255,9 @@ def _loss_of(
     labels_M = labels.reshape(-1)[rows_M] if ce_weight and labels is not None else None
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
-        chunk_tokens = _chunk_rows_of(teacher, len(rows_M), student_head)
+        chunk_tokens = _chunk_rows_of(teacher, student_head)
     settings = _Settings(
-        divergence, ce_weight, temperature, chunk_tokens, product_dtype(student_MD)
+        divergence, ce_weight, temperature, chunk_tokens, product_dtype(student_MD), compiled
     )
     loss, terms_3 = _ChunkedLoss.apply(
         student_MD, student_head, teacher, labels_M, weights_M, normalizer, settings,
@@ -255,20 +266,16 @@ def _loss_of(
     return LossTerms(loss, *terms_3.unbind())
 
 
-def _chunk_rows_of(teacher: Teacher | None, num_rows: int, student_head: Tensor) -> int:
+def _chunk_rows_of(teacher: Teacher | None, student_head: Tensor) -> int:
     """By the wider of the two heads: a live teacher's logits are of its whole vocabulary."""
     wider = teacher.head if isinstance(teacher, LiveTeacher) else student_head
-    return chunk_rows(num_rows, len(wider), student_head.is_cuda)
+    return chunk_rows(len(wider), student_head.is_cuda)
 
 
-def chunk_rows(num_rows: int, vocab_size: int, on_cuda: bool) -> int:
+def chunk_rows(vocab_size: int, on_cuda: bool) -> int:
     """Rows whose logits may exist at once."""
-    row_bytes = 4 * vocab_size
     budget = _CUDA_BUFFER_BYTES if on_cuda else _CPU_BUFFER_BYTES
-    most = max(budget // row_bytes, _MIN_CHUNK_TOKENS)
-    # Small vocabularies gain nothing from many tiny chunks: 4 MiB a buffer is always allowed.
-    least = max((4 << 20) // row_bytes, _MIN_CHUNK_TOKENS)
-    return min(max(num_rows // _MIN_NUM_CHUNKS, least), most)
+    return max(budget // (4 * vocab_size), _MIN_CHUNK_TOKENS)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -282,6 +289,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_hidden = with_grad and ctx.needs_input_grad[0]
         needs_head = with_grad and ctx.needs_input_grad[1]
         num_rows, dtype = student_MD.shape[0], settings.dtype
+        chunk_terms = _compiled(_chunk_terms) if settings.is_compiled else _chunk_terms
         sums_3 = student_MD.new_zeros(3, dtype=torch.float32)
         grad_MD = torch.zeros_like(student_MD) if needs_hidden else None
         grad_VD = torch.zeros_like(student_head, dtype=torch.float32) if needs_head else None
@@ -290,25 +298,20 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, num_rows, settings.chunk_tokens):
                 rows = slice(start, min(start + settings.chunk_tokens, num_rows))
                 student_CD = student_MD[rows].to(dtype)
-                student_CV = (student_CD @ student_VD.T).float()
-                grad_CV = _chunk_terms(
-                    student_CV, teacher, rows, None if labels_M is None else labels_M[rows],
-                    None if weights_M is None else weights_M[rows], settings, sums_3, with_grad,
+                grad_CV, chunk_sums_3 = chunk_terms(
+                    student_CD, None if teacher is None else teacher.of(rows),
+                    None if labels_M is None else labels_M[rows],
+                    None if weights_M is None else weights_M[rows], student_VD, settings, with_grad,
                 )  # fmt: skip
-                del student_CV
-                if grad_CV is None:
-                    continue
-                grad_CV = grad_CV.div_(normalizer).to(dtype)
+                sums_3 += chunk_sums_3
                 if grad_MD is not None:
                     grad_MD[rows] = grad_CV @ student_VD
-                if grad_VD is not None:
-                    if dtype == torch.float32:
-                        grad_VD.addmm_(grad_CV.T, student_CD)
-                    else:
-                        grad_VD.add_(grad_CV.T @ student_CD)
+                if grad_CV is not None and grad_VD is not None:
+                    _add_product(grad_VD, grad_CV.T, student_CD)
                 del grad_CV
         terms_3 = sums_3 / normalizer
         ctx.grads = (grad_MD, grad_VD)
+        ctx.normalizer = normalizer
         ctx.head_dtype = student_head.dtype
         ctx.mark_non_differentiable(terms_3)
         return terms_3[0] + settings.ce_weight * terms_3[1], terms_3
@@ -319,36 +322,55 @@ class _ChunkedLoss(torch.autograd.Function):
         # In place: a second pair of gradients would double the memory this file is about.
         grad_MD, grad_VD = ctx.grads
         ctx.grads = None
+        scale = grad_loss / ctx.normalizer
         if grad_MD is not None:
-            grad_MD.mul_(grad_loss)
+            grad_MD.mul_(scale)
         if grad_VD is not None:
-            grad_VD = grad_VD.mul_(grad_loss).to(ctx.head_dtype)
+            grad_VD = grad_VD.mul_(scale).to(ctx.head_dtype)
         return grad_MD, grad_VD, *([None] * 6)
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a chunk: dozens of passes over (C, V) become a few, in one graph for any number of rows,
+    so that a chunk's numbers do not depend on which came before."""
+    compiled = _compile(function)
+
+    def of_chunk(student_C: Tensor, teacher: Teacher | None, *others: Any, **options: Any) -> Any:
+        rows = [student_C, *(() if teacher is None else teacher.parts)]
+        rows += [other for other in others if isinstance(other, Tensor) and other.ndim == 1]
+        for each in rows:
+            if len(each) > 1:  # of one row there is a graph of its own
+                torch._dynamo.mark_dynamic(each, 0)
+        return compiled(student_C, teacher, *others, **options)
+
+    return of_chunk
+
+
+_compile = functools.cache(torch.compile)
+
+
 def _chunk_terms(
-    logits_CV: Tensor,
+    student_CD: Tensor,
     teacher: Teacher | None,
-    rows: slice,
     labels_C: Tensor | None,
     weights_C: Tensor | None,
+    head_VD: Tensor,
     settings: _Settings,
-    sums_3: Tensor,
     with_grad: bool,
-) -> Tensor | None:
-    """Add a chunk's Σ divergence, Σ CE and Σ acceptance to `sums_3`; return d loss / d student
-    logits.
-
-    The logits are consumed (overwritten). At most five (C, V) buffers live at once.
+) -> tuple[Tensor | None, Tensor]:
+    """d sums / d student logits (C, V) in the dtype of the products, and a chunk's Σ divergence,
+    Σ CE and Σ acceptance (3,). At most five (C, V) buffers live at once.
     """
+    logits_CV = (student_CD @ head_VD.T).float()
+    divergence = cross_entropy = accepted = torch.zeros((), device=logits_CV.device)
     grad_CV = log_q_CV = None
     if teacher is not None:
         assert settings.divergence is not None
         accepted_C, terms, log_q_CV = _compare(
-            logits_CV, teacher, rows, settings.divergence, settings.temperature, with_grad
+            logits_CV, teacher, settings.divergence, settings.temperature, with_grad
         )
-        sums_3[0] += _total(terms.value, weights_C)
-        sums_3[2] += _total(accepted_C, weights_C)
+        divergence = _total(terms.value, weights_C)
+        accepted = _total(accepted_C, weights_C)
         grad_CV = terms.gradient
         if grad_CV is not None and settings.temperature != 1.0:
             grad_CV.div_(settings.temperature)
@@ -360,22 +382,23 @@ def _chunk_terms(
     if labels_C is not None:
         assert log_q_CV is not None
         picked_C = log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
-        sums_3[1] -= _total(picked_C, weights_C)
+        cross_entropy = -_total(picked_C, weights_C)
         if teacher is None:
-            sums_3[2] += _total(picked_C.exp(), weights_C)
+            accepted = _total(picked_C.exp(), weights_C)
         if with_grad:
             ce_grad_CV = log_q_CV.exp_().mul_(settings.ce_weight)
-            _subtract_one_hot(ce_grad_CV, labels_C, settings.ce_weight)
             grad_CV = ce_grad_CV if grad_CV is None else grad_CV.add_(ce_grad_CV)
-    if grad_CV is not None and weights_C is not None:
-        grad_CV.mul_(weights_C[:, None])
-    return grad_CV
+            _subtract_one_hot(grad_CV, labels_C, settings.ce_weight)
+    if grad_CV is not None:
+        if weights_C is not None:
+            grad_CV.mul_(weights_C[:, None])
+        grad_CV = grad_CV.to(settings.dtype)
+    return grad_CV, torch.stack([divergence, cross_entropy, accepted])
 
 
 def _compare(
     logits_CV: Tensor,
     teacher: Teacher,
-    rows: slice,
     divergence: Divergence,
     temperature: float,
     with_grad: bool,
@@ -385,13 +408,21 @@ def _compare(
     if temperature != 1.0:
         logits_CV.div_(temperature)
     log_q_CV = torch.log_softmax(logits_CV, dim=-1)
-    log_p_CV = teacher.log_distribution(rows, log_q_CV)
+    log_p_CV = teacher.log_distribution(log_q_CV)
     p_CV = log_p_CV.exp()
     q_CV = torch.exp(log_q_CV, out=logits_CV)
-    accepted_C = teacher.overlap(rows, p_CV, q_CV)
+    accepted_C = teacher.overlap(p_CV, q_CV)
     inside_C = p_CV.sum(1) if teacher.is_partial else None
     chunk = Chunk(log_p_CV, log_q_CV, p_CV, q_CV, accepted_C, temperature, inside_C)
     return accepted_C, divergence(chunk, with_grad), log_q_CV
+
+
+def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    """total += left @ right, summed in fp32 whatever the dtype of the two."""
+    if left_VC.is_cuda and left_VC.dtype != torch.float32:
+        torch.addmm(total_VD, left_VC, right_CD, out_dtype=torch.float32, out=total_VD)
+    else:  # products of 16 bits that sum in 32 are there on GPUs only
+        total_VD.addmm_(left_VC.float(), right_CD.float())
 
 
 def _total(values_C: Tensor, weights_C: Tensor | None) -> Tensor:

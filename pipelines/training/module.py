@@ -328,7 +328,8 @@ class TargetTraining(Training):
             loss_on: the assistant's tokens only, or all tokens of a conversation.
             optimizer: AdamW, with a learning rate that is a function of the step.
             chunk_tokens: tokens whose logits exist at once; null chooses.
-            compile_layers: compile each layer (a minute at the start, faster steps on a GPU).
+            compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
+                a GPU).
             activation_checkpointing: keep the input of each trained layer only and compute the
                 rest again in the backward pass: less memory, another forward pass.
             ema: decay of an exponential average of the weights, such as 0.999, which is validated
@@ -357,6 +358,7 @@ class TargetTraining(Training):
             shift_left(self.counted_mask(batch)),
             chunk_tokens=self.chunk_tokens,
             normalizer=normalizer,
+            compiled=self.compile_layers,
         )
 
 

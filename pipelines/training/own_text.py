@@ -156,7 +156,7 @@ def _target_log_probs(module: Distillation, batch: Batch, places: Tensor) -> Ten
     inputs = moved.get("target_inputs", TargetInputs(moved["tokens"], moved["segment_ids"]))
     hidden_MD = frozen.hidden_states(inputs, module.device)[moved["places"]]
     head = frozen.head_weight
-    return LiveTeacher(hidden_MD.to(head.dtype), head).log_distribution(slice(None), hidden_MD)
+    return LiveTeacher(hidden_MD.to(head.dtype), head).log_distribution(hidden_MD)
 
 
 def _acceptance(module: Distillation, batch: Batch) -> float:

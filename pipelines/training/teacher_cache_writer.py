@@ -168,7 +168,7 @@ class CacheWriter:
                 dtype = product_dtype(hidden)
             hidden_MD = hidden[shift_left(batch["loss_mask"])].to(dtype)
             teacher = LiveTeacher(hidden_MD, model.head_weight.to(dtype), spec.temperature)
-            num_rows = chunk_rows(len(hidden_MD), spec.vocab_size, hidden_MD.is_cuda)
+            num_rows = chunk_rows(spec.vocab_size, hidden_MD.is_cuda)
             top = top_k_of(teacher, spec.top_k, num_rows)
             if not bool(top.log_probs[:, 0].isfinite().all()):
                 raise InvariantBroken(

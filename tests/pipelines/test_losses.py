@@ -8,16 +8,26 @@ of every tensor that is alive.
 
 from __future__ import annotations
 
+import functools
+from functools import partial
+
 import pytest
 import torch
+from lanes import quick_first
 from loss_cases import live_loss, make_case, peak_bytes, top_k_case
 
 from stree.errors import UsageError
+from stree_pipelines.resources.estimates import LOSS_BUFFERS
+from stree_pipelines.training import losses
+from stree_pipelines.training.divergences import LK, Cover, ForwardKL
 from stree_pipelines.training.losses import (
+    chunk_rows,
     chunked_cross_entropy,
     chunked_distillation_loss,
 )
 from stree_pipelines.training.teachers import TopK
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dense_distillation_loss(
@@ -241,6 +251,87 @@ def test_bf16_autocast_keeps_the_softmax_in_fp32():
     assert [g.dtype for g in grads] == [torch.float32, torch.float32]
 
 
+def test_products_in_bf16_are_summed_in_fp32():
+    """However few rows a chunk has. All logits are multiples of 1/4, so that none is rounded."""
+    case, _ = make_case((1, 200), vocab=64)
+    case = {
+        name: (each * 2).round().clamp(-1, 1) / 2 if each.is_floating_point() else each
+        for name, each in case.items()
+    }
+    case = {name: each.detach().to(DEVICE) for name, each in case.items()}
+    leaves = case["student_hidden"].requires_grad_(), case["student_head"].requires_grad_()
+    grads = []
+    for chunk_tokens in (1, 1000):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = live_loss(**case, chunk_tokens=chunk_tokens).loss
+        grads.append(torch.autograd.grad(loss, leaves))
+    for mine, whole in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("backend", "divergence", "k", "options"),
+    quick_first(
+        [("aot_eager", ForwardKL(), None, {}), ("aot_eager", LK(3.0), None, {"weights": True})],
+        [
+            ("inductor", LK(3.0), None, {"weights": True}),
+            ("inductor", Cover(3.0, 3), None, {}),
+            ("inductor", ForwardKL(), 8, {"temperature": 2.0}),
+            ("inductor", ForwardKL(), None, {"ce_weight": 0.3}),
+        ],
+    ),
+)
+def test_a_compiled_loss_is_the_same(backend, divergence, k, options, monkeypatch):
+    """In one graph for any number of rows in a chunk but one, which the last chunk has here."""
+    monkeypatch.setattr(
+        losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if k is None:
+        case, labels = make_case()
+        loss_of = live_loss
+    else:
+        case, labels, case["teacher"], _ = top_k_case(k, options["temperature"])
+        case["teacher"] = TopK(*(part.to(DEVICE) for part in case["teacher"].parts))
+        loss_of = chunked_distillation_loss
+    on_device = {
+        name: each.detach().to(DEVICE) if isinstance(each, torch.Tensor) else each
+        for name, each in case.items()
+    }
+    leaves = [on_device[f"student_{part}"].requires_grad_() for part in ("hidden", "head")]
+    options = {**options, "ce_labels": labels.to(DEVICE), "divergence": divergence}
+    if options.pop("weights", False):
+        options["weights"] = torch.linspace(0.1, 1, labels.numel(), device=DEVICE).view_as(labels)
+    rows, got = int(case["mask"].sum()), []
+    for chunk_tokens, compiled in ((rows - 1, False), (rows - 1, True), (7, True)):
+        terms = loss_of(**on_device, chunk_tokens=chunk_tokens, compiled=compiled, **options)
+        grads = torch.autograd.grad(terms.loss * 3.0, leaves)
+        got.append((terms.loss, terms.simulated_acceptance, *grads))
+    for mine in got[1:]:
+        for one, other in zip(mine, got[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_cross_entropy_is_the_same(backend, monkeypatch):
+    monkeypatch.setattr(
+        losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
+    )
+    torch._dynamo.reset()
+    case, labels = make_case()
+    hidden, head = (case[f"student_{part}"].detach().to(DEVICE) for part in ("hidden", "head"))
+    leaves, got = (hidden.requires_grad_(), head.requires_grad_()), []
+    for compiled in (False, True):
+        terms = chunked_cross_entropy(
+            *leaves, labels.to(DEVICE), case["mask"].to(DEVICE), chunk_tokens=7, compiled=compiled
+        )
+        got.append((terms.loss, *torch.autograd.grad(terms.loss, leaves)))
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_validation_makes_no_gradients():
     case, _ = make_case()
     with torch.no_grad():
@@ -267,6 +358,15 @@ def test_what_does_not_fit_is_refused(change, message):
     case, _ = make_case()
     with pytest.raises(UsageError, match=message):
         live_loss(**{**case, **change})
+
+
+@pytest.mark.parametrize(("on_cuda", "most_bytes"), [(False, 40 << 20), (True, 5 << 29)])
+@pytest.mark.parametrize("vocab", [300, 16_384, 128_256])
+def test_a_chunk_takes_no_more_than_the_documents_say(on_cuda, most_bytes, vocab):
+    """docs/losses.md: 2.5 GiB on a GPU, 40 MiB on a CPU, where 16 rows may take more."""
+    rows = chunk_rows(vocab, on_cuda)
+    assert rows >= 16
+    assert rows == 16 or most_bytes / 2 < LOSS_BUFFERS * 4 * rows * vocab <= most_bytes
 
 
 def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():

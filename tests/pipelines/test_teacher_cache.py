@@ -109,7 +109,7 @@ def test_a_batch_finds_what_the_live_target_says(workspace, whole, changes):
         with torch.no_grad():
             hidden = target.hidden_states(batch["tokens"], batch["segment_ids"])
         hidden = hidden[shift_left(batch["loss_mask"])]
-        live = LiveTeacher(hidden, target.head_weight).log_distribution(slice(None), hidden)
+        live = LiveTeacher(hidden, target.head_weight).log_distribution(hidden)
         cached = live.new_full(live.shape, torch.nan)
         cached.scatter_(1, batch["teacher_ids"].long(), batch["teacher_log_probs"])
         torch.testing.assert_close(cached, live.detach(), rtol=1e-5, atol=1e-5)
