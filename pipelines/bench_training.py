@@ -131,7 +131,7 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
                 drafter = features.added_to(drafter, target)
             memory = training_memory(
                 drafter, (rows, length), PRECISION, on_cuda, target if live else None,
-                held_dtype(dtype),
+                held_dtype(dtype), compiled=on_cuda,
             )  # fmt: skip
             all_needs.append(MemoryNeeds(memory, on_cuda))
             yield model_line("drafter", drafter)

@@ -90,6 +90,7 @@ class DistillCLI(TrainingCLI):
             activation_checkpointing=options["activation_checkpointing"], reference=reference,
             averaged=options["ema"] is not None,
             passes=1 if features is None else 1 + features.ahead,
+            compiled=options["compile_layers"] and not (features and features.ahead),
         )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:

@@ -77,8 +77,8 @@ class TargetCLI(TrainingCLI):
         return ModelPlan(
             options["architecture"],
             activation_checkpointing=options["activation_checkpointing"],
-            averaged=options["ema"] is not None,
-        )
+            averaged=options["ema"] is not None, compiled=options["compile_layers"],
+        )  # fmt: skip
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:
         folder = Path(data["tokenizer"])

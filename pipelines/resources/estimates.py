@@ -2,8 +2,7 @@
 
 Nothing is loaded: models are built without data (meta or fake tensors), so an 8 B target is sized
 up on a laptop in seconds. Weights, gradients, moments, caches and files are exact to a percent;
-activations are counted on the plain PyTorch path and a guide only (a compiled model or another
-kernel keeps others).
+activations are counted on PyTorch's own path and a guide only (another kernel keeps others).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from stree.models.rotary import rotary_angles
 from stree_pipelines.training.losses import chunk_rows
 from stree_pipelines.training.precision import AUTOCAST
 
-# fp32 weight, gradient and AdamW's two moments; what a checkpoint holds is all but the gradient.
-TRAINED_BYTES, CHECKPOINT_BYTES = 16, 12
+# fp32 weight and AdamW's two moments, which is also what a checkpoint holds; and a gradient.
+CHECKPOINT_BYTES, GRADIENT_BYTES = 12, 4
 AVERAGE_BYTES = 4  # a weight, in memory and in a checkpoint
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
@@ -37,8 +36,14 @@ def num_parameters(config: HybridConfig) -> int:
         return HybridModel(config).num_parameters()
 
 
-def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: str) -> int:
-    """What a forward pass over (B, T) tokens keeps for the backward pass, without the head."""
+def activation_bytes(
+    config: HybridConfig, shape: tuple[int, int], precision: str, compiled: bool = False
+) -> int:
+    """What a forward pass over (B, T) tokens keeps for the backward pass, without the head.
+
+    compiled: of layers that are compiled, which keep what is dear to compute again and no more:
+    PyTorch's own choice (its minimal cut of the joint graph), made here without compiling code.
+    """
     dtype = AUTOCAST[precision]
     sizes: dict[int, int] = {}
     kept = []  # alive until counted, or their numbers would be given out again
@@ -54,6 +59,10 @@ def activation_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
         rotary_angles(config, torch.arange(1), torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = HybridModel(config)
+        if compiled:
+            torch._dynamo.reset()  # it gives up on compiling what it has compiled too often
+            for layer in model.model.layers:
+                layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
         tokens = torch.zeros(shape, dtype=torch.long)
         autocast = torch.autocast("cpu", dtype) if dtype else nullcontext()
         read = torch.zeros(*shape, config.feature_width) if config.feature_layers else None
@@ -75,28 +84,43 @@ def training_memory(
     reference: HybridConfig | None = None,
     averaged: bool = False,
     passes: int = 1,
+    compiled: bool = False,
 ) -> dict[str, int]:
-    """Bytes by part for a training on one device, micro-batches of `shape` (B, T).
+    """Bytes by part for a training on one device, micro-batches of `shape` (B, T), at the fullest
+    of these moments: while the target runs, while tokens are chosen, and in the loss, where the
+    drafter's activations wait. Gradients are there in each, of the step or micro-batch before.
 
     target: the frozen target that runs beside; None when there is none (or it is cached).
     checkpointing: activations are computed again in the backward pass.
     reference: a drafter in fp32 that tokens are chosen by.
     averaged: an average of the weights is kept beside them.
     passes: of what is trained over each micro-batch, whose activations all stay.
+    compiled: the layers of what is trained are.
     """
-    parts = {
-        "weights, gradients, AdamW": TRAINED_BYTES * num_parameters(trained),
-        "activations": passes * _trained_activations(trained, shape, precision, checkpointing),
-        "the head's gradient": 4 * trained.head_size * (trained.head_rank or trained.d_model),
-    }
+    parameters = num_parameters(trained)
+    always = {"weights, gradients, AdamW": (CHECKPOINT_BYTES + GRADIENT_BYTES) * parameters}
     if averaged:
-        parts["average of weights"] = AVERAGE_BYTES * num_parameters(trained)
+        always["average of weights"] = AVERAGE_BYTES * parameters
     if reference is not None:
-        parts["reference"] = 4 * num_parameters(reference)
-        parts["reference's activations"] = _one_layer_bytes(reference, shape, precision)
+        always["reference"] = 4 * num_parameters(reference)
+    head_numbers = trained.head_size * (trained.head_rank or trained.d_model)
+    loss = {"the head's gradient": 4 * head_numbers}
+    dtype = AUTOCAST[precision]
+    if dtype is not None:
+        loss["the head for products"] = dtype.itemsize * head_numbers
+    activations = passes * _trained_activations(trained, shape, precision, checkpointing, compiled)
+    moments = []
     if target is not None:
-        return parts | forward_memory(target, shape, precision, on_cuda, target_dtype)
-    return {**parts, "loss": _loss_bytes(trained, shape, on_cuda)}
+        before = forward_memory(target, shape, precision, on_cuda, target_dtype)
+        always["target"], loss["loss"] = before.pop("target"), before.pop("loss")
+        moments.append(before)
+    else:
+        loss["loss"] = _loss_bytes(trained.head_size, shape, on_cuda)
+    moments.append({"activations": activations, **loss})
+    if reference is not None:
+        chosen = _one_layer_bytes(reference, shape, precision)
+        moments.append({"activations": activations, "reference's activations": chosen})
+    return always | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def forward_memory(
@@ -111,7 +135,7 @@ def forward_memory(
         "target": held_bytes(target, dtype),
         # Without gradients one layer's activations live at a time.
         "target's activations": _one_layer_bytes(target, shape, precision),
-        "loss": _loss_bytes(target, shape, on_cuda),
+        "loss": _loss_bytes(target.vocab_size, shape, on_cuda),
     }  # fmt: skip
 
 
@@ -124,10 +148,14 @@ def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
 
 
 def _trained_activations(
-    config: HybridConfig, shape: tuple[int, int], precision: str, checkpointing: bool
+    config: HybridConfig,
+    shape: tuple[int, int],
+    precision: str,
+    checkpointing: bool,
+    compiled: bool,
 ) -> int:
     if not checkpointing:
-        return activation_bytes(config, shape, precision)
+        return activation_bytes(config, shape, precision, compiled)
     # The input of each layer, and one layer's activations while it is computed again.
     inputs = 4 * config.num_layers * config.d_model * shape[0] * shape[1]
     return inputs + _one_layer_bytes(config, shape, precision)
@@ -140,9 +168,9 @@ def _one_layer_bytes(config: HybridConfig, shape: tuple[int, int], precision: st
     return max(activation_bytes(each, shape, precision) for each in alone)
 
 
-def _loss_bytes(config: HybridConfig, shape: tuple[int, int], on_cuda: bool) -> int:
-    rows = min(chunk_rows(config.vocab_size, on_cuda), shape[0] * shape[1])
-    return LOSS_BUFFERS * 4 * rows * config.vocab_size
+def _loss_bytes(vocab_size: int, shape: tuple[int, int], on_cuda: bool) -> int:
+    rows = min(chunk_rows(vocab_size, on_cuda), shape[0] * shape[1])
+    return LOSS_BUFFERS * 4 * rows * vocab_size
 
 
 def decoding_memory(

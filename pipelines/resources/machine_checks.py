@@ -148,15 +148,21 @@ def check_disk(run_dir: Path, target: HybridConfig | None) -> str:
 def check_memory(target: HybridConfig) -> str:
     """What distilling takes on one device, by a micro-batch of one row; others in proportion."""
     drafter, dtype = _drafter_of(target), torch.bfloat16 if HAS_CUDA else torch.float32
-    parts = training_memory(
-        drafter, (1, ROW_TOKENS), "bf16-mixed" if HAS_CUDA else "32-true", HAS_CUDA, target, dtype
+    precision = "bf16-mixed" if HAS_CUDA else "32-true"
+    wanted, of_two = (
+        sum(
+            training_memory(
+                drafter, (rows, ROW_TOKENS), precision, HAS_CUDA, target, dtype
+            ).values()
+        )
+        for rows in (1, 2)
     )
-    wanted, free = sum(parts.values()), free_memory_bytes(HAS_CUDA)
+    free = free_memory_bytes(HAS_CUDA)
     found = (
         f"{size(free)} free; the target ({num_parameters(target) / 1e6:,.0f} M parameters in "
         f"{str(dtype).removeprefix('torch.')}) and its two-layer drafter "
         f"({num_parameters(drafter) / 1e6:,.0f} M) take about {size(wanted)} with a row of "
-        f"{ROW_TOKENS:,} tokens, {size(parts['activations'])} more for each other row of a batch"
+        f"{ROW_TOKENS:,} tokens, {size(of_two - wanted)} more for each other row of a batch"
     )
     if free < wanted:
         raise Absent(

@@ -293,7 +293,7 @@ class TrainingCLI(LightningCLI):
         callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
         for line in describe_training(
             plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
-            self.export_folder,
+            self.export_folder, self.options["trainer"]["accelerator"],
         ):  # fmt: skip
             say(line)
 

@@ -21,6 +21,7 @@ from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_d
 from stree_pipelines.resources.estimates import (
     AVERAGE_BYTES,
     CHECKPOINT_BYTES,
+    forward_memory,
     num_parameters,
     training_disk,
     training_memory,
@@ -53,6 +54,7 @@ class ModelPlan:
     reference: HybridConfig | None = None
     averaged: bool = False  # an average of the weights is kept beside them
     passes: int = 1
+    compiled: bool = False  # the layers of what is trained
 
 
 def describe_training(
@@ -63,32 +65,39 @@ def describe_training(
     run_dir: Path,
     resume_step: int,
     name: str,
+    accelerator: str,
 ) -> Iterator[str]:
     """Everything of a training that is known before its first step, line by line; `data` is set up.
+    accelerator: as it was asked for. "auto" where there is no GPU says what a GPU needs, and judges
+    nothing: a recipe is looked at on a laptop, too.
 
     Raises CannotWrite when the disk is too small and, when all is said, OutOfMemory when the memory
     is.
     """
     exports, checkpoints = callbacks
-    on_cuda = isinstance(trainer.accelerator, CUDAAccelerator)
+    is_here = isinstance(trainer.accelerator, CUDAAccelerator)
+    on_cuda = is_here or (accelerator == "auto" and not torch.cuda.is_available())
     max_steps, length = trainer.max_steps, data.sequence_length
     left = max_steps - resume_step
     rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     num_rows = len(data.micro_batches().packing)
     steps = exports.export_steps(max_steps)
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    shape, beside = (data.batch_size, length), plan.beside and on_cuda
     memory = training_memory(
-        plan.trained, (data.batch_size, length), trainer.precision, on_cuda,
-        None if plan.cached else plan.target, plan.target_dtype, plan.activation_checkpointing,
-        plan.reference, plan.averaged, plan.passes,
+        plan.trained, shape, trainer.precision, on_cuda,
+        None if plan.cached or beside else plan.target, plan.target_dtype,
+        plan.activation_checkpointing, plan.reference, plan.averaged, plan.passes, plan.compiled,
     )  # fmt: skip
     if exports.branches(max_steps) and not on_cuda:
         copied = CHECKPOINT_BYTES + plan.averaged * AVERAGE_BYTES
         memory["copy during decays"] = copied * num_parameters(plan.trained)
     own_gpu = {}
-    if plan.beside and plan.target is not None and on_cuda:
-        device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
-        own_gpu = {name: memory.pop(name) for name in ("target", "target's activations")}
+    if beside and plan.target is not None:
+        if is_here:
+            device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
+        own_gpu = forward_memory(plan.target, shape, trainer.precision, on_cuda, plan.target_dtype)
+        memory["loss"] = own_gpu.pop("loss")  # which is where the drafter is, as is a copy of
         memory["target's head"] = (
             max(2, plan.target_dtype.itemsize) * plan.target.vocab_size * plan.target.d_model
         )
