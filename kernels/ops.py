@@ -27,6 +27,7 @@ from stree_kernels.shapes import (
     MixerWeights,
     Router,
     Sampling,
+    Scaled,
     Steering,
     Stream,
     Topology,
@@ -210,8 +211,11 @@ def norm(stream: Stream) -> Tensor:
     return _module("short_products", stream.source).norm(stream)
 
 
-def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
+def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """See `naive.linear`."""
+    if isinstance(weight, Scaled):
+        x = norm(x) if isinstance(x, Stream) else x
+        return _module("scaled_products", x).linear(x, weight)
     return _module("short_products", weight).linear(x, weight)
 
 
@@ -287,7 +291,7 @@ def choose_children(
 
 def draw_children(
     x: Tensor | Stream,
-    weight: Tensor,
+    weight: Tensor | Scaled,
     depths: Tensor,
     sampling: Sampling | None,
     places: Tensor,
@@ -298,7 +302,7 @@ def draw_children(
     ids: Tensor | None = None,
 ) -> Tensor:
     """See `naive.draw_children`."""
-    if fused(weight.device, weight.dtype):
+    if isinstance(weight, Tensor) and fused(weight.device, weight.dtype):
         head = importlib.import_module("stree_kernels.head")
         if head.fits(x, weight, places, values):
             return head.draw_children(x, weight, depths, sampling, places, tokens, finite, ids)

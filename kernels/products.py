@@ -231,9 +231,9 @@ def share_kernel(
     if OVERLAPS and AHEAD > 0:
         near = tl.where(mine, output, tl.program_id(0) * share).to(tl.int64)
         rows_at = first + near[:, None] * inputs + begin
-        _ask_for(rows_at, AHEAD)
+        ask_for(rows_at, AHEAD)
         if GATED is not None:
-            _ask_for(rows_at + to_up, AHEAD)
+            ask_for(rows_at + to_up, AHEAD)
     follow(OVERLAPS)
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
         values = input_tile(to_x, begin + k, end, known)
@@ -263,7 +263,7 @@ def share_kernel(
 
 
 @triton.jit
-def _ask_for(rows, chunks: tl.constexpr):
+def ask_for(rows, chunks: tl.constexpr):
     """Let the first chunks of rows come to the L2 cache; rows (R, 1), where they begin."""
     at = rows.to(tl.int64) + tl.arange(0, chunks)[None, :] * CHUNK
     tl.inline_asm_elementwise(

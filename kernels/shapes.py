@@ -200,6 +200,15 @@ class Steering:
         return replace(self, shared={}, ready=ready)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A weight in 8 bits: values (E, D) in fp8 e4m3, each row of which counts times its scale, (E,)
+    in fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
 @dataclass
 class Stream:
     """A residual stream ahead of a norm, of Q nodes of B sequences, width D: what it consists of,

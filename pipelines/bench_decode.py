@@ -5,7 +5,7 @@ python pipelines/bench_decode.py runs/bench/8b-8k.jsonl --shape 8b --what "[call
 python pipelines/bench_decode.py runs/bench/2.7b.jsonl --shape mamba2-2.7b --what "[calls,draft]"
 python pipelines/bench_decode.py runs/bench/chat.jsonl --shape chat --what "[draft,draft_profiles]"
 python pipelines/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \\
-    --drafters "[own,head=32768,rank=256,head=32768+rank=256]"
+    --drafters "[own,head=32768,rank=256,head=32768+rank=256,own+head_dtype=float8]"
 python pipelines/bench_decode.py runs/bench/8b-trees.jsonl --what "[draft]" \\
     --trees "[beam-4-8-16,beam-8-8-32]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
-        "width=2048, head=32768+rank=256")  # fmt: skip
+        "width=2048, head_dtype=float8, head=32768+rank=256")  # fmt: skip
     add("--trees", type=list[str], default=[PAPER], help=f"for draft and draft_profiles: {FORMS}")
     add("--context", type=int, default=1024, help="committed tokens")
     add("--repeats", type=int, default=50)

@@ -26,14 +26,14 @@ from stree.errors import BadData, NotFound, UsageError, exit_with_reason
 from stree.models.hybrid import HybridModel
 from stree_pipelines.bench_report import rows_of_file
 from stree_pipelines.benches.calls import level_bytes
-from stree_pipelines.benches.models import OWN, SHAPES, drafter_config
+from stree_pipelines.benches.models import FLOAT8, OWN, SHAPES, drafter_config
 from stree_pipelines.resources.estimates import size
 from stree_pipelines.terminal.command_line import CommandParser
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a level of a draft is: weights in bf16, and those of the layers alone."""
+    """What a level of a draft is: weights as it reads them, and how many the layers have."""
 
     kind: str
     num_layers: int
@@ -45,6 +45,8 @@ class Cost:
         config = drafter_config(shape, kind)
         with torch.device("meta"):
             model = HybridModel(config).to(torch.bfloat16)
+        if FLOAT8 in kind:
+            model.put_head_in_8_bits()
         layers = sum(each.numel() for each in model.model.layers.parameters())
         return cls(kind, config.num_layers, level_bytes(model), layers)
 

@@ -30,7 +30,8 @@ def build_parser() -> CommandParser:
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[],
         help="drafters to evaluate: folders; ngram, ngram:CONTEXT or ngram:CONTEXT,FILE for drafts "
-        "from the text (and a corpus); FOLDER+ngram for both in one tree")  # fmt: skip
+        "from the text (and a corpus); FOLDER+ngram for both in one tree; float8:FOLDER for one "
+        "that drafts with its head in 8 bits")  # fmt: skip
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
     add_options(parser, DEFAULTS)

@@ -48,7 +48,8 @@ def load(
         target: A checkpoint's folder, or a name on the hub.
         drafter: The same; or n-grams, alone or with a checkpoint: `ngram`, `ngram:CONTEXT`,
             `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or `text:FOLDER`, a
-            checkpoint with another tokenizer (`stree.drafters.retokenised`). None decodes plainly.
+            checkpoint with another tokenizer (`stree.drafters.retokenised`). Ahead of a name with a
+            folder, `float8:` has the model draft with its head in 8 bits. None decodes plainly.
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
             (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
             are timed here. None takes what the drafter's measured profile recommends for this kind
@@ -91,6 +92,9 @@ def load(
             require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype)
+            if name.float8 and not found.remark:
+                remark = "its profile was measured with its head as it is stored, not in 8 bits"
+                found = found._replace(remark=remark)
             tree, verifier = found.tree, verifier or found.verifier
             backtracking = backtracking or found.backtracking
             if found.remark:

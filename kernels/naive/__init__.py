@@ -45,6 +45,7 @@ from stree_kernels.naive.pointwise import (
     sigmoid_gated,
 )
 from stree_kernels.naive.products import (
+    in_8_bits,
     laid,
     linear,
     linear_adapted,
@@ -81,6 +82,7 @@ __all__ = [
     "gated_delta_scan",
     "gated_delta_tree",
     "gated_rms_norm",
+    "in_8_bits",
     "laid",
     "linear",
     "linear_adapted",

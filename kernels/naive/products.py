@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stree_kernels.naive.dtypes import widened
 from stree_kernels.naive.gather import norm
 from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
-from stree_kernels.shapes import Gated, Stream
+from stree_kernels.shapes import Gated, Scaled, Stream
+
+ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: what is wider goes by the piece
+LARGEST = 448.0  # of e4m3
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # which a row of zeros has
 
 
-def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
+def linear(x: Tensor | Stream, weight: Tensor | Scaled) -> Tensor:
     """x (…, D), or the norm of a stream, by a weight (E, D) → (…, E) in x's dtype."""
-    return F.linear(norm(x) if isinstance(x, Stream) else x, weight)
+    x = norm(x) if isinstance(x, Stream) else x
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
+    wide = widened(x)
+    return (F.linear(wide, weight.values.to(wide.dtype)) * weight.scale).to(x.dtype)
+
+
+def in_8_bits(weight: Tensor) -> Scaled:
+    """A weight (E, D) with the largest number of each row as the largest of e4m3, 448; a row that
+    is not finite stays so."""
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        piece = slice(start, start + ROWS_AT_ONCE)
+        wide = widened(weight[piece])
+        scale[piece] = (wide.abs().amax(dim=1) / LARGEST).clamp(min=LEAST_SCALE)
+        values[piece] = (wide / scale[piece, None]).to(values.dtype)
+    return Scaled(values, scale)
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:

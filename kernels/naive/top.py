@@ -14,7 +14,7 @@ from torch import Tensor
 from stree_kernels.naive.dtypes import accumulation_dtype
 from stree_kernels.naive.philox import token_noise
 from stree_kernels.naive.products import linear
-from stree_kernels.shapes import Sampling, Stream
+from stree_kernels.shapes import Sampling, Scaled, Stream
 
 
 def choice_scores(
@@ -97,7 +97,9 @@ def choose_children(
         values.copy_(slots[:, :-1])
 
 
-def draw_children(x: Tensor | Stream, weight: Tensor, depths: Tensor, *others: Any) -> Tensor:
+def draw_children(
+    x: Tensor | Stream, weight: Tensor | Scaled, depths: Tensor, *others: Any
+) -> Tensor:
     """`choose_children` by the logits (B, n, K) of a head (K, D), which are returned, given rows x
     (B, n, D) or a stream ahead of its norm."""
     logits = linear(x, weight)

@@ -99,7 +99,10 @@ def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Ca
 def level_bytes(drafter: HybridModel) -> int:
     """Of the weights that each level of a draft reads."""
     sizes = product_sizes(drafter, 1)
-    return drafter.dtype.itemsize * sum(rows * columns for rows, columns in sizes)
+    head = 0
+    if (eighth := drafter.head_in_8_bits) is not None:
+        sizes, head = sizes[:-1], eighth.values.nbytes + eighth.scale.nbytes
+    return head + drafter.dtype.itemsize * sum(rows * columns for rows, columns in sizes)
 
 
 def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:

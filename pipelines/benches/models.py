@@ -51,6 +51,7 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
 
 OWN = "own"  # the drafter of a shape as it is
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
+FLOAT8 = "head_dtype=float8"  # a drafter's, which is a way to run it and no part of its config
 
 
 def target_config(shape: str) -> HybridConfig:
@@ -59,18 +60,22 @@ def target_config(shape: str) -> HybridConfig:
 
 def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
     """Of a published model, the 8B's drafter over its vocabulary. kind, what of it is otherwise:
-    head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it;
-    several joined by "+". Raises UsageError for others, and numbers that do not fit together."""
+    head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it,
+    and head_dtype=float8; several joined by "+". Raises UsageError for others, and numbers that do
+    not fit together."""
     own = shape if shape in OWN_SHAPES else "8b"
     config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
     config = config.replace(vocab_size=target_config(shape).vocab_size)
-    if kind == OWN:
+    parts = kind.split("+")
+    if FLOAT8 in parts:
+        parts.remove(FLOAT8)
+    if parts in ([OWN], []):
         return config
     changes = dict(CHANGE.findall(kind))
-    if "+".join(f"{name}={number}" for name, number in changes.items()) != kind:
+    if [f"{name}={number}" for name, number in changes.items()] != parts:
         raise UsageError(
-            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N and width=D "
-            "joined by +, each once"
+            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D and "
+            f"{FLOAT8} joined by +, each once"
         )
     if "width" in changes:
         config = of_width(config, int(changes["width"]))
@@ -122,7 +127,10 @@ def random_target(shape: str, device: torch.device) -> HybridModel:
 
 
 def random_drafter(shape: str, device: torch.device, kind: str = OWN) -> HybridModel:
-    return random_model(drafter_config(shape, kind), device)
+    model = random_model(drafter_config(shape, kind), device)
+    if FLOAT8 in kind:
+        model.put_head_in_8_bits()
+    return model
 
 
 def _keep_wide(model: HybridModel, dtype_of: Callable[[str], torch.dtype]) -> None:

@@ -209,6 +209,9 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
         weights = sum(num_parameters(load_config(folder)) for folder in folders)
         parts["drafters"] = decoders.dtype.itemsize * weights
         parts.pop("drafter", None)
+    heads = _heads_in_8_bits(jobs)
+    if heads:
+        parts["heads in 8 bits"] = sum(heads) if together else max(heads)
     if decoders.num_prefixes:
         drafting = [largest] * (len(trees) - (AUTOREGRESSIVE in trees)) if largest else []
         parts["earlier turns"] = decoders.num_prefixes * sum(
@@ -222,6 +225,13 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
             cache_bytes(config, decoders.max_length, 1, decoders.dtype) for config in configs
         )
     return MemoryNeeds(parts, decoders.device.type == "cuda")
+
+
+def _heads_in_8_bits(jobs: Sequence[Job]) -> list[int]:
+    """Bytes of those that drafters have beside their own, but for the scales."""
+    names = dict.fromkeys(job.drafter.name for job in jobs if job.drafter)
+    configs = [load_config(name.folder) for name in names if name.float8 and name.folder]
+    return [each.head_size * (each.head_rank or each.d_model) for each in configs]
 
 
 def _num_turns(job: Job) -> int:

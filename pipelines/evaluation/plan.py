@@ -161,12 +161,13 @@ class DrafterIdentity:
         are of what it was.
         """
         name = DrafterName.parse(str(path))
-        if not name.is_folder:
+        if not name.is_folder or name.float8:
             model = None if name.folder is None else cls.at(str(name.folder))
             parts = {
                 "model": model and model.sha256, "context": name.context,
                 "corpus": hashlib.sha256(name.corpus_text().encode()).hexdigest(),
                 **({"retokenised": True} if name.retokenised else {}),
+                **({"head": "float8"} if name.float8 else {}),
             }  # fmt: skip
             return cls(str(path), config_hash(parts), model.step if model else None)
         path = Path(path)

@@ -1,10 +1,11 @@
-"""Drafters by name: a checkpoint's folder, of any tokenizer, n-grams, or both."""
+"""Drafters by name: a checkpoint's folder, of any tokenizer, its head in 8 bits or not, n-grams, or
+both."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,36 @@ from stree.plain_data import read_text
 from stree.tokenizer import encode_text, load_tokenizer
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
-_TEXT = "text:"
+_TEXT, _FLOAT8 = "text:", "float8:"
 
 
 @dataclass(frozen=True)
 class DrafterName:
     """What a name asks for: a folder, n-grams (context of 0: none) with a corpus' file, or both;
-    retokenised, a folder whose drafts are handed over as text."""
+    retokenised, a folder whose drafts are handed over as text; float8, one whose model drafts with
+    its head in 8 bits."""
 
     folder: str | os.PathLike[str] | None
     context: int = 0
     corpus: str | None = None
     retokenised: bool = False
+    float8: bool = False
 
     @classmethod
     def parse(cls, name: str) -> DrafterName:
-        """FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…]; a folder of such a name
-        is one.
+        """FOLDER, text:FOLDER, ngram[:CONTEXT[,FILE]] or FOLDER+ngram[…], and with a folder
+        float8: before all that; a folder of such a name is one.
 
-        Raises `UsageError` for a context that is no whole number of at least 1.
+        Raises `UsageError` for a context that is no whole number of at least 1, and for float8:
+        without a folder.
         """
+        if name.startswith(_FLOAT8) and not Path(name).is_dir():
+            of = cls.parse(name.removeprefix(_FLOAT8))
+            if not of.folder or of.float8:
+                raise UsageError(
+                    f"drafter {name!r} has no head to put in 8 bits, wanted float8:FOLDER, once"
+                )
+            return replace(of, float8=True)
         if name.startswith(_TEXT) and not Path(name).is_dir():
             return cls(name.removeprefix(_TEXT), retokenised=True)
         found = None if Path(name).is_dir() else _NGRAM.fullmatch(name)
@@ -51,7 +62,7 @@ class DrafterName:
 
     @property
     def is_folder(self) -> bool:
-        """Of the target's tokenizer, and nothing beside."""
+        """Of the target's tokenizer, and nothing beside; its head may be in 8 bits."""
         return not self.context and not self.retokenised
 
     def corpus_text(self) -> str:
@@ -68,6 +79,9 @@ class DrafterName:
     def make(self, model: HybridModel | None, tokenizer: Any) -> HybridModel | NGram | Retokenised:
         """For a decoder; model, of the folder, and tokenizer, the target's, or None. Raises
         `UsageError` where it is needed and not there."""
+        if self.float8:
+            assert model is not None
+            model.put_head_in_8_bits()
         if self.is_folder:
             assert model is not None
             return model

@@ -39,7 +39,7 @@ from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.places import whole_heads
-from stree_kernels.shapes import Sampling, Stream, Topology
+from stree_kernels.shapes import Sampling, Scaled, Stream, Topology
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -81,6 +81,7 @@ class HybridModel(nn.Module):
             self.lm_head = nn.Linear(width, config.head_size, bias=False)
         ids = torch.arange(config.head_vocab_size) if config.head_vocab_size else None
         self.register_buffer("head_ids", ids)
+        self.head_in_8_bits: Scaled | None = None  # what decoding multiplies by instead, if any
         self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
         self._packed_at: list[int] | None = None
         if self.device.type != "meta":
@@ -209,7 +210,10 @@ class HybridModel(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """(…, K), as multiplied."""
-        return _product()(self.head_inputs(hidden), self.head_weight.to(hidden.dtype))
+        inputs = self.head_inputs(hidden)
+        if self.head_in_8_bits is not None:
+            return ops.linear(inputs, self.head_in_8_bits)
+        return _product()(inputs, self.head_weight.to(hidden.dtype))
 
     def head_inputs(self, hidden: Tensor) -> Tensor:
         """(…, R), what `head_weight` multiplies, of hidden states (…, D)."""
@@ -232,10 +236,10 @@ class HybridModel(nn.Module):
         or of a stream ahead of the final norm."""
         if self.config.head_rank:
             stream = ops.linear(stream, self.head_down.weight)
+        head = self.head_weight if self.head_in_8_bits is None else self.head_in_8_bits
         return ops.draw_children(
-            stream, self.head_weight, depths, sampling, places, tokens, finite, nodes, values,
-            self.head_ids,
-        )  # fmt: skip
+            stream, head, depths, sampling, places, tokens, finite, nodes, values, self.head_ids
+        )
 
     @torch.no_grad()
     def take_head(self, whole: Tensor | None, ids: Tensor | None) -> None:
@@ -254,6 +258,27 @@ class HybridModel(nn.Module):
             self.head_down.weight.copy_(directions.T)
             rows = wide @ directions
         self.lm_head.weight.copy_(rows)
+
+    @torch.no_grad()
+    def put_head_in_8_bits(self) -> None:
+        """From now on let logits come of a copy of the head in fp8 e4m3, with a scale a token: half
+        the bytes of one in bf16 to read. It is made again by each `pack`. Of a low-rank head it is
+        the product up; embeddings stay as they are, also those that the head is tied to.
+
+        Raises `UsageError` for a GPU without such numbers.
+        """
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise UsageError(
+                "a head in float8 needs a GPU of compute capability 8.9 or more, "
+                f"{torch.cuda.get_device_name(self.device)} is older: draft with the head as it is "
+                "stored"
+            )
+        made, held = naive.in_8_bits(self.head_weight), self.head_in_8_bits
+        if held is None or held.values.device != self.device:
+            self.head_in_8_bits = made
+        else:  # graphs know where it lies
+            held.values.copy_(made.values)
+            held.scale.copy_(made.scale)
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
         """Those of the head (…, K) as (…, V), −∞ for all other tokens."""
@@ -276,6 +301,8 @@ class HybridModel(nn.Module):
             cast(Layer | SharedTransformer, each).pack()
         parts = [module for module in self.modules() if isinstance(module, Part)]
         lay_for_products(self.head_weight, any(part.keeps_rows for part in parts))
+        if self.head_in_8_bits is not None:
+            self.put_head_in_8_bits()
         self._read = [
             projection for part in parts for product in part.products() for projection in product
         ]

@@ -264,7 +264,14 @@ def test_drafters_of_other_heads_depths_and_widths():
     width = tiny.config.d_model
     less = calls.level_bytes(tiny) - calls.level_bytes(headed)
     assert less == 2 * (64 * width - 4 * width - 16 * 4)  # bf16
+    for same in ("own+head_dtype=float8", "head_dtype=float8"):
+        eighth = models.random_drafter("tiny", CPU, same)
+        assert eighth.config == tiny.config
+        assert calls.level_bytes(tiny) - calls.level_bytes(eighth) == 64 * (width - 4)  # and scales
+    assert models.random_drafter("tiny", CPU, "head=16+head_dtype=float8").head_in_8_bits
+    assert tiny.head_in_8_bits is None
     for kind, said in (
+        ("head_dtype=float8+head_dtype=float8", "head_dtype=float8 joined by"),
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
         ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),

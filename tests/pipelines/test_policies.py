@@ -80,10 +80,24 @@ def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_pa
     assert rows[2].key not in {job.result_key for job in quiet(chosen).plan(name)}
 
 
+def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
+    name = f"float8:{export(world, 10)}"
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24, tree="beam-2-2-4")
+    own = quiet(chosen).plan(export(world, 10))
+    evaluation = quiet(chosen)
+    rows = evaluation.evaluate(name)
+    assert [(row.checkpoint, row.step) for row in rows[1:]] == [(name, 10)] * 2
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    assert rows[2].key not in {job.result_key for job in own}
+    drafter = next(job.drafter for job in evaluation.plan(name) if job.drafter)
+    assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
+
+
 def test_load_takes_the_same_names(world, corpus):
     generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
     plain = stree.load(world / "target").generate(prompt, generation).tokens
-    for drafter in ("ngram", f"ngram:2,{corpus}", f"{export(world, 10)}+ngram:4"):
+    own = export(world, 10)
+    for drafter in ("ngram", f"ngram:2,{corpus}", f"{own}+ngram:4", f"float8:{own}+ngram:4"):
         for verifier in ("coupled", "traversal"):
             decoder = stree.load(world / "target", drafter, verifier=verifier, max_length=64)
             assert decoder.generate(prompt, generation).tokens == plain
@@ -95,6 +109,13 @@ def test_names_of_drafters(tmp_path):
     assert DrafterName.parse("a/b+ngram:4,c,d.txt") == DrafterName("a/b", 4, "c,d.txt")
     (tmp_path / "x+ngram").mkdir()
     assert DrafterName.parse(str(tmp_path / "x+ngram")).is_folder
+    head = DrafterName.parse("float8:a/b")
+    assert head == DrafterName("a/b", float8=True) and head.is_folder
+    assert DrafterName.parse("float8:a/b+ngram:4") == DrafterName("a/b", 4, float8=True)
+    assert DrafterName.parse("float8:text:a") == DrafterName("a", retokenised=True, float8=True)
+    for wrong in ("float8:", "float8:ngram", "float8:float8:a"):
+        with pytest.raises(UsageError, match="no head to put in 8 bits, wanted float8:FOLDER"):
+            DrafterName.parse(wrong)
     for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
         with pytest.raises(UsageError, match="wanted a whole number"):
             DrafterName.parse(wrong)

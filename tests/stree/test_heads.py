@@ -301,3 +301,85 @@ def test_a_config_of_a_head_goes_to_disk_and_back():
     config = tiny_config(head_vocab_size=7, head_rank=3)
     assert HybridConfig.from_dict(vars(config)) == config
     assert (config.head_size, tiny_config().head_size) == (7, 61)
+
+
+# In 8 bits
+
+
+@pytest.mark.parametrize(
+    "tree, verifier, rank",
+    [
+        (TokenTree.paper(), "coupled", None), (BeamTree.of(3, 3, 9), "coupled", None),
+        (TokenTree((-1, 0, 0, 1)), "multi_step", 8),
+    ],
+    ids=["paper", "grown", "multi-step, low rank"],
+)  # fmt: skip
+def test_in_8_bits_it_drafts_as_a_head_of_those_numbers_does(tree, verifier, rank):
+    """Token for token and call for call, as the drafter whose head holds what 8 bits do; with
+    `coupled` that is plain decoding's text."""
+    target, _, _ = drafters()
+    own = with_head(right_now_and_then(target), ids=torch.tensor(IDS), rank=rank)
+    twin = with_head(right_now_and_then(target), ids=torch.tensor(IDS), rank=rank)
+    own.put_head_in_8_bits()
+    held = own.head_in_8_bits
+    twin.lm_head.weight.data = held.values.double() * held.scale.double()[:, None]
+    assert not torch.equal(twin.lm_head.weight, own.lm_head.weight)
+    requests = mixed_requests(5, [tree], seed=4)
+    mine, twins = (
+        BatchDecoder(target, drafter, tree, num_rows=3, max_length=80, verifier=verifier).generate(
+            requests
+        )
+        for drafter in (own, twin)
+    )
+    accepted = [each.stats.accepted_per_call for each in mine]
+    assert [each.tokens for each in mine] == [each.tokens for each in twins]
+    assert accepted == [each.stats.accepted_per_call for each in twins]
+    assert sum(map(sum, accepted)) > 5
+    if verifier == "coupled":
+        plain = BatchDecoder(target, num_rows=3, max_length=80)
+        outputs = plain.generate([request_without_tree(each) for each in requests])
+        assert [each.tokens for each in outputs] == [each.tokens for each in mine]
+
+
+@pytest.mark.parametrize("verifier", quick_first([(MultiStep,)], [(Traversal,)]))
+def test_in_8_bits_the_output_distribution_is_the_targets(verifier):
+    """Enumerated: drafts are judged by the logits that they were drawn by."""
+    torch.manual_seed(1)
+    target = 1.5 * torch.randn(3, 3, 3, dtype=torch.float64)
+    model = tiny_model(1, vocab_size=3, num_layers=1, attn_layers=(), tie_embeddings=True)
+    model.put_head_in_8_bits()
+    drafter, tree = ModelDrafter(model, 2, 16, 4), TokenTree((-1, 0, 0))
+    blocks = block_distribution(TableTarget(target), drafter, tree, SETTINGS[1], verifier)
+    assert distance(blocks, target, SETTINGS[1], tree.max_depth + 1) <= 1e-10
+    assert length_of(blocks) > 1.2
+
+
+def test_in_8_bits_a_head_follows_its_weights():
+    """When a cache is made; where it lies stays, as graphs know it. Tied embeddings stay whole, and
+    nothing of it is saved."""
+    model = tiny_model(2, tie_embeddings=True)
+    before, saved = model.model.embed_tokens.weight.clone(), set(model.state_dict())
+    model.put_head_in_8_bits()
+    held = model.head_in_8_bits
+    assert torch.equal(model.model.embed_tokens.weight, before)
+    assert set(model.state_dict()) == saved
+    tokens = torch.arange(12)[None]
+    logits, values = model(tokens), held.values.data_ptr()
+    weight = held.values.double() * held.scale.double()[:, None]
+    torch.testing.assert_close(logits, model.hidden_states(tokens) @ weight.T)
+    assert not torch.equal(weight, before)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] *= 2
+    model.new_cache(16, 1)
+    assert model.head_in_8_bits is held and held.values.data_ptr() == values
+    ratio = model.head_logits(model.hidden_states(tokens[:, :3]))[..., 3] / logits[:, :3, 3]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 2.0))
+
+
+def test_in_8_bits_on_a_gpu_without_them_is_refused(monkeypatch):
+    model = tiny_model(2)
+    monkeypatch.setattr(HybridModel, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    with pytest.raises(UsageError, match=r"compute capability 8\.9 or more, NVIDIA A10 is older"):
+        model.put_head_in_8_bits()

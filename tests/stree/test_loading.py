@@ -135,6 +135,13 @@ def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, dra
     assert decoder.drafter is None and decoder.tree.num_nodes == 1
 
 
+def test_with_its_head_in_8_bits_the_profile_is_followed_and_that_is_said(workspace, drafter):
+    give_profile(workspace, drafter, recommendation(WIDE))
+    with pytest.warns(UserWarning, match="measured with its head as it is stored, not in 8 bits"):
+        decoder = stree.load(workspace / "target", f"float8:{drafter}", max_length=64)
+    assert decoder.tree.parents == WIDE.parents
+
+
 def test_the_profiles_verifier_comes_with_its_tree(workspace, drafter):
     give_profile(workspace, drafter, recommendation(WIDE, verifier="multi_step"))
     target = workspace / "target"

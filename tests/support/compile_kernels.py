@@ -28,7 +28,7 @@ from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
-from stree_kernels import ops
+from stree_kernels import naive, ops
 from stree_kernels.shapes import (
     Derived,
     Drafts,
@@ -237,6 +237,9 @@ def main() -> None:
         gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
+        head = naive.in_8_bits(model.head_weight)
+        for rows in (1, 8, 16, 64):
+            ops.linear(many[:, :rows], head)
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"^\t[^.\s/].*;", kernel.asm["ptx"], re.MULTILINE)
         line = [name, kernel.metadata.num_warps, len(code), kernel.metadata.shared]

@@ -1,0 +1,123 @@
+"""Matrix products of a few rows with a weight in 8 bits, a scale an output (Triton): a large head.
+
+Its outputs are too many for the registers (`short_products.py`) or for one share of a
+multiprocessor (`products.py`). So `scaled_kernel` goes through its share tile by tile, in one loop
+over all tiles and all inputs of each: the weights of the next tile arrive while this one is
+written. A share is one piece of memory, read once from end to end; its last tile begins where it
+ends with the share, so that nothing need be masked. In registers weights become what the inputs
+are, which is exact for e4m3; sums are fp32, and the scale comes last.
+
+The inputs are read again with each tile, from the L2 cache: the more outputs a tile has, the less
+of that there is. Rows beyond `MOST_ROWS` are for further programs, that read the weight again; they
+run beside those before, so that it comes from the L2 cache, too. A row's result does not depend on
+how many others there are, up to `FEW`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.launch import follow, overlapping
+from stree_kernels.products import (
+    CHUNK,
+    STAGE_BYTES,
+    ask_for,
+    device_of,
+    precision_of,
+    product,
+)
+from stree_kernels.shapes import Scaled
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How many times ahead weights arrive, if they fit; warps; and programs a multiprocessor."""
+
+    stages: int
+    warps: int
+    together: int
+
+
+OUTPUTS, INPUTS = 128, 128  # of a tile, at most
+FEW = 16  # rows
+TILINGS = {  # for few rows or not
+    True: Tiling(4, 2, 3),  # four warps would multiply together, and then read 8 bits by pairs
+    False: Tiling(4, 8, 1),
+}
+MOST_ROWS = 64  # of a program
+AHEAD = 32768  # bytes of its share that a program asks for before the launch ahead has ended
+
+
+def linear(x: Tensor, weight: Scaled) -> Tensor:
+    """`naive.linear` by a weight in 8 bits."""
+    outputs, inputs = weight.values.shape
+    assert x.shape[-1] == inputs and weight.values.is_contiguous() and weight.scale.is_contiguous()
+    x, rows = x.contiguous(), x.numel() // inputs
+    tiling = TILINGS[rows <= FEW]
+    out = x.new_empty(*x.shape[:-1], outputs)
+    most = tiling.together * device_of(x)[0]  # programs at once
+    block_outputs = triton.next_power_of_2(triton.cdiv(outputs, most))
+    block_outputs = min(OUTPUTS, max(16, block_outputs))
+    share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
+    block_rows = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
+    block_inputs = min(INPUTS, max(32, triton.next_power_of_2(inputs)))
+    stage = block_inputs * (block_outputs + block_rows * x.element_size())
+    aligned = inputs % 16 == 0 and weight.values.data_ptr() % 16 == 0  # as asking needs it
+    asks = aligned and outputs * inputs >= CHUNK.value
+    scaled_kernel[(triton.cdiv(rows, block_rows), triton.cdiv(outputs, share))](
+        x, weight.values, weight.scale, out, rows, outputs, inputs, share,
+        STEPS=triton.cdiv(inputs, block_inputs), AHEAD=AHEAD // CHUNK.value if asks else 0,
+        EVEN=inputs % block_inputs == 0 and outputs >= block_outputs,
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
+        PRECISION=precision_of(x), num_warps=tiling.warps,
+        num_stages=min(tiling.stages, STAGE_BYTES // tiling.together // stage), **overlapping(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scaled_kernel(
+    x, weight, scale, out, rows, outputs, inputs, share,
+    STEPS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    known = row < rows
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, outputs)
+    last = tl.maximum(end - BLOCK_OUTPUTS, 0)  # where the last tile begins
+    at, k = tl.arange(0, BLOCK_OUTPUTS), tl.arange(0, BLOCK_INPUTS)
+    if OVERLAPS and AHEAD > 0:
+        near = begin.to(tl.int64) * inputs + tl.arange(0, AHEAD) * CHUNK
+        there = tl.minimum(near, outputs.to(tl.int64) * inputs - CHUNK)
+        ask_for((weight + there)[:, None], 1)
+    follow(OVERLAPS)
+    to_x = x + row.to(tl.int64)[None, :] * inputs + k[:, None]
+    in_tile = at[:, None] * inputs + k[None, :]
+    sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
+    for step in range(tl.cdiv(end - begin, BLOCK_OUTPUTS) * STEPS):
+        start = step % STEPS * BLOCK_INPUTS
+        first = tl.minimum(begin + step // STEPS * BLOCK_OUTPUTS, last)
+        to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
+        if EVEN:
+            values = tl.load(to_x + start, mask=known[None, :], other=0.0)
+            tile = tl.load(to_tile, eviction_policy="evict_first")
+        else:
+            there = start + k < inputs
+            values = tl.load(to_x + start, mask=there[:, None] & known[None, :], other=0.0)
+            mine = first + at < outputs
+            tile = tl.load(to_tile, mask=mine[:, None] & there[None, :], other=0.0)
+        # By way of fp32: from fp16 to bf16 in one step takes four times as long
+        tile = tile.to(tl.float16).to(tl.float32).to(values.dtype)
+        sums = tl.where(start == 0, 0.0, sums) + product(tile, values, PRECISION)
+        if start + BLOCK_INPUTS >= inputs:
+            output = first + at
+            mine = output < outputs
+            y = sums * tl.load(scale + output, mask=mine, other=0.0)[:, None]
+            to_out = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+            tl.store(to_out, y.to(out.dtype.element_ty), mask=mine[:, None] & known[None, :])
