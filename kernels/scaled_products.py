@@ -3,9 +3,8 @@
 Its outputs are too many for the registers (`short_products.py`) or for one share of a
 multiprocessor (`products.py`). So `scaled_kernel` goes through its share tile by tile, in one loop
 over all tiles and all inputs of each: the weights of the next tile arrive while this one is
-written. A share is one piece of memory, read once from end to end; its last tile begins where it
-ends with the share, so that nothing need be masked. In registers weights become what the inputs
-are, which is exact for e4m3; sums are fp32, and the scale comes last.
+written. A share is one piece of memory, read once from end to end. In registers weights become what
+the inputs are, which is exact for e4m3; sums are fp32, and the scale comes last.
 
 The inputs are read again with each tile, from the L2 cache: the more outputs a tile has, the less
 of that there is. Rows beyond `MOST_ROWS` are for further programs, that read the weight again; they
@@ -35,7 +34,8 @@ from stree_kernels.shapes import Scaled
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many times ahead weights arrive, if they fit; warps; and programs a multiprocessor."""
+    """How many times ahead weights arrive, this one counted, if those ahead fit; warps; and
+    programs a multiprocessor."""
 
     stages: int
     warps: int
@@ -71,10 +71,10 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
     scaled_kernel[(triton.cdiv(rows, block_rows), triton.cdiv(outputs, share))](
         x, weight.values, weight.scale, out, rows, outputs, inputs, share,
         STEPS=triton.cdiv(inputs, block_inputs), AHEAD=AHEAD // CHUNK.value if asks else 0,
-        EVEN=inputs % block_inputs == 0 and outputs >= block_outputs,
+        EVEN=inputs % block_inputs == 0, PRECISION=precision_of(x),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
-        PRECISION=precision_of(x), num_warps=tiling.warps,
-        num_stages=min(tiling.stages, STAGE_BYTES // tiling.together // stage), **overlapping(x),
+        num_stages=min(tiling.stages, 1 + STAGE_BYTES // tiling.together // stage),
+        num_warps=tiling.warps, **overlapping(x),
     )  # fmt: skip
     return out
 
@@ -90,7 +90,6 @@ def scaled_kernel(
     known = row < rows
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, outputs)
-    last = tl.maximum(end - BLOCK_OUTPUTS, 0)  # where the last tile begins
     at, k = tl.arange(0, BLOCK_OUTPUTS), tl.arange(0, BLOCK_INPUTS)
     if OVERLAPS and AHEAD > 0:
         near = begin.to(tl.int64) * inputs + tl.arange(0, AHEAD) * CHUNK
@@ -102,22 +101,20 @@ def scaled_kernel(
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
     for step in range(tl.cdiv(end - begin, BLOCK_OUTPUTS) * STEPS):
         start = step % STEPS * BLOCK_INPUTS
-        first = tl.minimum(begin + step // STEPS * BLOCK_OUTPUTS, last)
-        to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
-        if EVEN:
-            values = tl.load(to_x + start, mask=known[None, :], other=0.0)
-            tile = tl.load(to_tile, eviction_policy="evict_first")
-        else:
+        first = begin + step // STEPS * BLOCK_OUTPUTS
+        mine = at < end - first
+        given, wanted = known[None, :], mine[:, None]
+        if not EVEN:
             there = start + k < inputs
-            values = tl.load(to_x + start, mask=there[:, None] & known[None, :], other=0.0)
-            mine = first + at < outputs
-            tile = tl.load(to_tile, mask=mine[:, None] & there[None, :], other=0.0)
+            given, wanted = given & there[:, None], wanted & there[None, :]
+        values = tl.load(to_x + start, mask=given, other=0.0)
+        to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
+        tile = tl.load(to_tile, mask=wanted, other=0.0, eviction_policy="evict_first")
         # By way of fp32: from fp16 to bf16 in one step takes four times as long
         tile = tile.to(tl.float16).to(tl.float32).to(values.dtype)
         sums = tl.where(start == 0, 0.0, sums) + product(tile, values, PRECISION)
         if start + BLOCK_INPUTS >= inputs:
             output = first + at
-            mine = output < outputs
             y = sums * tl.load(scale + output, mask=mine, other=0.0)[:, None]
             to_out = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
             tl.store(to_out, y.to(out.dtype.element_ty), mask=mine[:, None] & known[None, :])

@@ -25,11 +25,15 @@ def poisoned(weight: Scaled) -> Scaled:
     return Scaled(around[3:-3], scale[3:-3])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(1007, 60), (300, 200), (5, 16), (1600, 256)], ids=str
 )
-@pytest.mark.parametrize("rows", [(1, 1), (3,), (2, 8), (33,), (1, 70)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70)], ids=str)
 def test_linear(rows, outputs, inputs, dtype):
     """Of odd sizes and even ones, of fewer outputs than a tile, and shares of several tiles."""
     weight = poisoned(naive.in_8_bits(normal(outputs, inputs, seed=1)))

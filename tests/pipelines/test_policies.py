@@ -9,6 +9,8 @@ import stree
 from stree import GenerationConfig
 from stree.drafters.naming import DrafterName
 from stree.errors import NotFound, UsageError
+from stree.models.convert import load_config
+from stree_pipelines.evaluation.needs import memory_of
 from stree_pipelines.reports import settings
 
 
@@ -90,6 +92,9 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
     assert rows[2].key not in {job.result_key for job in own}
     drafter = next(job.drafter for job in evaluation.plan(name) if job.drafter)
+    config = load_config(drafter.name.folder)
+    head = memory_of(evaluation, evaluation.plan(name)).parts["heads in 8 bits"]
+    assert head == config.vocab_size * config.d_model
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
