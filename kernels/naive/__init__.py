@@ -45,6 +45,7 @@ from stree_kernels.naive.pointwise import (
     sigmoid_gated,
 )
 from stree_kernels.naive.products import (
+    add_linear,
     in_8_bits,
     laid,
     linear,
@@ -62,6 +63,7 @@ __all__ = [
     "accept_drafts",
     "accumulation_dtype",
     "activated",
+    "add_linear",
     "add_rms_norm",
     "advance",
     "attend_tree",
