@@ -281,9 +281,9 @@ def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     from stree_kernels import chain_scan
 
     def chain(*arguments: Any) -> Tensor:
-        *rest, first, out = arguments
+        *rest, first, out, norm = arguments
         assert first == 0
-        rest.append(out)
+        rest += [out, norm]
         return chain_scan.mamba_chain(*rest)
 
     def swapped() -> Tensor:
