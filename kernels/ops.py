@@ -119,9 +119,6 @@ def mamba_tree(
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.chain_scan")
         return module.mamba_chain(projected, rows, derived, *arguments, out, norm)
-    small = importlib.import_module("stree_kernels.conv_scan")
-    if norm is None and small.fits(shape, first + projected.shape[1]):
-        return small.mamba_tree(projected, rows, derived, *arguments, first, out)
     module = importlib.import_module("stree_kernels.tree_scan")
     return module.mamba_tree(projected, rows, derived, *arguments, first, out, norm)
 

@@ -191,7 +191,7 @@ def replay_conv_kernel(
     if program < num_replays:  # never so without REPLAY
         if state is not None:
             head = program // HEAD_BLOCKS
-            advance_state(
+            _replay(
                 state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
                 xb + parity * xb_parity_stride, xb_stride,
                 steps + parity * steps_parity_stride + head, steps_stride,
@@ -227,15 +227,14 @@ def replay_conv_kernel(
 
 
 @triton.jit
-def advance_state(
+def _replay(
     state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log,
     path, path_size, path_length, num_slots,
     start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Advance the state of a block of a head's channels along the accepted path; in fp32, as it is
-    stored."""
+    """Advance the state of a block of a head's channels along the accepted path."""
     p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
     in_p, in_s = p < HEAD_DIM, s < D_STATE
     at_state = state + p[:, None] * row_stride + s[None, :]
@@ -256,10 +255,8 @@ def advance_state(
             x_start + p, in_p, b_start + s, in_s,
         )  # fmt: skip
         h = _advanced(h, A, dt, x, B, accepted, PRECISION, MIXED)
-    stored = h.to(state.dtype.element_ty)
     if path_length > 0:
-        tl.store(at_state, stored, mask=in_state)
-    return stored.to(tl.float32)
+        tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
 
 
 @triton.jit
@@ -326,19 +323,41 @@ def _keep_channels(
     q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     known = q < num_new
     node = first + q
-    earlier, fresh = windows_of(windows, node, known, path, path_length, first, WIDTH, REPLAY)
-    y, weights = convolved_earlier(
-        old, row_stride, column, earlier, fresh, known,
-        weight_pointer + channel * channel_stride, tap_stride, conv_bias, channel, in_conv, WIDTH,
-    )  # fmt: skip
+    y = tl.zeros([BLOCK_Q, BLOCK_C], dtype=tl.float32)
+    if conv_bias is not None:
+        y += load_kept(conv_bias + channel, in_conv).to(tl.float32)[None, :]
+    at_new, weights = (), ()
+    for tap in tl.static_range(WIDTH):
+        weight = load_kept(
+            weight_pointer + channel * channel_stride + tap * tap_stride, in_conv
+        ).to(tl.float32)
+        seen = load_kept(windows + node * WIDTH + tap, known)
+        fresh = seen - (WIDTH - 1) - first
+        at_new += (fresh,)  # type: ignore[assignment]
+        weights += (weight,)  # type: ignore[assignment]
+        row = seen  # of the tree so far, and of the tail of when it began
+        if REPLAY:
+            for place in tl.static_range(WIDTH - 1):
+                row = tl.where(seen == place, _replayed(path_length + place, path, WIDTH), row)
+        earlier = load_kept(
+            old + row[:, None] * row_stride + column[None, :],
+            (known & (fresh < 0))[:, None] & in_conv[None, :],
+        )
+        y += earlier.to(tl.float32) * weight[None, :]
     if REPLAY and tile == 0:
-        keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH)
+        _keep_tail(old, new, row_stride, column, owned, path, path_length, WIDTH)
     follow(OVERLAPS)
-    y, value = convolved(
-        y, weights, projected, projected_stride, column, fresh, known, in_conv, xb, WIDTH
-    )
+    value = y.to(xb.dtype.element_ty)
+    for tap in tl.static_range(WIDTH):
+        fresh = at_new[tap]
+        value = tl.load(  # the last tap's is the node's own
+            projected + fresh[:, None] * projected_stride + column[None, :],
+            mask=(known & (fresh >= 0))[:, None] & in_conv[None, :], other=0.0,
+        )  # fmt: skip
+        y += value.to(tl.float32) * weights[tap][None, :]
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + column[None, :]
     store_kept(at, value, known[:, None] & owned[None, :])
+    y = (y * tl.sigmoid(y)).to(xb.dtype.element_ty)
     in_xb, in_c = channel < C_CHANNEL, in_conv & (channel >= C_CHANNEL)
     at = xb + node[:, None] * xb_stride + channel[None, :]
     store_kept(at, y, known[:, None] & in_xb[None, :])
@@ -347,63 +366,7 @@ def _keep_channels(
 
 
 @triton.jit
-def windows_of(
-    windows, node, known, path, path_length, first, WIDTH: tl.constexpr, REPLAY: tl.constexpr
-):  # fmt: skip
-    """What the conv sees at nodes, tap by tap: rows of the old buffer, and which of the new nodes,
-    negative where it is none of them."""
-    earlier, fresh = (), ()
-    for tap in tl.static_range(WIDTH):
-        seen = load_kept(windows + node * WIDTH + tap, known)
-        row = seen  # of the tree so far, and of the tail of when it began
-        if REPLAY:
-            for place in tl.static_range(WIDTH - 1):
-                row = tl.where(seen == place, _replayed(path_length + place, path, WIDTH), row)
-        earlier += (row,)  # type: ignore[assignment]
-        fresh += (seen - (WIDTH - 1) - first,)  # type: ignore[assignment]
-    return earlier, fresh
-
-
-@triton.jit
-def convolved_earlier(
-    old, row_stride, column, earlier, fresh, known,
-    weight_pointer, tap_stride, conv_bias, channel, in_conv, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The bias and what the conv sums of earlier calls' inputs, (nodes, channels); its weights."""
-    y = tl.zeros([known.shape[0], in_conv.shape[0]], dtype=tl.float32)
-    if conv_bias is not None:
-        y += load_kept(conv_bias + channel, in_conv).to(tl.float32)[None, :]
-    weights = ()
-    for tap in tl.static_range(WIDTH):
-        weight = load_kept(weight_pointer + tap * tap_stride, in_conv).to(tl.float32)
-        weights += (weight,)  # type: ignore[assignment]
-        value = load_kept(
-            old + earlier[tap][:, None] * row_stride + column[None, :],
-            (known & (fresh[tap] < 0))[:, None] & in_conv[None, :],
-        )
-        y += value.to(tl.float32) * weight[None, :]
-    return y, weights
-
-
-@triton.jit
-def convolved(
-    y, weights, projected, projected_stride, column, fresh, known, in_conv, like,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """silu(conv) of nodes, rounded to the type of `like`, and their own raw inputs."""
-    value = y.to(like.dtype.element_ty)
-    for tap in tl.static_range(WIDTH):
-        new = fresh[tap]
-        value = tl.load(  # the last tap's is the node's own
-            projected + new[:, None] * projected_stride + column[None, :],
-            mask=(known & (new >= 0))[:, None] & in_conv[None, :], other=0.0,
-        )  # fmt: skip
-        y += value.to(tl.float32) * weights[tap][None, :]
-    return (y * tl.sigmoid(y)).to(like.dtype.element_ty), value
-
-
-@triton.jit
-def keep_tail(
+def _keep_tail(
     old, new, row_stride, column, owned, path, path_length, WIDTH: tl.constexpr
 ):  # fmt: skip
     """The last inputs of [old tail, accepted path] are the new tail."""
@@ -431,7 +394,7 @@ def _keep_steps(
     node = first + q
     mine = known[:, None] & in_h[None, :]
     if REPLAY and tile == 0:
-        keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
+        _keep_tail(old, new, row_stride, DT_COLUMN + head, in_h, path, path_length, WIDTH)
     follow(OVERLAPS)
     raw = tl.load(
         projected + q[:, None] * projected_stride + (DT_COLUMN + head)[None, :],
@@ -440,7 +403,7 @@ def _keep_steps(
     at = new + (WIDTH - 1 + node)[:, None] * row_stride + (DT_COLUMN + head)[None, :]
     store_kept(at, raw, mine)
     at = steps + node[:, None] * steps_stride + head[None, :]
-    store_kept(at, positive_dt(raw, bias[None, :], DT_MIN, DT_MAX), mine)
+    store_kept(at, _positive_dt(raw, bias[None, :], DT_MIN, DT_MAX), mine)
 
     total = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
     for start in range(0, first + tl.minimum((tile + 1) * BLOCK_Q, num_new), BLOCK_Q):
@@ -456,7 +419,7 @@ def _keep_steps(
                 old + (WIDTH - 1 + other)[:, None] * row_stride + (DT_COLUMN + head)[None, :],
                 is_old[:, None] & in_h[None, :],
             ).to(tl.float32)
-        dt = positive_dt(value, bias[None, :], DT_MIN, DT_MAX)
+        dt = _positive_dt(value, bias[None, :], DT_MIN, DT_MAX)
         there = (is_new | is_old)[:, None] & in_h[None, :]
         above = load_kept(
             ancestors + node[:, None] * tree_size + other[None, :],
@@ -468,7 +431,7 @@ def _keep_steps(
 
 
 @triton.jit
-def positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+def _positive_dt(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
     """softplus and clamp."""
     # max(x, 0) + log1p(e), with log1p(e) = 2·atanh(e / (2 + e)) as a series: exact for small e too
     dt = dt.to(tl.float32) + bias

@@ -76,7 +76,7 @@ def mamba_tree(
 
 
 @triton.jit
-def nodes_of(
+def _nodes(
     start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
     steps, steps_part_stride, steps_stride, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def nodes_of(
 
 
 @triton.jit
-def above_of(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.constexpr):
+def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.constexpr):
     """Whether a block of other nodes is above or at each node, (nodes, BLOCK_N)."""
     other = start + tl.arange(0, BLOCK_N)
     at = ancestors + node[:, None] * tree_size + other[None, :]
@@ -100,7 +100,7 @@ def above_of(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.co
 
 
 @triton.jit
-def among_nodes(
+def _among_nodes(
     node, above, start, C, log_decay, x, B, dt, other_decay, D,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def tree_scan_kernel(
     # Parents come before their children: nothing after these nodes is above them
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
-        above = above_of(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
+        above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
     follow(OVERLAPS)
     C = tl.load(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
@@ -164,23 +164,23 @@ def tree_scan_kernel(
     ).to(tl.float32)  # fmt: skip
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
     if ONE_TILE:
-        x, B, dt, other_decay = nodes_of(
+        x, B, dt, other_decay = _nodes(
             0, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
             steps, steps_part_stride, steps_stride, BLOCK_N,
         )  # fmt: skip
     y = mixed_product(C, tl.trans(state), PRECISION, MIXED) * tl.exp(log_decay)[:, None]
     if ONE_TILE:
-        y += among_nodes(
+        y += _among_nodes(
             node, above, 0, C, log_decay, x, B, dt, other_decay, D, BLOCK_N, PRECISION, MIXED
         )
     else:
         for start in range(0, num_nodes, BLOCK_N):
-            x, B, dt, other_decay = nodes_of(
+            x, B, dt, other_decay = _nodes(
                 start, num_nodes, xb, xb_stride, x_channel, in_p, b_channel, in_s,
                 steps, steps_part_stride, steps_stride, BLOCK_N,
             )  # fmt: skip
-            above = above_of(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
-            y += among_nodes(
+            above = _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N)
+            y += _among_nodes(
                 node, above, start, C, log_decay, x, B, dt, other_decay, D,
                 BLOCK_N, PRECISION, MIXED,
             )  # fmt: skip

@@ -116,15 +116,11 @@ def _scan(
         "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
     }
     if _fused(device):
-        from stree_kernels import chain_scan, conv_scan, tree_scan
+        from stree_kernels import chain_scan, tree_scan
 
         functions["fused"] = lambda: [
             tree_scan.mamba_tree(a, b, c, *rest) for a, b, c, rest in sets
         ]
-        if conv_scan.fits(shape, num_nodes):
-            functions["one_launch"] = lambda: [
-                conv_scan.mamba_tree(a, b, c, *rest) for a, b, c, rest in sets
-            ]
         functions["multi_step"] = lambda: [
             chain_scan.mamba_chain(a, b, c, *rest[:-1]) for a, b, c, rest in sets
         ]

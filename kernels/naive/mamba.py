@@ -1,5 +1,5 @@
 """Mamba-2 in plain PyTorch: its scans, and a layer's tree call. The twins of `chunk_scan.py`,
-`tree_conv.py`, `tree_scan.py`, `chain_scan.py` and `conv_scan.py`.
+`tree_conv.py`, `tree_scan.py` and `chain_scan.py`.
 
 Shapes: B batch, T tokens, N tree nodes, H heads, P head dim, S state, G groups, C channels,
 W conv width, K slots of an accepted path.

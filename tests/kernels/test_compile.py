@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ KERNELS = {
     "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "pairs_kernel",
     "topology_kernel", "pick_kernel", "up_kernel", "down_kernel", "route_kernel",
-    "short_conv_kernel", "short_kernel", "head_kernel", "conv_scan_kernel",
+    "short_conv_kernel", "short_kernel", "head_kernel",
 }  # fmt: skip
 
 
@@ -27,7 +26,7 @@ def test_all_kernels_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled|conv_scan"],
+        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled"],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -36,14 +35,10 @@ def test_all_kernels_compile(tmp_path):
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(instructions) > 10 for _, _, instructions, *_ in lines)
     # What does not fit the registers goes to memory and back: a few words of it were faster on an
-    # H200 than twice as many warps (2 against 4 at 32 nodes: 18.7 µs against 21.7). A small model's
-    # conv and scan are to fit beside another program
-    spilled = Counter()
-    for name, num_warps, *_, words in (line for line in lines if len(line) > 4):
-        spilled[name, int(num_warps)] = max(spilled[name, int(num_warps)], int(words))
+    # H200 than twice as many warps (2 against 4 at 32 nodes: 18.7 µs against 21.7)
+    spilled = {(line[0], int(line[1])): int(line[4]) for line in lines if len(line) > 4}
     wide = spilled.pop(("gated_delta_kernel", 2))
-    small = spilled.pop(("conv_scan_kernel", 8))
-    assert wide <= 32 and small <= 64 and set(spilled.values()) == {0}, (wide, small, spilled)
+    assert wide <= 32 and set(spilled.values()) == {0}, spilled
     # Of 255 siblings, too: code that grows with a tree's width takes minutes to compile
     tops = [int(line[2]) for line in lines if line[0] in ("piece_kernel", "merge_kernel")]
     assert len(tops) >= 6 and max(tops) < 3000

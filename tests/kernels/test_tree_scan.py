@@ -1,5 +1,5 @@
-"""The Mamba-2 tree call in two launches, and in one, against its naive twin in fp64: a tree, then
-another one after a path of the first was accepted.
+"""The Mamba-2 tree call in two launches against its naive twin in fp64: a tree, then another one
+after a path of the first was accepted.
 
 Tolerances: with fp32 inputs the products are split into three tf32 ones, which leaves about
 1e-6 of a norm, as does fp32's own rounding of sums of 128 terms; 1e-5 leaves room. With bf16
@@ -11,9 +11,8 @@ off instead of rounding it: twice the error, and always downwards, so that the f
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,11 +29,10 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
-from planted import edited_module
 from toys import random_tree
 
 from stree.tree import TokenTree
-from stree_kernels import chain_scan, conv_scan, naive, ops, tree_scan
+from stree_kernels import chain_scan, naive, tree_scan
 from stree_kernels.shapes import SCANNED, Derived, MixerShape, MixerWeights
 
 SHAPES = {
@@ -61,7 +59,7 @@ class Case:
     derived: Derived
     state: torch.Tensor
     weights: MixerWeights
-    by: Callable[..., torch.Tensor] = tree_scan.mamba_tree
+    as_chain: bool = False  # through the multi-step update
 
     def in_fp64(self) -> Case:
         wide = [None if each is None else each.double() for each in vars(self.weights).values()]
@@ -76,12 +74,12 @@ class Case:
         rest = (self.state, self.weights, shape, topology, steering, first)
         if self.state.dtype == torch.float64:
             return naive.mamba_tree(projected, self.rows, *rest)
-        if self.by is chain_scan.mamba_chain:
-            rest = rest[:-1]
-        return self.by(projected, self.rows, self.derived, *rest)
+        if self.as_chain:
+            return chain_scan.mamba_chain(projected, self.rows, self.derived, *rest[:-1])
+        return tree_scan.mamba_tree(projected, self.rows, self.derived, *rest)
 
 
-def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, **by):
+def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, as_chain=False):
     x_conv, b_conv, c_conv = shape.scan_groups
     xb = x_conv * shape.head_dim + b_conv * shape.d_state
     conv_dim = xb + c_conv * shape.d_state
@@ -103,7 +101,7 @@ def make(shape, N, dtype, batch=2, state_dtype=torch.float32, bias=True, **by):
         normal(shape.num_heads, seed=6, dtype=dtype),
         normal(shape.num_heads, seed=7, dtype=dtype),
     )
-    return Case(projected, rows, derived, state.to(state_dtype), weights, **by)
+    return Case(projected, rows, derived, state.to(state_dtype), weights, as_chain)
 
 
 def compare(shape, trees, paths, dtype=torch.float32, **options):
@@ -164,108 +162,7 @@ def test_a_tree_per_sequence():
 )  # fmt: skip
 def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     paths = [list(range(num_nodes)), [], [0]]
-    compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, by=chain_scan.mamba_chain)
-
-
-@pytest.mark.parametrize(
-    "name, tree, dtype",
-    quick_first(
-        [("grouped", TokenTree.chain(0), torch.float32), ("odd", TokenTree.paper(), torch.bfloat16),
-         ("repeated", comb(16), torch.float32), ("gated, two-blocks", star(5), torch.bfloat16)],
-        [(name, tree, dtype) for name in SHAPES for dtype in TOLERANCE
-         for tree in (TokenTree.chain(0), TokenTree.paper(), comb(16))],
-    ),
-)  # fmt: skip
-def test_one_launch_for_few_nodes(name, tree, dtype):
-    path = tree.path_to(tree.num_nodes - 1)
-    compare(SHAPES[name], [tree], [path, [], path[:1]], dtype, by=conv_scan.mamba_tree)
-
-
-def kept_by(*ways, shape, dtype=torch.bfloat16, after=(0, 1, 4), **options):
-    """What a tree that grew level by level leaves, and the call after it, whose path it is; each
-    level and the call by the next of some ways."""
-    tree = TokenTree.paper()
-    case = make(shape, tree.num_nodes, dtype, batch=2, **options)
-    topology = topology_of([tree], shape.width)
-    steering = steering_of([0, 0], [[], []], 1, 16, parity=1)
-    growing = replace(steering, parity=1 - steering.parity)
-    starts = [tree.depths.index(depth) for depth in range(max(tree.depths) + 1)]
-    y = []
-    for number, (start, end) in enumerate(itertools.pairwise([*starts, tree.num_nodes])):
-        case.by = ways[number % len(ways)]
-        steered = growing if start else steering
-        y.append(case.call(0, shape, topology, steered, start, slice(start, end)))
-    case.by = ways[-1]
-    accepted = steering_of([0, 0], [list(after), [0]], 1, 16, parity=0)
-    y.append(case.call(1, shape, topology, accepted))
-    return case, torch.cat(y, dim=1)
-
-
-def compare_left(case, y, wanted, wanted_y):
-    """What two of `kept_by` left and gave. Only sums of log-decays are rounded differently."""
-    for each, other in (
-        (case.rows, wanted.rows), (case.derived.xb, wanted.derived.xb),
-        (case.derived.steps[:, :, 0], wanted.derived.steps[:, :, 0]), (case.state, wanted.state),
-    ):  # fmt: skip
-        torch.testing.assert_close(each, other, rtol=0, atol=0, equal_nan=True)
-    decays = (each.derived.steps[:, :, 1] for each in (case, wanted))
-    torch.testing.assert_close(*decays, rtol=1e-6, atol=0, equal_nan=True)
-    assert relative_error(y, wanted_y) < 2**-9
-
-
-@pytest.mark.parametrize("name", quick_first([("repeated",)], [(name,) for name in SHAPES]))
-def test_one_launch_and_two_leave_the_same(name):
-    """Also if they take turns."""
-    two, one = tree_scan.mamba_tree, conv_scan.mamba_tree
-    wanted = kept_by(two, shape=SHAPES[name])
-    for ways in ((one,), (one, two), (two, one)):
-        compare_left(*kept_by(*ways, shape=SHAPES[name]), *wanted)
-
-
-MISTAKES = {
-    "x of no head": ("p < tl.where(head % HEADS_A_X == 0", "p < tl.where(head < 0"),
-    "raw x of no head": ("(HEADS_A_X * X_REPEATS) == 0", "HEADS_A_X == 1"),
-    "B of one head": ("(head % HEADS_A_B == 0)", "(head == 0)"),
-    "raw C of one head": ("(head % HEADS_A_C == 0)", "(head == 0)"),
-    "dt of no head": ("one < tl.where(block == 0, 1, 0)", "one < tl.where(block == 0, 0, 0)"),
-    "no tail of B": ("b_column, keeps_raw_b, path", "b_column, keeps_raw_b & (s < 0), path"),
-    "earlier nodes without dt": ("tl.where(known, dt, dt_before)", "tl.where(known, dt, 0.0)"),
-    "earlier nodes without x": ("known[:, None], x, x_before", "known[:, None], x, 0 * x_before"),
-    "earlier nodes without decay": ("known, log_decay, decay_before", "known, log_decay, 0.0"),
-    "decay of the node alone": ("tl.where(above, (dt", "tl.where(node[:, None] == node, (dt"),
-}
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter reads edited sources")
-@pytest.mark.parametrize(
-    "mistake", quick_first([("earlier nodes without dt",)], [(each,) for each in MISTAKES])
-)
-def test_planted_mistake_is_caught(mistake, tmp_path):
-    broken = edited_module(conv_scan, *MISTAKES[mistake], tmp_path)
-    shape = SHAPES["repeated"]
-    wanted = kept_by(tree_scan.mamba_tree, shape=shape)
-    with pytest.raises(AssertionError):
-        compare_left(*kept_by(broken.mamba_tree, shape=shape), *wanted)
-
-
-SMALL, LARGE = MixerShape(6, 64, 64, 2, 2, 6, 4), MixerShape(32, 128, 128, 8, 8, 32, 4)
-
-
-@pytest.mark.parametrize(("shape", "first", "num_nodes", "module"), [
-    (SMALL, 0, 16, conv_scan), (SMALL, 15, 1, conv_scan), (SMALL, 0, 1, chain_scan),
-    (SMALL, 15, 2, tree_scan), (LARGE, 0, 2, tree_scan),
-    (MixerShape(6, 64, 256, 2, 2, 6, 4), 0, 2, tree_scan),
-])  # fmt: skip
-def test_few_nodes_of_a_small_model_take_one_launch(monkeypatch, shape, first, num_nodes, module):
-    asked = []
-    monkeypatch.setattr(ops, "fused", lambda *_: True)
-    for each in (chain_scan, conv_scan, tree_scan):
-        name = "mamba_chain" if each is chain_scan else "mamba_tree"
-        monkeypatch.setattr(each, name, lambda *_, each=each: asked.append(each))
-    topology = topology_of([TokenTree.chain(first + num_nodes - 1)])
-    nodes = torch.empty(1, num_nodes, 1)
-    ops.mamba_tree(nodes, *[None] * 4, shape, topology, None, first)
-    assert asked == [module]
+    compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
 
 
 @pytest.mark.parametrize("num_nodes, piece", quick_first([(4, 1), (21, 20)], [(6, 1), (21, 9)]))
@@ -287,7 +184,7 @@ def test_siblings_and_uncounted_path_slots_are_invisible():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_scan_that_begins_the_norm_after_it(name, as_chain, dtype):
     """It gates what it gives, scales it, and adds up the squares ahead of that, by heads."""
-    shape = replace(SHAPES[name], gated=False)
+    shape = dataclasses.replace(SHAPES[name], gated=False)
     tree = TokenTree.chain(4) if as_chain else TokenTree.paper()
     case, scale = make(shape, tree.num_nodes, dtype, as_chain=as_chain), normal(shape.d_inner)
     topology = topology_of([tree], shape.width)

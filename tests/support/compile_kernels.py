@@ -3,10 +3,10 @@
 A model in the 8B's head shapes, on the CPU but taken for CUDA, makes one target call and one level
 of a draft, as the engine does, and SwiGLU of more rows; then a gated-delta layer and what is around
 attention in the shapes of Qwen3.5-27B, experts in Granite-4.0-H-Tiny's and a short convolution in
-LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes; and small drafters'
-Mamba-2 layers take a chain and a level. Each launch is compiled with the very arguments it has
-there, and not run. Prints a line a launch: kernel, warps, instructions of its PTX, bytes of shared
-memory, and where --spills asks for it, of the machine code, stores of spilled registers.
+LFM2-1.2B's take a tree and a single token, the gated-delta layer also 48 nodes. Each launch is
+compiled with the very arguments it has there, and not run. Prints a line a launch: kernel, warps,
+instructions of its PTX, bytes of shared memory, and where --spills asks for it, of the machine
+code, stores of spilled registers.
 
 python tests/support/compile_kernels.py --capability 90 --nodes 16
 """
@@ -35,8 +35,6 @@ from stree_kernels.shapes import (
     Drafts,
     GatedDeltaShape,
     GatedDeltaWeights,
-    MixerShape,
-    MixerWeights,
     Router,
     Sampling,
     Steering,
@@ -136,34 +134,6 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
     qkv, scale = zeros(1, num_nodes, (24 + 2 * 4) * 256), zeros(256, dtype=wide)
     ops.gated(qkv, qkv)
     ops.sigmoid_gated(ops.norm_heads(qkv, scale, scale, 1e-6, 4), qkv)
-
-
-def level(shape: MixerShape, dtype: torch.dtype) -> None:
-    """A drafter's layer reads a chain of certain tokens, then a level of a tree below the root."""
-    tree = TokenTree.paper()
-
-    def zeros(*dims: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(dims, dtype=dtype)
-
-    wide, whole = torch.float32, torch.long
-    nodes, heads = tree.num_nodes, shape.num_heads
-    xb = sum(shape.conv_dims[:2])
-    kept = (
-        zeros(2, 1, shape.tail + nodes, shape.num_kept),
-        Derived(zeros(2, 1, nodes, xb), zeros(2, 1, 2, nodes, heads, dtype=wide)),
-        zeros(1, heads, shape.head_dim, shape.d_state, dtype=wide),
-        MixerWeights(
-            zeros(shape.width, sum(shape.conv_dims)).T, None, *(zeros(heads) for _ in range(3))
-        ),
-    )
-    steering = Steering(
-        zeros(1, dtype=whole), zeros(1, nodes, dtype=whole),
-        *(zeros(1, dtype=whole) for _ in range(3)),
-    ).of_a_call("memory")  # fmt: skip
-    for trees, first, num_new in ((TokenTree.chain(nodes - 1), 0, nodes), (tree, 2, 3)):
-        topology = topology_of(trees, shape.width, torch.device("cpu"))
-        projected = zeros(1, num_new, shape.d_inner + shape.num_kept)
-        ops.mamba_tree(projected, *kept, shape, topology, steering, first)
 
 
 def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
@@ -284,8 +254,6 @@ def main() -> None:
             gated_delta(num_nodes, getattr(torch, options.dtype))
             experts(num_nodes, getattr(torch, options.dtype))
             short_conv(num_nodes, getattr(torch, options.dtype))
-        for shape in (MixerShape(6, 64, 64, 2, 2, 6, 4), MixerShape(8, 128, 128, 2, 2, 8, 4)):
-            level(shape, getattr(torch, options.dtype))
         gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
