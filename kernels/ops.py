@@ -237,7 +237,7 @@ def begun_norm(
     projected: Tensor, shape: MixerShape, eps: float, groups: int, weight: Tensor
 ) -> Undivided | None:
     """See `naive.begun_norm`."""
-    module = _module("short_products", weight, shape.largest_dim)
+    module = _module("short_products", weight, max(shape.head_dim, shape.d_state))
     return module.begun_norm(projected, shape, eps, groups, weight)
 
 
