@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping, store_kept
-from stree_kernels.shapes import SCANNED, Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.launch import follow, load_kept, overlapping
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
 
@@ -27,10 +27,8 @@ def mamba_chain(
     topology: Topology,
     steering: Steering,
     out: Tensor | None = None,
-    norm: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`naive.mamba_tree` of new chains, as `topology` must be, in two launches; norm, as in
-    `ops.mamba_tree`."""
+    """`naive.mamba_tree` of new chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
     kept = projected[..., shape.d_inner :]
     C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, 0)
@@ -38,16 +36,14 @@ def mamba_chain(
     assert y.stride(2) == projected.stride(2) == 1
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     x_conv, b_conv, c_conv = shape.scan_groups
-    block_p = min(SCANNED, triton.next_power_of_2(shape.head_dim))
-    scale, squares = norm or (None, None)
+    block_p = min(32, triton.next_power_of_2(shape.head_dim))
     chain_scan_kernel[(triton.cdiv(shape.head_dim, block_p), heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(3),
         C, C.stride(0), C.stride(1),
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1),
-        projected if shape.gated or norm else None, projected.stride(0), projected.stride(1),
-        scale, squares,
+        projected if shape.gated else None, projected.stride(0), projected.stride(1),
         weights.A_log, weights.D, steering.parity, num_new,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
@@ -65,7 +61,7 @@ def chain_scan_kernel(
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
     y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    scale, squares, A_log, D_pointer, parities, num_new,
+    A_log, D_pointer, parities, num_new,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -80,8 +76,6 @@ def chain_scan_kernel(
     c_channel = (head // HEADS_A_C) * D_STATE + s
     A = -tl.exp(load_kept(A_log + head).to(tl.float32))
     D = load_kept(D_pointer + head).to(tl.float32)
-    if scale is not None:
-        factor = load_kept(scale + head * HEAD_DIM + p, in_p).to(tl.float32)
     # The first launch began with waiting for all before it: what steers both is there already
     half = 1 - load_kept(parities)
     follow(OVERLAPS)
@@ -104,9 +98,5 @@ def chain_scan_kernel(
             at = gate + batch * gate_batch_stride + node * gate_stride + head * HEAD_DIM + p
             z = tl.load(at, mask=in_p, other=0.0).to(tl.float32)
             y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
-        if scale is not None:
-            part = (batch * num_new + node) * tl.num_programs(1) + head
-            store_kept(squares + part * tl.num_programs(0) + block, tl.sum(y * y, axis=0), None)
-            y *= factor
         at = y_pointer + batch * y_batch_stride + node * y_stride + head * HEAD_DIM + p
         tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)

@@ -32,7 +32,6 @@ from stree_kernels.shapes import (
     Steering,
     Stream,
     Topology,
-    Undivided,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,18 +108,16 @@ def mamba_tree(
     steering: Steering,
     first: int,
     out: Tensor | None = None,
-    norm: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `naive.mamba_tree`; `derived` is from `new_derived`. norm, the scale and the squares of
-    what `begun_norm` gave, whose rows are out."""
+    """See `naive.mamba_tree`; `derived` is from `new_derived`."""
     arguments = (state, weights, shape, topology, steering)
     if not fused(projected.device, projected.dtype, shape.largest_dim):
         return naive.mamba_tree(projected, rows, *arguments, first, out)
     if first == 0 and topology.depths.shape[1] == 1:  # one token a sequence: an ordinary step
         module = importlib.import_module("stree_kernels.chain_scan")
-        return module.mamba_chain(projected, rows, derived, *arguments, out, norm)
+        return module.mamba_chain(projected, rows, derived, *arguments, out)
     module = importlib.import_module("stree_kernels.tree_scan")
-    return module.mamba_tree(projected, rows, derived, *arguments, first, out, norm)
+    return module.mamba_tree(projected, rows, derived, *arguments, first, out)
 
 
 def gated_delta_tree(
@@ -233,15 +230,7 @@ def laid(weight: Tensor) -> Tensor:
     return _module("products", weight).laid(weight)
 
 
-def begun_norm(
-    projected: Tensor, shape: MixerShape, eps: float, groups: int, weight: Tensor
-) -> Undivided | None:
-    """See `naive.begun_norm`."""
-    module = _module("short_products", weight, max(shape.head_dim, shape.d_state))
-    return module.begun_norm(projected, shape, eps, groups, weight)
-
-
-def linear_parts(x: Tensor | Gated | Undivided, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """See `naive.linear_parts`."""
     return _module("short_products", weight).linear_parts(x, weight)
 

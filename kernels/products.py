@@ -13,7 +13,7 @@ adds up what the parts gave (`linear_parts`).
 Of few rows such a norm is no launch of its own. A row's products are divided by its root mean
 square as well as the row itself: so the product ahead (`linear_undivided`) adds to the stream,
 scales, and leaves the sums of squares of its shares, and the product that reads the norm divides
-what it gives (`Undivided`). So does Mamba-2's scan ahead of its gated norm.
+what it gives (`Undivided`).
 
 More rows, more outputs than a share can hold, and 32-bit numbers are left to NVIDIA's libraries.
 PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among other
@@ -58,7 +58,6 @@ TILINGS = {  # for few rows or not, with SwiGLU or not
     (False, True): Tiling(16384, 3, 8, inputs_apart=True),
 }
 MOST_OUTPUTS = 128  # of a share
-MOST_INPUTS = 256  # that arrive at a time
 PARTS = (4, 2)  # of a sum, in order of preference
 LEAST_SPAN = 2048  # inputs of a part: with fewer, the norm loses more than the product gains
 MOST_RANK = 256  # of an adapter whose term is added
@@ -100,10 +99,8 @@ def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def linear_parts(x: Tensor | Undivided, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, in several parts for more than `FEW` rows."""
-    if isinstance(x, Undivided):
-        return linear(x, weight)[None]
     outputs, inputs = weight.shape
     multiprocessors, _ = device_of(x)
     if FEW < x.numel() // inputs <= MANY:
@@ -121,24 +118,22 @@ def begins_norm(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear_undivided(
-    x: Tensor | Undivided, weight: Tensor, stream: Tensor | None, scale: Tensor, eps: float
+    x: Tensor, weight: Tensor, stream: Tensor | None, scale: Tensor, eps: float
 ) -> tuple[Tensor, Undivided]:
     """A product, added to a stream (B, Q, D) if there is one; and the norm of that, by scale (D,),
     as far as it goes without the whole rows."""
-    begun, outputs = x if isinstance(x, Undivided) else None, len(weight)
-    x = x.rows if isinstance(x, Undivided) else x
     assert stream is None or (stream.is_contiguous() and stream.dtype == x.dtype)
+    outputs = len(weight)
     total = x.new_empty(*x.shape[:-1], outputs)
     programs = triton.cdiv(outputs, _share_of(outputs, x))
     squares = x.new_empty(x.numel() // x.shape[-1], programs, dtype=torch.float32)
-    rows = _by_shares(x, weight, outputs, begun=begun, norm=(stream, scale, total, squares))
+    rows = _by_shares(x, weight, outputs, norm=(stream, scale, total, squares))
     return total, Undivided(rows, squares, eps)
 
 
 def divides(begun: Undivided, weight: Tensor, outputs: int) -> bool:
     """Whether the product with a weight, or with two of so many outputs, is by shares."""
-    whole = begun.groups == 1 or weight.shape[1] // begun.groups % MOST_INPUTS == 0
-    return whole and _fits(begun.rows, weight, outputs)
+    return _fits(begun.rows, weight, outputs)
 
 
 def linear_swiglu(x: Tensor | Undivided, weight: Tensor) -> Tensor:
@@ -209,10 +204,7 @@ def _by_shares(
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
     tiling = TILINGS[rows <= FEW, gated is not None]
-    block_inputs, tensors = (
-        min(MOST_INPUTS, tiling.weights // block_outputs),
-        1 if gated is None else 2,
-    )
+    block_inputs, tensors = min(256, tiling.weights // block_outputs), 1 if gated is None else 2
     rank = 0 if adapter[1] is None else adapter[1].shape[1]
     stage, inputs_stage = (2 * block_inputs * n for n in (block_outputs * tensors, block_rows))
     if tiling.inputs_apart:
@@ -222,16 +214,13 @@ def _by_shares(
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
     ahead = AHEAD // (CHUNK.value * block_outputs * tensors)
     whole = inputs % 16 == 0 and ahead * CHUNK.value <= 2 * (inputs - (parts - 1) * span)
-    squares, squares_parts, eps, groups = None, 0, 0.0, 1
+    squares, squares_parts, eps = None, 0, 0.0
     if begun is not None:
-        squares, eps, groups = begun.squares, begun.eps, begun.groups
-        squares_parts = squares.shape[1] // groups
-    assert groups == 1 or (inputs // groups % block_inputs == 0 and gated is None)
+        squares, squares_parts, eps = begun.squares, begun.squares.shape[1], begun.eps
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, weight, out, rows, outputs, inputs, share, span, *adapter,
         squares, squares_parts, eps, *norm,
         RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
-        GROUPS=groups, BLOCK_GROUPS=triton.next_power_of_2(groups),
         BLOCK_PARTS=max(16, triton.next_power_of_2(squares_parts)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
         AHEAD=ahead if whole else 0,
@@ -266,8 +255,7 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def share_kernel(
     x, weight, out, rows, outputs, inputs, share, span, low, up,
     squares, squares_parts, eps, stream, scale, total, own_squares,
-    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, AHEAD: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -305,13 +293,9 @@ def share_kernel(
     if stream is not None:
         before = load_kept(stream + row[None, :] * outputs + output[:, None], there)
     if squares is not None:  # added up when the product is there, so that nothing waits for them
-        group, number = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_PARTS)
-        of_group = (row[:, None] * GROUPS + group[None, :]) * squares_parts
-        mask = known[:, None] & (group < GROUPS)[None, :]
-        mask = mask[:, :, None] & (number < squares_parts)[None, None, :]
-        squared = load_kept(squares + of_group[:, :, None] + number[None, None, :], mask)
-        if GROUPS > 1:  # each group's inputs have a divisor of their own
-            divided = tl.rsqrt(tl.sum(squared, axis=2) * GROUPS / inputs + eps)
+        number = tl.arange(0, BLOCK_PARTS)[None, :]
+        at_squares = squares + row[:, None] * squares_parts + number
+        squared = load_kept(at_squares, known[:, None] & (number < squares_parts))
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
         values = input_tile(to_x, begin + k, end, known)
     for start in range(begin, end, BLOCK_INPUTS):
@@ -320,21 +304,16 @@ def share_kernel(
         tile = weight_tile(weight, start + k, end, mine)
         if INPUTS_APART:
             later = input_tile(to_x, start + BLOCK_INPUTS + k, end, known)
-        if GROUPS > 1:
-            here = group[None, :] == start // (inputs // GROUPS)
-            factors = tl.sum(tl.where(here, divided, 0.0), axis=1)
-            sums += product(tile, values, PRECISION) * factors[None, :]
-        else:
-            sums += product(tile, values, PRECISION)
+        sums += product(tile, values, PRECISION)
         if GATED is not None:
             tile = weight_tile(weight + to_up, start + k, end, mine)
             ups += product(tile, values, PRECISION)
         if INPUTS_APART:
             values = later
-    if squares is not None and GROUPS == 1:
-        factors = tl.rsqrt(tl.sum(tl.sum(squared, axis=2), axis=1) / inputs + eps)[None, :]
-        sums *= factors
-        ups *= factors
+    if squares is not None:
+        divided = tl.rsqrt(tl.sum(squared, axis=1) / inputs + eps)[None, :]
+        sums *= divided
+        ups *= divided
     if low is not None:
         r = tl.arange(0, BLOCK_RANK)
         values = input_tile(low + row[None, :] * RANK, r, RANK, known)
@@ -350,8 +329,8 @@ def share_kernel(
             y = (before.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
         store_kept(total + at, y, there)
         wide = y.to(tl.float32)
-        at_own = own_squares + row * tl.num_programs(0) + tl.program_id(0)
-        store_kept(at_own, tl.sum(wide * wide, axis=0), known)
+        own = tl.sum(wide * wide, axis=0)
+        store_kept(own_squares + row * tl.num_programs(0) + tl.program_id(0), own, known)
         y = (factor.to(tl.float32)[:, None] * wide).to(y.dtype)
     tl.store(out + at, y, mask=there)
 

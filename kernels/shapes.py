@@ -19,8 +19,6 @@ ACCEPT = 2**20  # + LEVEL · depth + the place among its siblings of the node th
 LEVEL = 2**11
 AFTER = 2**31  # the token after the accepted path
 
-SCANNED = 32  # channels of a head that a program scans where nodes are few
-
 
 # What is to be added to a stream (…, D): nothing, parts of a sum (S, …, D), or several such
 Added = Tensor | tuple[Tensor, ...] | None
@@ -213,14 +211,12 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Undivided:
-    """A norm of B·Q rows of width D over groups of channels that has begun: rows (B, Q, D), scaled,
-    but not divided by their root mean squares yet; squares (B·Q, S) fp32, parts of their sums of
-    squares, those of a group next to each other."""
+    """A norm of B·Q rows of width D that has begun: rows (B, Q, D), scaled, but not divided by
+    their root mean squares yet; squares (B·Q, S) fp32, parts of each row's sum of squares."""
 
     rows: Tensor
     squares: Tensor
     eps: float
-    groups: int = 1
 
 
 @dataclass
@@ -302,9 +298,9 @@ class Gated:
 @dataclass(frozen=True)
 class Closing:
     """The product that ends a block, which is made when it is known what follows: of x (B, Q, C),
-    or of a norm, with a weight (D, C), and biases (D,) to be added."""
+    or of the norm of what is gated, with a weight (D, C), and biases (D,) to be added."""
 
-    x: Tensor | Gated | Undivided
+    x: Tensor | Gated
     weight: Tensor
     biases: tuple[Tensor, ...] = ()
 

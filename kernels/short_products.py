@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +24,7 @@ from stree_kernels import gather, pointwise, products
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import device_of, precision_of, product
-from stree_kernels.shapes import SCANNED, Closing, Gated, MixerShape, Stream, Undivided
+from stree_kernels.shapes import Closing, Gated, Stream, Undivided
 
 FEW = 16  # rows
 LONGEST = 1024  # row of a weight
@@ -42,22 +41,9 @@ def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
     return products.linear(_rows_for(x, weight, len(weight)), weight)
 
 
-def begun_norm(
-    projected: Tensor, shape: MixerShape, eps: float, groups: int, weight: Tensor
-) -> Undivided | None:
-    """`naive.begun_norm`: as `add_linear` begins norms, of groups of whole heads."""
-    rows = projected.new_empty(*projected.shape[:-1], shape.d_inner)
-    if shape.num_heads % groups or fits(rows, weight) or not products.begins_norm(rows, weight):
-        return None
-    parts = shape.num_heads * triton.cdiv(shape.head_dim, SCANNED)
-    squares = rows.new_empty(rows.numel() // shape.d_inner, parts, dtype=torch.float32)
-    begun = Undivided(rows, squares, eps, groups)
-    return begun if products.divides(begun, weight, len(weight)) else None
-
-
-def linear_parts(x: Tensor | Gated | Undivided, weight: Tensor) -> Tensor:
+def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, as `linear` in one part where that fits."""
-    if not isinstance(x, Undivided) and fits(x, weight):
+    if fits(x, weight):
         return _product(x, weight)[None]
     return products.linear_parts(_gated(x), weight)
 
@@ -67,7 +53,8 @@ def add_linear(x: Tensor | None, closing: Closing, scale: Tensor, eps: float) ->
     the norm, too."""
     assert not closing.biases
     given, weight = closing.x, closing.weight
-    if _is_large(given, weight):
+    rows = given.y if isinstance(given, Gated) else given
+    if not fits(given, weight) and products.begins_norm(rows, weight):
         total, undivided = products.linear_undivided(_gated(given), weight, x, scale, eps)
         return Stream(total, scale, eps, undivided=undivided)
     parts = linear_parts(given, weight)
@@ -111,15 +98,7 @@ def _rows_for(x: Tensor | Stream, weight: Tensor, outputs: int) -> Tensor | Undi
     return begun if begun is not None and products.divides(begun, weight, outputs) else norm(x)
 
 
-def _is_large(x: Tensor | Gated | Undivided, weight: Tensor) -> bool:
-    """Whether the product begins the norm that follows."""
-    if isinstance(x, Undivided):
-        return products.begins_norm(x.rows, weight)
-    rows = x.y if isinstance(x, Gated) else x
-    return not fits(x, weight) and products.begins_norm(rows, weight)
-
-
-def _gated(x: Tensor | Gated | Undivided) -> Tensor | Undivided:
+def _gated(x: Tensor | Gated) -> Tensor:
     return x.norm_by(pointwise.gated_rms_norm) if isinstance(x, Gated) else x
 
 

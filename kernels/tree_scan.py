@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
-from stree_kernels.shapes import SCANNED, Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
 from stree_kernels.tree_conv import replay_and_convolve
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
 # What was fastest on an H200.
-FEW, MANY = (16, SCANNED, 4), (32, 64, 8)
+FEW, MANY = (16, 32, 4), (32, 64, 8)
 
 
 def mamba_tree(
@@ -34,10 +34,8 @@ def mamba_tree(
     steering: Steering,
     first: int,
     out: Tensor | None = None,
-    norm: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype. norm, as in
-    `ops.mamba_tree`, of `FEW` nodes."""
+    """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
     batch, num_new, _ = projected.shape
     xb, steps = derived.xb, derived.steps
     kept = projected[..., shape.d_inner :]
@@ -50,16 +48,13 @@ def mamba_tree(
     heads, num_nodes = shape.num_heads, first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
     query_blocks = triton.cdiv(num_new, block_q)
-    scale, squares = norm or (None, None)
-    assert norm is None or query_blocks == 1
     tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p) * query_blocks, heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
         C, C.stride(0), C.stride(1),
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1),
-        projected if shape.gated or norm else None, projected.stride(0), projected.stride(1),
-        scale, squares, weights.D,
+        projected if shape.gated else None, projected.stride(0), projected.stride(1), weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
         steering.variant, steering.parity, first, num_new, query_blocks,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
@@ -120,8 +115,7 @@ def tree_scan_kernel(
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
     y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    scale, squares, D_pointer,
-    ancestors, tree_size, variants, parities, first, num_new, query_blocks,
+    D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -140,8 +134,6 @@ def tree_scan_kernel(
     node = first + q
     known = q < num_new
     D = load_kept(D_pointer + head).to(tl.float32)
-    if scale is not None:
-        factor = load_kept(scale + head * HEAD_DIM + p, in_p).to(tl.float32)
     # The first launch began with waiting for all before it: what steers both is there already
     parity = load_kept(parities)
     ancestors += load_kept(variants + batch) * tree_size * tree_size
@@ -188,10 +180,5 @@ def tree_scan_kernel(
         at = gate + batch * gate_batch_stride + q[:, None] * gate_stride + head * HEAD_DIM
         z = tl.load(at + p[None, :], mask=known[:, None] & in_p[None, :], other=0.0).to(tl.float32)
         y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
-    if scale is not None:
-        part = (batch * num_new + q) * tl.num_programs(1) + head
-        at = squares + part * tl.num_programs(0) + block
-        store_kept(at, tl.sum(tl.where(in_p[None, :], y * y, 0.0), axis=1), known)
-        y *= factor[None, :]
     at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
     tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])

@@ -46,7 +46,6 @@ from stree_kernels.naive.pointwise import (
 )
 from stree_kernels.naive.products import (
     add_linear,
-    begun_norm,
     in_8_bits,
     laid,
     linear,
@@ -68,7 +67,6 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "attend_tree",
-    "begun_norm",
     "build_topology",
     "choice_scores",
     "choose_best",

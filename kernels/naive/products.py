@@ -9,7 +9,7 @@ from torch import Tensor
 from stree_kernels.naive.dtypes import widened
 from stree_kernels.naive.gather import norm
 from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
-from stree_kernels.shapes import Closing, Gated, MixerShape, Scaled, Stream, Undivided
+from stree_kernels.shapes import Closing, Gated, Scaled, Stream
 
 ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: what is wider goes by the piece
 LARGEST = 448.0  # of e4m3
@@ -48,14 +48,6 @@ def laid(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t() if weight.device.type == "cpu" else weight.contiguous()
 
 
-def begun_norm(
-    projected: Tensor, shape: MixerShape, eps: float, groups: int, weight: Tensor
-) -> Undivided | None:
-    """Room for what `mamba_tree` writes of projected inputs where it begins the norm of what is
-    gated, over groups, which the product with a weight (D, H·P) reads; None where it does not."""
-    return None
-
-
 def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`linear`, as parts of a sum (S, …, E): several in fp32, or one in x's dtype."""
     return linear(x.norm_by(gated_rms_norm) if isinstance(x, Gated) else x, weight)[None]
@@ -70,7 +62,6 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
 def add_linear(x: Tensor | None, closing: Closing, scale: Tensor, eps: float) -> Stream:
     """A stream ahead of a norm by scale (D,): x (B, Q, D), if any, and a product without biases
     (B, Q, D), which is added to it."""
-    assert not isinstance(closing.x, Undivided)
     parts = linear_parts(closing.x, closing.weight)
     return Stream(parts[0], scale, eps) if x is None else Stream(x, scale, eps, parts)
 

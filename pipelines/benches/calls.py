@@ -281,9 +281,9 @@ def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     from stree_kernels import chain_scan
 
     def chain(*arguments: Any) -> Tensor:
-        *rest, first, out, norm = arguments
+        *rest, first, out = arguments
         assert first == 0
-        rest += [out, norm]
+        rest.append(out)
         return chain_scan.mamba_chain(*rest)
 
     def swapped() -> Tensor:

@@ -75,7 +75,6 @@ class JointCall(TreeCall):
     """A call over [path, tree]; `steering` and `topology` are the tree's."""
 
     READY: ClassVar[str] = "none"  # the launch ahead was over the path
-    AT_ONCE: ClassVar[bool] = False
 
     chain: Topology
     before: Steering

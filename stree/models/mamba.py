@@ -28,7 +28,7 @@ from stree.models.parts import (
 )
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
-from stree_kernels.shapes import Closing, Gated, MixerWeights, Stream, Undivided
+from stree_kernels.shapes import Closing, Gated, MixerWeights, Stream
 
 
 class Mamba2(Part):
@@ -141,18 +141,12 @@ class Mamba2(Part):
 
     def mix(
         self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None
-    ) -> Tensor | Gated | Undivided:
-        begun = self._begun_norm(projected) if out is None and call.AT_ONCE else None
-
+    ) -> Tensor | Gated:
         def scan(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
             kept = (cache.rows, cache.derived, cache.state)
-            norm = None if begun is None else (self.norm.weight, begun.squares)
-            rest: tuple[Any, ...] = (self.weights, self.shape, *where, to, norm)
+            rest: tuple[Any, ...] = (self.weights, self.shape, *where, to)
             return ops.mamba_tree(nodes, *kept, *rest)
 
-        if begun is not None:
-            call.over_nodes(cache, scan, projected, begun.rows)
-            return begun
         if self.gated_norm == "gate":  # the scan's own: see `MixerShape`
             return call.over_nodes(cache, scan, projected, out)
         y = call.over_nodes(cache, scan, projected)
@@ -161,10 +155,3 @@ class Mamba2(Part):
             gated = Gated(y, z, norm.weight, norm.eps, norm.groups)
             return gated if out is None else put(gated.norm_by(ops.gated_rms_norm), out)
         return put(ops.gated(norm(y), z), out)
-
-    def _begun_norm(self, projected: Tensor) -> Undivided | None:
-        """Room for a norm that the scan begins and the last product ends, where they do."""
-        if self.gated_norm == "gate" or not self._gates_first:
-            return None
-        norm, last = self.norm, self.packed[-1]
-        return ops.begun_norm(projected, self.shape, norm.eps, norm.groups, last.weight)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Added, Closing, Gated, Steering, Stream, Topology, Undivided
+from stree_kernels.shapes import Added, Closing, Gated, Steering, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features
@@ -120,7 +120,6 @@ class TreeCall:
     (S, B, Q, D)."""
 
     READY: ClassVar[str] = "memory"  # a mixer's first launch comes after a product
-    AT_ONCE: ClassVar[bool] = True  # a mixer's op runs over all nodes
 
     topology: Topology
     steering: Steering
@@ -311,8 +310,8 @@ def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
     return y if to.bias is None else y + to.bias
 
 
-def closing(x: Tensor | Gated | Undivided, to: Joined | nn.Linear) -> Closing:
-    """`project` of x (…, D), or of a norm, to be added to a stream."""
+def closing(x: Tensor | Gated, to: Joined | nn.Linear) -> Closing:
+    """`project` of x (…, D), or of the norm of what is gated, to be added to a stream."""
     return Closing(x, to.weight, () if to.bias is None else (to.bias,))
 
 

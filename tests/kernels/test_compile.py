@@ -12,8 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "compile_kernels.py"
 KERNELS = {
     "norm_kernel", "activation_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
-    "chain_scan_kernel", "embed_kernel", "rows_at_kernel", "root_kernel", "share_kernel",
-    "scaled_kernel", "rows_kernel",
+    "embed_kernel", "rows_at_kernel", "root_kernel", "share_kernel", "scaled_kernel", "rows_kernel",
     "siblings_kernel", "walk_kernel",
     "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "pairs_kernel",

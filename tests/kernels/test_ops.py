@@ -93,22 +93,6 @@ def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, module):
     assert asked == [module]
 
 
-@pytest.mark.parametrize(("head_dim", "groups", "begins"), [
-    (256, 2, True), (256, 1, True), (257, 2, False), (256, 3, False), (250, 2, False),
-])  # fmt: skip
-def test_only_a_scan_of_the_kernels_begins_a_norm(monkeypatch, head_dim, groups, begins):
-    """With groups of whole heads that fill tiles."""
-    monkeypatch.setattr(ops, "fused", lambda device, dtype, largest=0: largest <= ops.MAX_DIM)
-    shape = MixerShape(8, head_dim, 16, 8, 1, 1, 4)
-    projected = torch.zeros(1, 2, shape.d_inner + shape.num_kept, dtype=torch.bfloat16)
-    weight = torch.zeros(40, shape.d_inner, dtype=torch.bfloat16)
-    room = ops.begun_norm(projected, shape, 1e-5, groups, weight)
-    assert (room is not None) == begins
-    if room is not None:
-        assert room.rows.shape == (1, 2, shape.d_inner) and room.groups == groups
-        assert room.squares.shape == (2, 8 * 8)
-
-
 def test_every_op_has_a_twin_of_its_name():
     own = {name for name, each in inspect.getmembers(ops, inspect.isfunction)
            if each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip

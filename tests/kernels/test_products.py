@@ -5,7 +5,7 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import naive, products
-from stree_kernels.shapes import Closing, Undivided
+from stree_kernels.shapes import Closing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -134,35 +134,6 @@ def test_a_norm_that_begins_in_the_product_ahead(rows, inputs, width, added, op)
     assert relative_error(got, wanted) < roundings * TOLERANCE[dtype]
     assert total.shape == (*rows, width)
     assert relative_error(total, wide.source) < roundings * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(("inputs", "groups", "parts"), [(512, 2, 3), (768, 3, 20), (300, 1, 5)])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_norm_over_groups_that_has_begun(rows, inputs, groups, parts):
-    """Each group is divided by its own root mean square. The interpreter cuts off."""
-    dtype, eps = torch.bfloat16, 0.3
-    tolerance = (1 if DEVICE == "cuda" else 2) * TOLERANCE[dtype]
-    x = normal(rows, groups, inputs // groups, dtype=dtype)
-    x *= torch.arange(1, groups + 1, device=DEVICE)[:, None]
-    wide = x.double()
-    shares = torch.rand(parts, device=DEVICE, dtype=torch.float64).softmax(0)
-    squares = (wide.square().sum(-1, keepdim=True) * shares).flatten(1).float()
-    begun = Undivided(x.flatten(1)[None], squares, eps, groups)
-    weight = normal(90, inputs, seed=1, dtype=dtype) / inputs**0.5
-    assert products.divides(begun, weight, 90)
-    exact = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    wanted = naive.linear(exact.flatten(1), weight.double())
-    assert relative_error(products.linear(begun, weight)[0], wanted) < tolerance
-    stream, scale = normal(1, rows, 90, seed=2, dtype=dtype), normal(90, seed=3)
-    total, again = products.linear_undivided(begun, weight, stream, scale, eps)
-    assert relative_error(total[0], stream[0].double() + wanted) < 2 * tolerance
-    squared = total.double().square().sum(-1).flatten()
-    assert relative_error(again.squares.sum(1), squared) < 1e-5
-
-
-def test_groups_that_a_tile_would_cross_are_normed_by_a_launch():
-    begun = Undivided(normal(1, 1, 600, dtype=torch.bfloat16), normal(1, 2), 1e-5, 2)
-    assert not products.divides(begun, normal(20, 600, dtype=torch.bfloat16), 20)
 
 
 def test_a_row_that_is_divided_late_does_not_depend_on_the_others():

@@ -11,7 +11,6 @@ off instead of rounding it: twice the error, and always downwards, so that the f
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -25,15 +24,13 @@ from kernel_cases import (
     readers_of,
     relative_error,
     star,
-    steering_of,
-    topology_of,
 )
 from lanes import quick_first
 from toys import random_tree
 
 from stree.tree import TokenTree
 from stree_kernels import chain_scan, naive, tree_scan
-from stree_kernels.shapes import SCANNED, Derived, MixerShape, MixerWeights
+from stree_kernels.shapes import Derived, MixerShape, MixerWeights
 
 SHAPES = {
     "grouped": MixerShape(4, 16, 16, 2, 1, 4, 4),
@@ -177,30 +174,3 @@ def test_siblings_and_uncounted_path_slots_are_invisible():
     compare(shape, [tree], [[0, 1], [0]])
     before, changed = (make(shape, tree.num_nodes, torch.float32) for _ in range(2))
     assert readers_of(2, before, changed, shape, tree) == [2, 6]
-
-
-@pytest.mark.parametrize("name", ["grouped", "odd", "gated, two-blocks"])
-@pytest.mark.parametrize("as_chain", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_scan_that_begins_the_norm_after_it(name, as_chain, dtype):
-    """It gates what it gives, scales it, and adds up the squares ahead of that, by heads."""
-    shape = dataclasses.replace(SHAPES[name], gated=False)
-    tree = TokenTree.chain(4) if as_chain else TokenTree.paper()
-    case, scale = make(shape, tree.num_nodes, dtype, as_chain=as_chain), normal(shape.d_inner)
-    topology = topology_of([tree], shape.width)
-    steering = steering_of([0, 0], [[], []], 1, tree.num_nodes, parity=1)
-    projected, num_rows = case.projected[0], 2 * tree.num_nodes
-    y = case.call(0, shape, topology, steering)
-    blocks = -(-shape.head_dim // SCANNED)
-    room = torch.full((num_rows, shape.num_heads * blocks), torch.nan, device=DEVICE)
-    rest = (case.state, case.weights, shape, topology, steering)
-    given = (projected, case.rows, case.derived, *rest, *([] if as_chain else [0]))
-    run = chain_scan.mamba_chain if as_chain else tree_scan.mamba_tree
-    out = torch.full_like(y, torch.nan)
-    assert run(*given, out, (scale, room)) is out
-    wide = naive.gated(y.double(), projected[..., : shape.d_inner].double())
-    roundings = 1 if DEVICE == "cuda" else 2
-    tolerance = 1e-5 if dtype == torch.float32 else roundings * 2**-8
-    assert relative_error(out, wide * scale) < tolerance
-    squares = wide.unflatten(-1, (shape.num_heads, -1)).square().sum(-1).view(num_rows, -1)
-    assert relative_error(room.unflatten(-1, (-1, blocks)).sum(-1), squares) < 1e-5

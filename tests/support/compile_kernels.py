@@ -176,15 +176,8 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
     ops.experts(rows, *chosen, up, down, "swiglu")
 
 
-def norms_between_products(config: HybridConfig, dtype: torch.dtype) -> None:
-    """Of weights that are not small, as wide as a 7B's; and gated ones, of one layer."""
-    wide = config.replace(
-        num_layers=1, attn_layers=(), intermediate_size=0, gated_norm_groups=2,
-    )  # fmt: skip
-    model = HybridModel(wide).to(dtype)
-    for tree in (TokenTree.chain(0), TokenTree.chain(15)):
-        cache, tokens = model.new_cache(32, 16), torch.zeros(1, tree.num_nodes, dtype=torch.long)
-        model.tree_forward(tokens, tree, cache, cache.num_slots)
+def norms_between_products(dtype: torch.dtype) -> None:
+    """Of weights that are not small, as wide as a 7B's."""
     x, scale = torch.zeros(1, 1, 4096, dtype=dtype), torch.ones(3584, dtype=dtype)
     closing = Closing(x, torch.zeros(3584, 4096, dtype=dtype))
     for stream in (torch.zeros(1, 1, 3584, dtype=dtype), None):
@@ -260,7 +253,7 @@ def main() -> None:
         head = naive.in_8_bits(model.head_weight)
         for rows in (1, 8, 16, 64):
             ops.linear(many[:, :rows], head)
-        norms_between_products(config, getattr(torch, options.dtype))
+        norms_between_products(getattr(torch, options.dtype))
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"^\t[^.\s/].*;", kernel.asm["ptx"], re.MULTILINE)
         line = [name, kernel.metadata.num_warps, len(code), kernel.metadata.shared]
