@@ -18,7 +18,6 @@ from torch import Tensor
 from stree_kernels import naive
 from stree_kernels.shapes import (
     Added,
-    Closing,
     Derived,
     Drafts,
     Gated,
@@ -245,16 +244,9 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     return _module("short_products", weight).linear_swiglu(x, weight)
 
 
-def add_linear(x: Tensor | None, closing: Closing, scale: Tensor, eps: float) -> Stream:
-    """See `naive.add_linear`."""
-    return _module("short_products", closing.weight).add_linear(x, closing, scale, eps)
-
-
-def linear_adapted(
-    x: Tensor | Stream, weight: Tensor, low: Tensor, up: Tensor, kind: str
-) -> Tensor:
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
     """See `naive.linear_adapted`."""
-    return _module("short_products", weight).linear_adapted(x, weight, low, up, kind)
+    return _module("products", x).linear_adapted(x, weight, low, up, kind)
 
 
 def choose_experts(

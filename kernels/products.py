@@ -10,11 +10,6 @@ Every multiprocessor reads all rows of the inputs. Where that would be more than
 weight, and a norm follows, the shares are of more outputs and of a part of the inputs; the norm
 adds up what the parts gave (`linear_parts`).
 
-Of few rows such a norm is no launch of its own. A row's products are divided by its root mean
-square as well as the row itself: so the product ahead (`linear_undivided`) adds to the stream,
-scales, and leaves the sums of squares of its shares, and the product that reads the norm divides
-what it gives (`Undivided`).
-
 More rows, more outputs than a share can hold, and 32-bit numbers are left to NVIDIA's libraries.
 PyTorch gives a product to cuBLAS, and one with a bias to cuBLASLt, which chooses among other
 kernels: faster ones for some dozens of rows where cuBLAS would split the sum.
@@ -31,9 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels.launch import follow, load_kept, overlapping, store_kept
+from stree_kernels.launch import follow, overlapping
 from stree_kernels.pointwise import activated, gated_by
-from stree_kernels.shapes import Undivided
 
 
 @dataclass(frozen=True)
@@ -65,15 +59,12 @@ STAGE_BYTES = 214_000  # of shared memory, at most
 SHARED_BYTES = 228 * 1024  # that a multiprocessor must have: an H100's, H200's, B200's
 AHEAD = 65536  # bytes of its weight that a share asks for before the launch ahead has ended
 CHUNK = tl.constexpr(256)  # bytes of a row that it asks for at a time
-BEGUN = FEW  # most rows of which a product begins the norm that follows
 LT_ROWS = (32, 96)  # for which cuBLASLt is asked
 
 
-def linear(x: Tensor | Undivided, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear`, by shares where rows are few."""
     outputs, inputs = weight.shape
-    if isinstance(x, Undivided):
-        return _by_shares(x.rows, weight, outputs, begun=x)
     rows = x.numel() // inputs
     multiprocessors, _ = device_of(x)
     enough = rows <= FEW or (rows <= MANY and outputs >= rows * multiprocessors)
@@ -111,50 +102,20 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight)[None]
 
 
-def begins_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_undivided` serves. fp16 has too small a range for what is not divided."""
-    few = x.numel() // x.shape[-1] <= BEGUN and x.dtype == weight.dtype == torch.bfloat16
-    return few and _fits(x, weight, len(weight))
-
-
-def linear_undivided(
-    x: Tensor, weight: Tensor, stream: Tensor | None, scale: Tensor, eps: float
-) -> tuple[Tensor, Undivided]:
-    """A product, added to a stream (B, Q, D) if there is one; and the norm of that, by scale (D,),
-    as far as it goes without the whole rows."""
-    assert stream is None or (stream.is_contiguous() and stream.dtype == x.dtype)
-    outputs = len(weight)
-    total = x.new_empty(*x.shape[:-1], outputs)
-    programs = triton.cdiv(outputs, _share_of(outputs, x))
-    squares = x.new_empty(x.numel() // x.shape[-1], programs, dtype=torch.float32)
-    rows = _by_shares(x, weight, outputs, norm=(stream, scale, total, squares))
-    return total, Undivided(rows, squares, eps)
-
-
-def divides(begun: Undivided, weight: Tensor, outputs: int) -> bool:
-    """Whether the product with a weight, or with two of so many outputs, is by shares."""
-    return _fits(begun.rows, weight, outputs)
-
-
-def linear_swiglu(x: Tensor | Undivided, weight: Tensor) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """`naive.linear_swiglu`, by shares where rows are few."""
     outputs = weight.shape[0] // 2
-    if isinstance(x, Undivided):
-        return _by_shares(x.rows, weight, outputs, gated="swiglu", begun=x)
     if x.numel() // x.shape[-1] <= MANY and _fits(x, weight, outputs):
         return _by_shares(x, weight, outputs, gated="swiglu")
     return activated(linear(x, weight), "swiglu")
 
 
-def linear_adapted(
-    x: Tensor | Undivided, weight: Tensor, low: Tensor, up: Tensor, kind: str
-) -> Tensor:
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
     """`naive.linear_adapted`, in one launch where rows are few; kind, with a gate."""
     outputs, rank = weight.shape[0] // 2, up.shape[1]
-    rows, begun = (x.rows, x) if isinstance(x, Undivided) else (x, None)
-    few = rows.numel() // rows.shape[-1] <= MANY and rank <= MOST_RANK
-    if few and _fits(rows, weight, outputs) and low.is_contiguous() and up.is_contiguous():
-        return _by_shares(rows, weight, outputs, gated=kind, adapter=(low, up), begun=begun)
+    few = x.numel() // x.shape[-1] <= MANY and rank <= MOST_RANK
+    if few and _fits(x, weight, outputs) and low.is_contiguous() and up.is_contiguous():
+        return _by_shares(x, weight, outputs, gated=kind, adapter=(low, up))
     return activated(linear(x, weight) + linear(low, up), kind)
 
 
@@ -188,11 +149,9 @@ def _by_shares(
     parts: int = 1,
     adapter: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
-    begun: Undivided | None = None,
-    norm: tuple[Tensor | None, ...] = (None, None, None, None),
 ) -> Tensor:
     """gated, by which kind of MLP; adapter, as in `linear_adapted`; dtype, of the result (that of
-    x); begun, whose rows x are; norm, what `linear_undivided` reads and writes."""
+    x)."""
     inputs = x.shape[-1]
     assert inputs == weight.shape[1]
     rows = x.numel() // inputs
@@ -200,7 +159,7 @@ def _by_shares(
         out = x.new_empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype)
     else:
         out = x.new_empty(parts, *x.shape[:-1], outputs, dtype=torch.float32)
-    share = _share_of(outputs, x, parts)
+    share = triton.cdiv(outputs, device_of(x)[0] // parts)
     block_outputs = max(16, triton.next_power_of_2(share))
     block_rows = max(16, triton.next_power_of_2(rows))
     tiling = TILINGS[rows <= FEW, gated is not None]
@@ -214,14 +173,9 @@ def _by_shares(
     span = triton.cdiv(inputs, parts * block_inputs) * block_inputs
     ahead = AHEAD // (CHUNK.value * block_outputs * tensors)
     whole = inputs % 16 == 0 and ahead * CHUNK.value <= 2 * (inputs - (parts - 1) * span)
-    squares, squares_parts, eps = None, 0, 0.0
-    if begun is not None:
-        squares, squares_parts, eps = begun.squares, begun.squares.shape[1], begun.eps
     share_kernel[(triton.cdiv(outputs, share), parts)](
         x, weight, out, rows, outputs, inputs, share, span, *adapter,
-        squares, squares_parts, eps, *norm,
         RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
-        BLOCK_PARTS=max(16, triton.next_power_of_2(squares_parts)),
         PARTED=parts > 1, EVEN=inputs % 16 == 0, GATED=gated,
         AHEAD=ahead if whole else 0,
         INPUTS_APART=tiling.inputs_apart, BLOCK_ROWS=block_rows,
@@ -229,11 +183,6 @@ def _by_shares(
         num_stages=min(tiling.stages, most_stages), num_warps=tiling.warps, **overlapping(x),
     )  # fmt: skip
     return out
-
-
-def _share_of(outputs: int, x: Tensor, parts: int = 1) -> int:
-    """Outputs of a program."""
-    return triton.cdiv(outputs, device_of(x)[0] // parts)
 
 
 def device_of(tensor: Tensor) -> tuple[int, int]:
@@ -254,8 +203,7 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def share_kernel(
     x, weight, out, rows, outputs, inputs, share, span, low, up,
-    squares, squares_parts, eps, stream, scale, total, own_squares,
-    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, AHEAD: tl.constexpr,
     PARTED: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INPUTS_APART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -286,16 +234,7 @@ def share_kernel(
         ask_for(rows_at, AHEAD)
         if GATED is not None:
             ask_for(rows_at + to_up, AHEAD)
-    there = mine[:, None] & known[None, :]
-    if scale is not None:
-        factor = load_kept(scale + output, mine)
     follow(OVERLAPS)
-    if stream is not None:
-        before = load_kept(stream + row[None, :] * outputs + output[:, None], there)
-    if squares is not None:  # added up when the product is there, so that nothing waits for them
-        number = tl.arange(0, BLOCK_PARTS)[None, :]
-        at_squares = squares + row[:, None] * squares_parts + number
-        squared = load_kept(at_squares, known[:, None] & (number < squares_parts))
     if INPUTS_APART:  # the compiler stages only what is loaded where it is used
         values = input_tile(to_x, begin + k, end, known)
     for start in range(begin, end, BLOCK_INPUTS):
@@ -310,10 +249,6 @@ def share_kernel(
             ups += product(tile, values, PRECISION)
         if INPUTS_APART:
             values = later
-    if squares is not None:
-        divided = tl.rsqrt(tl.sum(squared, axis=1) / inputs + eps)[None, :]
-        sums *= divided
-        ups *= divided
     if low is not None:
         r = tl.arange(0, BLOCK_RANK)
         values = input_tile(low + row[None, :] * RANK, r, RANK, known)
@@ -323,16 +258,8 @@ def share_kernel(
     y = sums.to(out.dtype.element_ty)
     if GATED is not None:
         y = gated_by(y, ups.to(y.dtype), GATED)
-    at = (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
-    if scale is not None:
-        if stream is not None:
-            y = (before.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-        store_kept(total + at, y, there)
-        wide = y.to(tl.float32)
-        own = tl.sum(wide * wide, axis=0)
-        store_kept(own_squares + row * tl.num_programs(0) + tl.program_id(0), own, known)
-        y = (factor.to(tl.float32)[:, None] * wide).to(y.dtype)
-    tl.store(out + at, y, mask=there)
+    at = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
+    tl.store(at, y, mask=mine[:, None] & known[None, :])
 
 
 @triton.jit

@@ -209,16 +209,6 @@ class Scaled:
     scale: Tensor
 
 
-@dataclass(frozen=True)
-class Undivided:
-    """A norm of B·Q rows of width D that has begun: rows (B, Q, D), scaled, but not divided by
-    their root mean squares yet; squares (B·Q, S) fp32, parts of each row's sum of squares."""
-
-    rows: Tensor
-    squares: Tensor
-    eps: float
-
-
 @dataclass
 class Stream:
     """A residual stream ahead of a norm, of Q nodes of B sequences, width D: what it consists of,
@@ -227,8 +217,7 @@ class Stream:
     source, the rows (B, Q, D); or an embedding (V, D), with its tokens (B, Q), or those (B, N) at
     nodes (B, Q), −1 for none; written: launches of the same step write the nodes (`launch.py`).
     added, what is still to be added to it; scale (D,) and eps of the norm. With beside (B, Q, E),
-    the norm is that of both next to each other, by a scale (D + E,). undivided, where a product
-    has begun the norm of what it added to the stream.
+    the norm is that of both next to each other, by a scale (D + E,).
     """
 
     source: Tensor
@@ -239,7 +228,6 @@ class Stream:
     nodes: Tensor | None = None
     written: bool = False
     beside: Tensor | None = None
-    undivided: Undivided | None = None
     normed: Tensor | None = field(default=None, init=False)  # (B, Q, D + E), where it has been made
 
     @property
@@ -293,16 +281,6 @@ class Gated:
     def norm_by(self, gated_rms_norm: Callable[..., Tensor]) -> Tensor:
         """The norm (B, Q, C), made by this op."""
         return gated_rms_norm(self.y, self.gate, self.scale, self.eps, self.groups)
-
-
-@dataclass(frozen=True)
-class Closing:
-    """The product that ends a block, which is made when it is known what follows: of x (B, Q, C),
-    or of the norm of what is gated, with a weight (D, C), and biases (D,) to be added."""
-
-    x: Tensor | Gated
-    weight: Tensor
-    biases: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

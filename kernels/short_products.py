@@ -24,7 +24,7 @@ from stree_kernels import gather, pointwise, products
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import device_of, precision_of, product
-from stree_kernels.shapes import Closing, Gated, Stream, Undivided
+from stree_kernels.shapes import Gated, Stream
 
 FEW = 16  # rows
 LONGEST = 1024  # row of a weight
@@ -38,36 +38,16 @@ def linear(x: Tensor | Stream, weight: Tensor) -> Tensor:
     x = _as_normed(x)
     if fits(x, weight):
         return _product(x, weight)
-    return products.linear(_rows_for(x, weight, len(weight)), weight)
+    return products.linear(norm(x) if isinstance(x, Stream) else x, weight)
 
 
 def linear_parts(x: Tensor | Gated, weight: Tensor) -> Tensor:
     """`naive.linear_parts`, as `linear` in one part where that fits."""
     if fits(x, weight):
         return _product(x, weight)[None]
-    return products.linear_parts(_gated(x), weight)
-
-
-def add_linear(x: Tensor | None, closing: Closing, scale: Tensor, eps: float) -> Stream:
-    """`naive.add_linear`: of few rows and a weight that is not small in one launch, which begins
-    the norm, too."""
-    assert not closing.biases
-    given, weight = closing.x, closing.weight
-    rows = given.y if isinstance(given, Gated) else given
-    if not fits(given, weight) and products.begins_norm(rows, weight):
-        total, undivided = products.linear_undivided(_gated(given), weight, x, scale, eps)
-        return Stream(total, scale, eps, undivided=undivided)
-    parts = linear_parts(given, weight)
-    if x is not None:
-        return Stream(x, scale, eps, parts)
-    return Stream(parts[0] if len(parts) == 1 else parts.sum(0).to(weight.dtype), scale, eps)
-
-
-def linear_adapted(
-    x: Tensor | Stream, weight: Tensor, low: Tensor, up: Tensor, kind: str
-) -> Tensor:
-    """`naive.linear_adapted`, in one launch where rows are few; kind, with a gate."""
-    return products.linear_adapted(_rows_for(x, weight, len(weight) // 2), weight, low, up, kind)
+    if isinstance(x, Gated):
+        x = x.norm_by(pointwise.gated_rms_norm)
+    return products.linear_parts(x, weight)
 
 
 def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
@@ -75,7 +55,7 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     x = _as_normed(x)
     if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)
-    return products.linear_swiglu(_rows_for(x, weight, len(weight) // 2), weight)
+    return products.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
 
 
 def norm(stream: Stream) -> Tensor:
@@ -88,18 +68,6 @@ def _as_normed(x: Tensor | Stream) -> Tensor | Stream:
     if isinstance(x, Stream) and (x.normed is not None or not x.is_plain):
         return norm(x)
     return x
-
-
-def _rows_for(x: Tensor | Stream, weight: Tensor, outputs: int) -> Tensor | Undivided:
-    """What a product that is not short reads; a norm that has begun, if it can divide."""
-    if not isinstance(x, Stream):
-        return x
-    begun = x.undivided
-    return begun if begun is not None and products.divides(begun, weight, outputs) else norm(x)
-
-
-def _gated(x: Tensor | Gated) -> Tensor:
-    return x.norm_by(pointwise.gated_rms_norm) if isinstance(x, Gated) else x
 
 
 def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> bool:

@@ -45,7 +45,6 @@ from stree_kernels.naive.pointwise import (
     sigmoid_gated,
 )
 from stree_kernels.naive.products import (
-    add_linear,
     in_8_bits,
     laid,
     linear,
@@ -63,7 +62,6 @@ __all__ = [
     "accept_drafts",
     "accumulation_dtype",
     "activated",
-    "add_linear",
     "add_rms_norm",
     "advance",
     "attend_tree",

@@ -9,7 +9,7 @@ from torch import Tensor
 from stree_kernels.naive.dtypes import widened
 from stree_kernels.naive.gather import norm
 from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
-from stree_kernels.shapes import Closing, Gated, Scaled, Stream
+from stree_kernels.shapes import Gated, Scaled, Stream
 
 ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: what is wider goes by the piece
 LARGEST = 448.0  # of e4m3
@@ -59,16 +59,7 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     return swiglu(linear(x, weight))
 
 
-def add_linear(x: Tensor | None, closing: Closing, scale: Tensor, eps: float) -> Stream:
-    """A stream ahead of a norm by scale (D,): x (B, Q, D), if any, and a product without biases
-    (B, Q, D), which is added to it."""
-    parts = linear_parts(closing.x, closing.weight)
-    return Stream(parts[0], scale, eps) if x is None else Stream(x, scale, eps, parts)
-
-
-def linear_adapted(
-    x: Tensor | Stream, weight: Tensor, low: Tensor, up: Tensor, kind: str
-) -> Tensor:
-    """An MLP's inner values (…, I), as `activated` makes them of x (…, D), or of the norm of a
-    stream, by a weight (2·I, D) and an adapter's term, low (…, R) by up (2·I, R)."""
+def linear_adapted(x: Tensor, weight: Tensor, low: Tensor, up: Tensor, kind: str) -> Tensor:
+    """An MLP's inner values (…, I), as `activated` makes them of x (…, D) by a weight (2·I, D) and
+    an adapter's term, low (…, R) by up (2·I, R)."""
     return activated(linear(x, weight) + linear(low, up), kind)

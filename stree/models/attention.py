@@ -17,12 +17,12 @@ from stree.models.parts import (
     RMSNorm,
     Sequences,
     TreeCall,
-    closing,
     project,
+    project_parts,
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Closing, Steering, Stream, Topology
+from stree_kernels.shapes import Steering, Stream, Topology
 
 Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 
@@ -86,12 +86,12 @@ class Attention(Part):
 
     def tree(
         self, x: Stream, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
-    ) -> Closing:
+    ) -> Tensor:
         read, last = self.packed
         projected = project(x, read)
         if adapters is not None:
             projected = projected + torch.cat([own(ops.norm(x)) for own in adapters], dim=-1)
-        return closing(self.mix(projected, cache, call), last)
+        return project_parts(self.mix(projected, cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: AttentionCache, call: TreeCall, out: Tensor | None = None

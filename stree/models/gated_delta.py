@@ -20,14 +20,14 @@ from stree.models.parts import (
     RMSNorm,
     Sequences,
     TreeCall,
-    closing,
     lay_channels_together,
     project,
+    project_parts,
     put,
 )
 from stree_kernels import naive, ops
 from stree_kernels.gated_delta_scan import gated_delta_scan
-from stree_kernels.shapes import Closing, GatedDeltaWeights, Stream
+from stree_kernels.shapes import GatedDeltaWeights, Stream
 
 
 class GatedDeltaNet(Part):
@@ -85,9 +85,9 @@ class GatedDeltaNet(Part):
         cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
 
-    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Closing:
+    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
         read, last = self.packed
-        return closing(self.mix(project(x, read), cache, call), last)
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: GatedDeltaCache, call: TreeCall, out: Tensor | None = None

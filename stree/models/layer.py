@@ -86,8 +86,8 @@ class SharedUse(nn.Module):
         adapters = None
         if self.adapts_attention:
             adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
-        y = call.run(block.self_attn, normed, slot, adapters)
-        normed = call.norm_of(y, block.post_attention_layernorm)
+        y = call.total(call.run(block.self_attn, normed, slot, adapters))
+        _, normed = call.add_norm(y, None, block.post_attention_layernorm)
         y = call.total(call.run(block.mlp, normed, None, self.mlp_adapter))
         return call.project(self.out, y)
 

@@ -21,14 +21,14 @@ from stree.models.parts import (
     RMSNorm,
     Sequences,
     TreeCall,
-    closing,
     lay_channels_together,
     project,
+    project_parts,
     put,
 )
 from stree_kernels import naive, ops
 from stree_kernels.chunk_scan import chunk_scan
-from stree_kernels.shapes import Closing, Gated, MixerWeights, Stream
+from stree_kernels.shapes import Gated, MixerWeights, Stream
 
 
 class Mamba2(Part):
@@ -135,9 +135,9 @@ class Mamba2(Part):
         cache.tail = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
-    def tree(self, x: Stream, cache: MambaCache, call: TreeCall) -> Closing:
+    def tree(self, x: Stream, cache: MambaCache, call: TreeCall) -> Tensor:
         read, last = self.packed
-        return closing(self.mix(project(x, read), cache, call), last)
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: MambaCache, call: TreeCall, out: Tensor | None = None

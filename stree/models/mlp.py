@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
-from stree.models.parts import Part, Pass, closing, parts_of, project
+from stree.models.parts import Part, Pass, project, project_parts
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Closing, Router, Stream
+from stree_kernels.shapes import Router, Stream
 
 
 class MLP(Part):
@@ -48,18 +48,19 @@ class MLP(Part):
         y = self.down_proj(naive.activated(y if adapter is None else y + adapter(x), self.kind))
         return self._finish(y, x)
 
-    def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor | Closing:
+    def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
         read, down = self.packed
         if self.kind != "relu2" and adapter is not None and read.bias is None:
-            low = ops.linear(x, adapter.down.weight)
-            y = ops.linear_adapted(x, read.weight, low, adapter.up.weight, self.kind)
+            normed, up = ops.norm(x), adapter.up.weight
+            low = ops.linear(normed, adapter.down.weight)
+            y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
         elif self.kind == "swiglu" and adapter is None and read.bias is None:
             y = ops.linear_swiglu(x, read.weight)
         else:
             y = project(x, read)
             y = ops.activated(y if adapter is None else y + adapter(ops.norm(x)), self.kind)
-        last = closing(y, down)
-        return self._finish(parts_of(last), ops.norm(x)) if self.gated else last
+        y = project_parts(y, down)
+        return self._finish(y, ops.norm(x)) if self.gated else y
 
     def _finish(self, y: Tensor, x: Tensor) -> Tensor:
         """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""

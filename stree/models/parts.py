@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Added, Closing, Gated, Steering, Stream, Topology
+from stree_kernels.shapes import Added, Gated, Steering, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features
@@ -75,10 +75,6 @@ class Sequences:
         x = self.add(x, y)
         return x, norm(x if beside is None else torch.cat([x, beside], dim=-1))
 
-    def norm_of(self, y: Tensor, norm: RMSNorm) -> Tensor:
-        """The norm of what a part gave."""
-        return norm(y)
-
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         """What a part gives for its normed input; slot, the place of its cache."""
         return part(x, self, *adapters)
@@ -116,8 +112,7 @@ class Extension(Sequences):
 @dataclass
 class TreeCall:
     """One call over tree nodes: what its layers share. Streams are (B, Q, D); what is to be added
-    to one comes as a product that has not been made (`Closing`), or as `Added`, with parts of sums
-    (S, B, Q, D)."""
+    to one comes as `Added`, with parts of sums (S, B, Q, D)."""
 
     READY: ClassVar[str] = "memory"  # a mixer's first launch comes after a product
 
@@ -149,37 +144,24 @@ class TreeCall:
         if self.features is not None:
             self.features.take(layer - 1, rows_of(x))
 
-    def total(self, y: Tensor | Closing) -> Tensor:
-        parts = parts_of(y)
-        return parts[0] if len(parts) == 1 else parts.sum(0).to(self.embedding.dtype)
+    def total(self, y: Tensor) -> Tensor:
+        return y[0] if len(y) == 1 else y.sum(0).to(self.embedding.dtype)
 
     def add_norm(
-        self,
-        x: Tensor | Stream | None,
-        y: Added | Closing,
-        norm: RMSNorm,
-        beside: Tensor | None = None,
+        self, x: Tensor | Stream | None, y: Added, norm: RMSNorm, beside: Tensor | None = None
     ) -> tuple[Stream, Stream]:
         """Before the first block there is no stream yet: it begins with the embeddings. It is added
-        up and normed when a part reads it, or by the product that is added to it."""
+        up and normed when a part reads it."""
         x, scale = self.embedded if x is None else rows_of(x), (norm.weight, norm.eps)
         if x is None:
-            inputs = None if self.inputs is None else self.inputs[None]
+            added = None if self.inputs is None else self.inputs[None]
             written = self.topology.written
-            stream = Stream(self.embedding, *scale, inputs, self.tokens, self.nodes, written)
-        elif isinstance(y, Closing) and not y.biases and beside is None:
-            stream = ops.add_linear(x, y, *scale)
+            stream = Stream(self.embedding, *scale, added, self.tokens, self.nodes, written)
         else:
-            added = parts_of(y) if isinstance(y, Closing) else y
-            stream = Stream(x, *scale, added, beside=beside)
+            stream = Stream(x, *scale, y, beside=beside)
         return stream, stream
 
-    def norm_of(self, y: Tensor | Closing, norm: RMSNorm) -> Stream:
-        if isinstance(y, Closing) and not y.biases:
-            return ops.add_linear(None, y, norm.weight, norm.eps)
-        return Stream(self.total(y), norm.weight, norm.eps)
-
-    def run(self, part: Any, x: Stream, slot: int | None, *adapters: Any) -> Tensor | Closing:
+    def run(self, part: Any, x: Stream, slot: int | None, *adapters: Any) -> Tensor:
         return part.tree(x, None if slot is None else self.caches[slot], self, *adapters)
 
     def over_nodes(
@@ -202,11 +184,11 @@ class TreeCall:
             ops.advance(self.steering, hidden)
         return hidden
 
-    def project(self, projection: nn.Linear, x: Tensor) -> Closing:
-        return closing(x, projection)
+    def project(self, projection: nn.Linear, x: Tensor) -> Tensor:
+        return project_parts(x, projection)
 
-    def together(self, outputs: list[Tensor | Closing]) -> Added | Closing:
-        return outputs[0] if len(outputs) == 1 else tuple(map(parts_of, outputs))
+    def together(self, outputs: list[Tensor]) -> Added:
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 Pass = Sequences | TreeCall
@@ -310,18 +292,11 @@ def project(x: Tensor | Stream, to: Joined | nn.Linear) -> Tensor:
     return y if to.bias is None else y + to.bias
 
 
-def closing(x: Tensor | Gated, to: Joined | nn.Linear) -> Closing:
-    """`project` of x (…, D), or of the norm of what is gated, to be added to a stream."""
-    return Closing(x, to.weight, () if to.bias is None else (to.bias,))
-
-
-def parts_of(y: Tensor | Closing) -> Tensor:
-    """A product that ends a block, as parts of a sum (S, …, E)."""
-    if isinstance(y, Tensor):
-        return y
-    parts = ops.linear_parts(y.x, y.weight)
-    for bias in y.biases:
-        parts[0] += bias
+def project_parts(x: Tensor | Gated, to: Joined | nn.Linear) -> Tensor:
+    """`project` of x (…, D), or of the norm of what is gated, as parts of a sum (S, …, E)."""
+    parts = ops.linear_parts(x, to.weight)
+    if to.bias is not None:
+        parts[0] += to.bias
     return parts
 
 

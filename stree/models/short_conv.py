@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from stree.models.cache import ShortConvCache
 from stree.models.config import HybridConfig
-from stree.models.parts import Extension, Part, Sequences, TreeCall, closing, project, put
+from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts, put
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Closing, Stream
+from stree_kernels.shapes import Stream
 
 
 class ShortConv(Part):
@@ -42,9 +42,9 @@ class ShortConv(Part):
         cache.tail = seen[:, -tail:]
         return self.out_proj(C * y)
 
-    def tree(self, x: Stream, cache: ShortConvCache, call: TreeCall) -> Closing:
+    def tree(self, x: Stream, cache: ShortConvCache, call: TreeCall) -> Tensor:
         read, last = self.packed
-        return closing(self.mix(project(x, read), cache, call), last)
+        return project_parts(self.mix(project(x, read), cache, call), last)
 
     def mix(
         self, projected: Tensor, cache: ShortConvCache, call: TreeCall, out: Tensor | None = None

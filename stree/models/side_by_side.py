@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stree.models.parts import Joined, Sequences, TreeCall, joined, project
 from stree_kernels import ops
-from stree_kernels.shapes import Closing, Stream
+from stree_kernels.shapes import Stream
 
 
 @dataclass
@@ -29,7 +29,7 @@ class SideBySide:
     def __call__(self, x: Tensor, context: Sequences) -> Tensor:
         return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
 
-    def tree(self, x: Stream, cache: None, call: TreeCall) -> Closing:
+    def tree(self, x: Stream, cache: None, call: TreeCall) -> Tensor:
         (read, last), closing = self.packed, self._closing()
         assert read is not None and last is not None
         widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
@@ -41,8 +41,11 @@ class SideBySide:
         ):
             mixer.mix(own, call.caches[slot], call, out)
             call = call.after_a_mixer()
-        biases = tuple(each.bias for each in closing if each.bias is not None)
-        return Closing(y, last.weight, biases)
+        parts = ops.linear_parts(y, last.weight)
+        for each in closing:
+            if each.bias is not None:
+                parts[0] += each.bias
+        return parts
 
     def pack(self) -> None:
         """See `Part.pack`."""

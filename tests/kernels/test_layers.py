@@ -4,8 +4,6 @@ What an op's own test does not see is how layers use them: joined biases, positi
 head, a scale of the scores, blocks side by side, and weights packed before the call.
 """
 
-import copy
-
 import pytest
 import torch
 from families import FAMILIES, random_reference
@@ -20,7 +18,7 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree
-from stree_kernels import ops, pointwise, short_products
+from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1}
 SHORT = ("bamba", "falcon", "qwen3_5")  # in a short run
@@ -151,48 +149,3 @@ def test_drafts_of_a_small_model(fused, sampled):
     for (tokens, logits), exact in zip(drafts(model.bfloat16()), wanted, strict=True):
         assert torch.equal(tokens, exact[0])
         assert relative_error(logits, exact[1]) < 0.05
-
-
-SHARED_BLOCKS = dict(  # Zamba2's
-    layer_types=("mamba", "shared0>mamba", "shared0>mamba"),
-    num_shared_blocks=1,
-    adapter_rank=6,
-    num_kv_heads=4,
-    head_dim=32,
-    mlp_kind="geglu",
-    tie_embeddings=True,
-)
-BOTH_MIXERS = dict(
-    layer_types=("mamba mlp", "attention mlp", "mamba+attention mlp"),
-    num_kv_heads=2,
-    head_dim=16,
-)
-
-
-@pytest.mark.parametrize("layers, norms", [(BOTH_MIXERS, 1), (SHARED_BLOCKS, 2 + 2)])
-@pytest.mark.parametrize("tree", [TokenTree.chain(0), comb(5)], ids=["step", "tree"])
-@torch.no_grad()
-def test_norms_of_a_large_model(fused, monkeypatch, layers, norms, tree):
-    """In 16 bits those between two products are no launches, but for the last one, before the head,
-    that of embeddings, and of the stream beside them; all weights count as large."""
-    config = HybridConfig(
-        **layers, vocab_size=150, d_model=64, num_layers=3, intermediate_size=96, num_heads=4,
-        num_ssm_heads=4, ssm_head_dim=16, d_state=16, num_x_groups=4, num_b_groups=2,
-        num_c_groups=2, gated_norm_groups=2, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = HybridModel(config).to(DEVICE).eval()
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            weight.uniform_(0.5, 1.5)
-    model = model.bfloat16()
-    wanted = two_calls(copy.deepcopy(model).double(), tree)
-    launches, own = [], pointwise.add_rms_norm
-    monkeypatch.setattr(
-        pointwise, "add_rms_norm", lambda *given: launches.append(given) or own(*given)
-    )
-    monkeypatch.setattr(short_products, "LONGEST", 0)
-    fused["on"] = True
-    for got, each in zip(two_calls(model, tree), wanted, strict=True):
-        assert relative_error(got, each) < 0.03
-    assert len(launches) == 2 * norms

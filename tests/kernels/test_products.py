@@ -5,7 +5,6 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import naive, products
-from stree_kernels.shapes import Closing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -104,53 +103,6 @@ def test_linear_adapted(rows, inputs, width, rank, dtype, kind):
     wide = (each.double() for each in (x, weight, low, up))
     wanted = naive.linear_adapted(*wide, kind)
     assert relative_error(got, wanted) < (4 if DEVICE == "cuda" else 8) * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("op", ["linear", "linear_swiglu", "linear_adapted"])
-@pytest.mark.parametrize("added", [True, False])
-@pytest.mark.parametrize(("rows", "inputs", "width"), [
-    ((1, 1), 40, 64), ((2, 5), 300, 200), ((16,), 64, 330),
-])  # fmt: skip
-def test_a_norm_that_begins_in_the_product_ahead(rows, inputs, width, added, op):
-    """What is added to a stream is rounded, and the sum; then what is scaled, and not divided."""
-    dtype, eps = torch.bfloat16, 0.5
-    x, weight = normal(*rows, inputs, dtype=dtype), normal(width, inputs, seed=1, dtype=dtype)
-    stream = normal(*rows, width, seed=2, dtype=dtype) if added else None
-    scale, after = normal(width, seed=3), normal(80, width, seed=4, dtype=dtype) / width**0.5
-    low, up = normal(*rows, 5, seed=5, dtype=dtype), normal(80, 5, seed=6, dtype=dtype)
-    weight /= 2 * inputs**0.5
-    total, begun = products.linear_undivided(x, weight, stream, scale, eps)
-    wide = naive.add_linear(
-        stream.double() if added else None, Closing(x.double(), weight.double()),
-        scale.double(), eps,
-    )  # fmt: skip
-    rest, wide_rest = ((low, up, "geglu"), (low.double(), up.double(), "geglu"))
-    if op != "linear_adapted":
-        rest, wide_rest = (), ()
-    got = getattr(products, op)(begun, after, *rest)
-    wanted = getattr(naive, op)(wide, after.double(), *wide_rest)
-    assert got.shape == wanted.shape and got.dtype == dtype
-    roundings = 4 if DEVICE == "cuda" else 8
-    assert relative_error(got, wanted) < roundings * TOLERANCE[dtype]
-    assert total.shape == (*rows, width)
-    assert relative_error(total, wide.source) < roundings * TOLERANCE[dtype]
-
-
-def test_a_row_that_is_divided_late_does_not_depend_on_the_others():
-    x, stream = (normal(16, width, seed=width, dtype=torch.bfloat16) for width in (160, 300))
-    weight, after = (
-        normal(outputs, inputs, seed=2, dtype=torch.bfloat16)
-        for outputs, inputs in ((300, 160), (50, 300))
-    )
-    scale = normal(300, seed=3)
-
-    def run(rows):
-        begun = products.linear_undivided(x[:rows], weight, stream[:rows], scale, 1e-5)[1]
-        return products.linear(begun, after)
-
-    together = run(16)
-    for rows in (1, 2, 13):
-        assert torch.equal(run(rows), together[:rows])
 
 
 @pytest.mark.parametrize("op", [products.linear, products.linear_swiglu])

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error
 
 from stree_kernels import naive, short_products
-from stree_kernels.shapes import Closing, Gated, Stream
+from stree_kernels.shapes import Gated, Stream
 
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROUNDINGS = 2 if DEVICE == "cuda" else 4  # the interpreter cuts off
@@ -102,61 +102,6 @@ def test_other_products_follow_a_norm(rows, width, op, monkeypatch):
     assert relative_error(got, wanted) < 2 * ROUNDINGS * TOLERANCE[torch.bfloat16]
     getattr(short_products, op)(stream, weight)
     assert names == ["add_rms_norm", op, op]  # several products read one norm
-
-
-@pytest.mark.parametrize("rows, inputs, dtype, begins", [
-    (16, 1100, torch.bfloat16, True), (17, 1100, torch.bfloat16, False),
-    (3, 1100, torch.float16, False),
-])  # fmt: skip
-@pytest.mark.parametrize("gated", [True, False])
-def test_which_products_begin_the_norm_after_them(rows, inputs, dtype, begins, gated, monkeypatch):
-    """Those of few rows that are not short, in bf16; it is made, too, for who reads it whole."""
-    width, scale = 1040, normal(1040, seed=1)
-    x, weight = normal(1, rows, inputs, dtype=dtype), normal(width, inputs, seed=2, dtype=dtype)
-    weight, stream = weight / inputs**0.5, normal(1, rows, width, seed=3, dtype=dtype)
-    after = normal(60, width, seed=4, dtype=dtype) / width**0.5
-    given, exact = x, x.double()
-    if gated:
-        gate, own = normal(1, rows, inputs, seed=5, dtype=dtype), normal(inputs, seed=6)
-        given = Gated(x, gate, own, 1e-5, 1)
-        exact = Gated(exact, gate.double(), own.double(), 1e-5, 1)
-    wide = naive.add_linear(stream.double(), Closing(exact, weight.double()), scale, 1e-5)
-    monkeypatch.setattr(short_products.products, "MOST_OUTPUTS", 300)
-    got = short_products.add_linear(stream, Closing(given, weight), scale, 1e-5)
-    assert (got.undivided is not None) == begins and got.is_sum == begins
-    names = launched(monkeypatch)
-    y = short_products.linear(got, after)
-    assert names == ["add_rms_norm"] * (not begins) + ["linear"]
-    wanted, normed = naive.linear(wide, after.double()), naive.norm(wide)
-    assert relative_error(y, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
-    assert relative_error(short_products.norm(got), normed) < 4 * ROUNDINGS * TOLERANCE[dtype]
-    assert names.count("add_rms_norm") == 1
-    y = short_products.linear(got, after)  # of the norm that there is by now
-    assert relative_error(y, wanted) < 4 * ROUNDINGS * TOLERANCE[dtype]
-
-
-def test_a_short_product_leaves_the_norm_to_the_next():
-    x, stream = (normal(1, 2, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
-    weight, scale = normal(64, 64, seed=2, dtype=torch.bfloat16), normal(64, seed=3)
-    got = short_products.add_linear(stream, Closing(x, weight), scale, 1e-5)
-    assert got.undivided is None and not got.is_sum
-    assert torch.equal(got.added, short_products.linear_parts(x, weight))
-
-
-def test_a_product_that_is_not_by_shares_reads_the_norm(monkeypatch):
-    """A head, say, of more outputs than all shares can hold."""
-    x, stream = (normal(1, 2, 1100, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
-    weight = normal(1100, 1100, seed=2, dtype=torch.bfloat16) / 1100**0.5
-    head, scale = normal(1300, 1100, seed=3, dtype=torch.bfloat16) / 1100**0.5, normal(1100, seed=4)
-    monkeypatch.setattr(short_products.products, "MOST_OUTPUTS", 300)
-    got = short_products.add_linear(stream, Closing(x, weight), scale, 1e-5)
-    assert got.undivided is not None
-    names = launched(monkeypatch)
-    y = short_products.linear(got, head)
-    assert names == ["add_rms_norm", "linear"]
-    wide = Closing(x.double(), weight.double())
-    wanted = naive.linear(naive.add_linear(stream.double(), wide, scale, 1e-5), head.double())
-    assert relative_error(y, wanted) < 4 * ROUNDINGS * TOLERANCE[torch.bfloat16]
 
 
 @each_op

@@ -30,7 +30,6 @@ from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
 from stree_kernels import naive, ops
 from stree_kernels.shapes import (
-    Closing,
     Derived,
     Drafts,
     GatedDeltaShape,
@@ -176,18 +175,6 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
     ops.experts(rows, *chosen, up, down, "swiglu")
 
 
-def norms_between_products(dtype: torch.dtype) -> None:
-    """Of weights that are not small, as wide as a 7B's."""
-    x, scale = torch.zeros(1, 1, 4096, dtype=dtype), torch.ones(3584, dtype=dtype)
-    closing = Closing(x, torch.zeros(3584, 4096, dtype=dtype))
-    for stream in (torch.zeros(1, 1, 3584, dtype=dtype), None):
-        normed = ops.add_linear(stream, closing, scale, 1e-5)
-    weight, low = torch.zeros(28672, 3584, dtype=dtype), torch.zeros(1, 1, 128, dtype=dtype)
-    ops.linear(normed, weight[:14704])
-    ops.linear_swiglu(normed, weight)
-    ops.linear_adapted(normed, weight, low, torch.zeros(28672, 128, dtype=dtype), "geglu")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
@@ -253,7 +240,6 @@ def main() -> None:
         head = naive.in_8_bits(model.head_weight)
         for rows in (1, 8, 16, 64):
             ops.linear(many[:, :rows], head)
-        norms_between_products(getattr(torch, options.dtype))
     for name, kernel in dict.fromkeys(compiled):
         code = re.findall(r"^\t[^.\s/].*;", kernel.asm["ptx"], re.MULTILINE)
         line = [name, kernel.metadata.num_warps, len(code), kernel.metadata.shared]

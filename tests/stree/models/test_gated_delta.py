@@ -119,7 +119,7 @@ def test_prefill_trees_and_commits_equal_one_pass(shape):
         x = tokens(1, num_nodes, seed=2 + number)
         steering = steering_of([0], [accepted], 1, num_nodes, parity=number)
         call = call_over(x, topology, steering)
-        got = call.total(mixer.tree(x, cache, call))
+        got = mixer.tree(x, cache, call)[0]
         cache.parity.bitwise_xor_(1)
         for node in range(num_nodes):
             line = torch.cat([history, x[:, tree.path_to(node)]], dim=1)
@@ -149,7 +149,7 @@ def test_through_the_kernels(monkeypatch, tree):
             steering = steering_of([0], [path], 1, num_nodes, parity=number)
             x = tokens(1, num_nodes, seed=number, dtype=torch.float32)
             call = call_over(x, topology, steering)
-            calls.append(call.total(mixer.tree(x, cache, call)))
+            calls.append(mixer.tree(x, cache, call).sum(0))
         outputs[fused] = (*calls, cache.state)
     for plain, fast in zip(outputs[False], outputs[True], strict=True):
         torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
