@@ -4,8 +4,8 @@
     accelerate launch pipelines/study.py compare configs/study/drafters-75m.yaml
 
 The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and
-which trees to decode with; one source of conversations can be held back from training and asked
-instead. Either goes on where it was stopped. Writes study.md and what compare.py writes.
+which trees to decode with (chain-tuned: each drafter's fastest of six chains); one source of
+conversations can be held back from training and asked instead. Either goes on where it was stopped. Writes study.md and what compare.py writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comp
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.reports import study as tables
-from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, read_study
+from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, in_order, read_study
 from stree_pipelines.studies.training import train
 from stree_pipelines.terminal import inputs
 from stree_pipelines.terminal.command_line import PlainParser, input_path, read_yaml
@@ -44,17 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("config", help="YAML file of the study")
     add("--at_once", type=int, default=1, help="trainings beside each other on a GPU (or the CPU)")
     add("--only", nargs="+", help="arms (default: all)")
+    add("--trees", nargs="+", help="trees to compare, each quoted (default: the file's)")
     add("--device", help="auto, cpu, cuda or cuda:N, for compare (default: the file's, or auto)")
     add("--dry_run", "--dry-run", action="store_true", help="say what would run, and exit")
     options = parser.parse_args(arguments)
     if options.at_once < 1:
         raise UsageError(f"--at_once is {options.at_once}, wanted at least 1")
     study = read_study(options.config)
+    if options.trees:
+        study = replace(study, trees=tuple(options.trees))
     names = [arm.name for arm in study.arms]
     if unknown := [name for name in options.only or () if name not in names]:
         raise UsageError(f"--only {unknown}: the study has {', '.join(names)}")
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
     require_comparable(study)
+    in_order(runs)  # where there is none, that is said now
     if options.what == "train":
         more = {} if study.held_back is None else {"data.train": str(study.train_file)}
         if options.dry_run:
@@ -95,7 +99,7 @@ def require_comparable(study: Study) -> None:
 
 def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[inputs.Look]:
     """What is read to train; with `deep`, what the trainings' own configurations name, too, but for
-    what the study writes."""
+    what the study writes, or trains before."""
     if study.held_back is not None and not study.train_file.exists():
         yield inputs.file("hold_back.train", input_path(study.held_back.train))
         yield inputs.file("hold_back.prompts", input_path(study.held_back.prompts))
@@ -103,12 +107,16 @@ def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[in
         yield inputs.file(f"distil of arm {arm.name}", arm.distil)
         if deep and Path(arm.distil).is_file():
             config = read_yaml(Path(arm.distil))
-            for option, look in inputs.of_training(partial(_value, study, arm, config)):
+            made = [study.train_file, *(run.drafter for run in runs)]
+            for option, look in inputs.of_training(partial(_value, study, arm, config, made)):
                 yield f"{option} of arm {arm.name}", look
 
 
-def _value(study: Study, arm: StudyArm, config: Any, section: str, name: str) -> Any:
-    """An option of distil.py in an arm: its own, or else its configuration's."""
+def _value(
+    study: Study, arm: StudyArm, config: Any, made: Sequence[Path], section: str, name: str
+) -> Any:
+    """An option of distil.py in an arm, its own, or else its configuration's, without what is made
+    by then."""
     key = f"{section}.{name}"
     if key == "data.train" and study.held_back is not None and key not in arm.options:
         return None  # the study's
@@ -116,8 +124,8 @@ def _value(study: Study, arm: StudyArm, config: Any, section: str, name: str) ->
         config = config.get(part) if isinstance(config, Mapping) else None
     found = arm.options.get(key, config)
     if not isinstance(found, list):
-        return found
-    return [each for each in found if Path(each) != study.train_file]
+        return None if found is not None and Path(found) in made else found
+    return [each for each in found if Path(each) not in made]
 
 
 def compare(study: Study, more: dict[str, Any]) -> None:
@@ -126,7 +134,7 @@ def compare(study: Study, more: dict[str, Any]) -> None:
     try:
         rows = comparison.evaluate()
         if comparison.workers.is_main:
-            text = tables.markdown(study, rows, comparison.store)
+            text = tables.markdown(study, rows, comparison.store, comparison.tunings())
             write_atomically(study.out / "study.md", text)
             print(f"{text}\n{study.out / 'study.md'}")
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from stree import metrics
+from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
 from stree_pipelines.reports import seeds
 from stree_pipelines.reports.seeds import Answers
@@ -18,6 +19,10 @@ HEADS = (
     "arm", "seeds", "τ", "of the seeds", "τ over the first arm's", "speed-up over plain",
     "speed over the first arm's",
 )  # fmt: skip
+EACH = (
+    "On each benchmark: how fast an arm decodes with each tree, over plain decoding, and its τ; of "
+    "a tuned chain, which of the six was the fastest on its first prompts (one for each seed)."
+)
 INTRO = (
     "τ: new tokens a target call, over all prompts and seeds of an arm; then the lowest and the "
     "highest of its seeds. Speed counts drafting. Over the first arm's: the same prompts, one by "
@@ -52,6 +57,41 @@ def tables(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> list[
     return made
 
 
+def by_benchmark(
+    study: Study, rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning]
+) -> list[Table]:
+    """For each temperature, a line for each arm and benchmark, a column for each tree."""
+    answered: dict[tuple[str, str, float], list[SampleRow]] = {}
+    for row in rows:
+        place = row.method, row.benchmark, row.temperature
+        answered.setdefault(place, []).extend(store.samples(row))
+    chains = {(each.arm, each.benchmark, each.temperature): each.tree for each in tunings}
+    benchmarks = list(dict.fromkeys(row.benchmark for row in rows))
+    made = []
+    for temperature in sorted({row.temperature for row in rows}):
+        lines: list[tuple[str, ...]] = [("arm", "benchmark", *study.trees)]
+        for arm in study.arms:
+            runs = [run for run in study.runs if run.arm == arm]
+            for benchmark in benchmarks:
+                cells = []
+                for tree in study.trees:
+                    places = [(f"{run.name}, {tree}", benchmark, temperature) for run in runs]
+                    seeds_of = [answered[place] for place in places if place in answered]
+                    tuned = [chains[place] for place in places if place in chains]
+                    cells.append(_with_tree(seeds_of, tuned) if seeds_of else "")
+                if any(cells):
+                    lines.append((arm.name, benchmark, *cells))
+        made.append(Table(f"Each benchmark, T = {temperature:g}", tuple(lines), num_left=2))
+    return made
+
+
+def _with_tree(seeds_of: list[list[SampleRow]], tuned: list[str]) -> str:
+    answers = Answers.of(seeds_of)
+    speed = figure(answers.figure(seeds.speedup).value, unit="×")
+    length = figure(answers.figure(seeds.acceptance_length).value)
+    return f"{speed}, τ {length}" + (f" ({', '.join(tuned)})" if tuned else "")
+
+
 def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], note: str) -> Table:
     lines: list[tuple[str, ...]] = [HEADS]
     named = [each.name for each in order if each.name in arms]
@@ -81,7 +121,12 @@ def _percent(ratio: Gain) -> Gain:
     )
 
 
-def markdown(study: Study, rows: Sequence[ResultRow], store: ResultStore) -> str:
+def markdown(
+    study: Study, rows: Sequence[ResultRow], store: ResultStore, tunings: Sequence[Tuning]
+) -> str:
     """The page of a study."""
     parts = ["# Drafters compared\n", f"{INTRO}\n"]
-    return "\n".join(parts + [table.to_markdown() for table in tables(study, rows, store)])
+    parts += [table.to_markdown() for table in tables(study, rows, store)]
+    parts.append(f"{EACH}\n")
+    parts += [table.to_markdown() for table in by_benchmark(study, rows, store, tunings)]
+    return "\n".join(parts)

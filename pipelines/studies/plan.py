@@ -61,6 +61,11 @@ class StudyRun:
         """Whether all its steps are done."""
         return (self.folder / DONE).exists()
 
+    def reads(self, other: StudyRun) -> bool:
+        """Whether an option names what the other trains: its drafter, as a reference or a start."""
+        paths = [Path(each) for each in self.arm.options.values() if isinstance(each, str)]
+        return any(other.folder in path.parents for path in paths)
+
     def arguments(self, more: Mapping[str, Any]) -> list[str]:
         """Of distill.py; `more` goes before the study's own options."""
         given = {**more, **self.arm.options, "seed_everything": self.seed}
@@ -119,6 +124,20 @@ class Study:
         ]
         out = str(self.out / "comparison")
         return {**self.compare, "benchmarks": benchmarks, "out": out, "arms": arms}
+
+
+def in_order(runs: Sequence[StudyRun]) -> list[list[StudyRun]]:
+    """Runs that can be trained beside each other, after those before. Raises UsageError for some
+    that wait for each other."""
+    stages, left = [], list(runs)
+    while left:
+        ready = [run for run in left if not any(run.reads(other) for other in left)]
+        if not ready:
+            names = " and ".join(run.name for run in left)
+            raise UsageError(f"{names} read each other's drafters: none can be trained first")
+        stages.append(ready)
+        left = [run for run in left if run not in ready]
+    return stages
 
 
 def folder_name(arm: str) -> str:

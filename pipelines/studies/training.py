@@ -17,7 +17,7 @@ import torch
 from stree.description import counted
 from stree.errors import kind_of_code
 from stree.files import write_atomically
-from stree_pipelines.studies.plan import DONE, StudyRun
+from stree_pipelines.studies.plan import DONE, StudyRun, in_order
 from stree_pipelines.terminal.progress import EvaluationProgress
 
 DISTIL = Path(__file__).resolve().parents[1] / "distill.py"
@@ -28,8 +28,9 @@ NUM_REASON_LINES = 3
 def train(
     runs: Sequence[StudyRun], more: dict[str, Any], at_once: int, progress: EvaluationProgress
 ) -> None:
-    """Train each run that is not finished, `at_once` beside each other on every GPU. What was
-    stopped goes on where it was. more: options of distill.py for all.
+    """Train each run that is not finished, `at_once` beside each other on every GPU, and those that
+    read another's drafter after it. What was stopped goes on where it was. more: options of
+    distill.py for all.
 
     Raises the kind of error that a run ended with, after the others have ended.
     """
@@ -60,8 +61,9 @@ def train(
                 task.advance(f"{run.name} {'failed' if code else 'is trained'}")
 
         try:
-            for done in [pool.submit(run_one, run) for run in runs]:
-                done.result()
+            for stage in in_order(runs):
+                for done in [pool.submit(run_one, run) for run in stage]:
+                    done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in list(children):

@@ -78,6 +78,32 @@ def distill_config(folder) -> str:
     return read_study(written(folder, content(folder))).arms[0].distil
 
 
+def test_a_drafter_that_reads_anothers_is_trained_after_it(tmp_path, stub, capsys):
+    """Also where it comes before it in the file, and alone where the other is there already."""
+    out = tmp_path / "runs"
+    read = f"{out}/first/seed-0/drafter/latest"
+    arms = [{"name": "second", "set": {"model.loss.reference": read}}, {"name": "first"}]
+    path = written(tmp_path, content(out, arms=arms, seeds=[0]))
+    study.main(["train", path, "--at_once", "2"])
+    first, second = (out / name / "seed-0" / DONE for name in ("first", "second"))
+    started = (out / "second/seed-0/given.txt").stat().st_mtime_ns
+    assert first.stat().st_mtime_ns <= started <= second.stat().st_mtime_ns
+    assert f"--model.loss.reference {read}" in (out / "second/seed-0/given.txt").read_text()
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_drafters_that_read_each_other_are_refused(tmp_path, stub):
+    out = tmp_path / "runs"
+    arms = [
+        {"name": one, "set": {"model.start_from": f"{out}/{other}/seed-0/drafter/latest"}}
+        for one, other in ("ab", "ba")
+    ]
+    path = written(tmp_path, content(out, arms=arms, seeds=[0]))
+    with pytest.raises(UsageError, match="a, seed 0 and b, seed 0 read each other"):
+        study.main(["train", path])
+    assert not out.exists()
+
+
 def test_what_fails_is_told_after_the_others_have_ended(tmp_path, stub):
     arms = [{"name": "bad", "set": {"fail": "yes"}}, {"name": "good"}]
     path = written(tmp_path, content(tmp_path / "runs", arms=arms, seeds=[0]))
@@ -187,6 +213,27 @@ def test_a_dry_run_of_the_comparison_measures_nothing(compared, capsys):
     assert (compared.out / "comparison/results.jsonl").read_bytes() == before
 
 
+def test_a_tree_and_the_tuned_chain_stand_beside_each_other(compared, capsys):
+    path = str(compared.out.parent / "study.yaml")
+    study.main(["compare", path, "--only", "lk loss", "--trees", "paper", "chain-tuned"])
+    text = capsys.readouterr().out
+    assert "**paper, T = 0, on the benchmarks**" in text
+    assert "**chain-tuned, T = 0, on the benchmarks**" in text
+    *_, each = text.split("**Each benchmark, T = 0**")
+    (line,) = (line for line in each.splitlines() if line.startswith("| lk loss"))
+    name, benchmark, tree, chain = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (name, benchmark) == ("lk loss", "talk")
+    store = ResultStore(compared.out / "comparison")
+    rows = {row.method: row for row in store.results()}
+    for cell, method in ((tree, "lk loss, seed 5, paper"), (chain, "lk loss, seed 5, chain-tuned")):
+        assert f", τ {acceptance_length(list(store.samples(rows[method]))):.2f}" in cell
+    assert chain.endswith(f"({rows['lk loss, seed 5, chain-tuned'].tree.name})")
+    assert "(" not in tree
+    tried = {method for method in rows if method.startswith("lk loss, seed 5, chain-tuned: ")}
+    assert len(tried) == 6
+    study.main(["compare", path])  # as the file says, for the other tests
+
+
 def test_a_studys_tables_are_those_of_its_samples(compared):
     store = ResultStore(compared.out / "comparison")
     taus = {}
@@ -195,7 +242,7 @@ def test_a_studys_tables_are_those_of_its_samples(compared):
         taus[row.method] = sum(s.num_new_tokens for s in samples) / sum(
             s.num_calls for s in samples
         )
-    text = (compared.out / "study.md").read_text()
+    text = (compared.out / "study.md").read_text().partition("**Each benchmark")[0]
     (line,) = (each for each in text.splitlines() if each.startswith("| lk loss"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     today = [row for row in store.results() if row.method.startswith("today")]
