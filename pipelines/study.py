@@ -5,7 +5,8 @@
 
 The file holds arms (each a config and options of distill.py), seeds, options of compare.py, and
 which trees to decode with (chain-tuned: each drafter's fastest of six chains); one source of
-conversations can be held back from training and asked instead. Either goes on where it was stopped. Writes study.md and what compare.py writes.
+conversations can be held back from training and asked instead. Either goes on where it was stopped.
+Writes study.md and what compare.py writes.
 """
 
 from __future__ import annotations

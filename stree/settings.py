@@ -158,7 +158,7 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
     if not refused:
         return
     told = ", ".join(f"{name} = {one_line(repr(asked[name])):.60}" for name in refused)
-    meant = get_close_matches(refused[0], (*_OURS, "do_sample", "max_length"), 1, 0.8)
+    meant = get_close_matches(refused[0], (*_OURS, "do_sample", "max_length"), 1, 0.7)
     remedy = f"did you mean {meant[0]}?" if meant else "leave it out" if len(refused) == 1 else (
         "leave them out"
     )  # fmt: skip

@@ -31,6 +31,8 @@ _FILLER = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value type:|Expected a <class 'None)"
 )
 _ARCHITECTURES = ("model.drafter", "model.architecture")
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_WRONG_TYPE = re.compile(rf"Expected a <class '({'|'.join(_TYPES)})'>\. Got value: (.*)$")
 _KEY = re.compile(r'(?:Parser key|Configuration key|key) "([\w.]+)"')
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does|Subcommand '\w+' does|Option)\b.*?'([^']+)'")
 _UNKNOWN_OPTIONS = "unrecognized arguments: "
@@ -231,6 +233,9 @@ def one_line(message: str, known: Iterable[str] = ()) -> str:
         return f"there is no option {name}{closest}"
     if _NO_FILE in message:
         return f"--{key[1] if key else 'config'} names no file: {message.partition(_NO_FILE)[2]}"
+    if key and (wrong := _WRONG_TYPE.search(message)) is not None:
+        given = "null" if wrong[2] == "None" else wrong[2]
+        return f"{key[1]} is {given}, wanted {_TYPES[wrong[1]]}"
     if key and "Got value: None" in message:
         return _missing([key[1]])
     lines = (line.strip().removeprefix("- ") for line in message.splitlines())

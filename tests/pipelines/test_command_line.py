@@ -262,6 +262,20 @@ def test_what_is_missing_is_named(capsys):
     assert "error: 'too' is one argument too many" in line
 
 
+@pytest.mark.parametrize(
+    ("main", "given", "said"),
+    [
+        (eval_spec.main, ["--top_k", "1.5"], "top_k is 1.5, wanted a whole number"),
+        (distill.main, ["fit", "--export.first", "null"], "export.first is null, wanted a whole"),
+    ],
+)
+def test_a_value_of_another_type_is_told_in_our_words(main, given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == UsageError.exit_code
+    assert f"error: {said}" in capsys.readouterr().err
+
+
 def test_a_gate_without_thresholds_is_told_by_an_example_that_is_one(capsys):
     arguments = [each for each in GATE if "fail_below" not in each and "=" not in each]
     line = told(benchmark_checkpoint.main, arguments, capsys)

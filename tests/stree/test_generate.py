@@ -253,6 +253,7 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),
         (None, dict(logits_processor=[print]), "cannot honour logits_processor"),
         (None, dict(max_new_token=4), "did you mean max_new_tokens"),
+        (None, dict(rep_penalty=1.2), "did you mean repetition_penalty"),
         (None, dict(use_cache=False), "cannot honour use_cache = False"),
         (None, dict(do_sample="yes"), "do_sample is 'yes', wanted True or False"),
         (None, dict(do_sample=True, temperature=0.0), "do_sample is True and temperature 0"),
