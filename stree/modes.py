@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
 PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
-MEMORY = 0.99  # what an observation counts one observation later
-REVISED_AFTER = 8  # observations, since working out what to expect takes the host longer than one
+MEMORY = 0.99  # what a row's observation counts one step later
+REVISED_AFTER = 8  # steps, since working out what to expect takes the host longer than one
 TRIED_FIRST = 8  # observations of each tree that shows what no other does, before any is judged
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
@@ -77,14 +77,15 @@ class AcceptRates:
         self._tried: dict[tuple[int, int], float] = defaultdict(float)
         self._accepted: dict[tuple[int, int], float] = defaultdict(float)
 
-    def learn(self, tree: TokenTree, end: int) -> None:
-        """A step of `tree` has accepted the path to the node `end`."""
+    def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
+        """A step of `tree` has accepted the path to the node `end`; memory, what each observation
+        before counts now."""
         path = [*tree.path_to(end), -1]
         for depth, (node, child) in enumerate(itertools.pairwise(path)):
             for rank, each in enumerate(tree.children[node]):
                 key = depth, rank
-                self._tried[key] = MEMORY * self._tried[key] + 1
-                self._accepted[key] = MEMORY * self._accepted[key] + (each == child)
+                self._tried[key] = memory * self._tried[key] + 1
+                self._accepted[key] = memory * self._accepted[key] + (each == child)
 
     def rate(self, depth: int, rank: int) -> float:
         """Of a depth without observations, that of the deepest that has some; at first ½ for the
@@ -128,10 +129,11 @@ class GrownRates:
         self._going_on = AcceptRates()
         self._parts = self._parts_by_depth()
 
-    def learn(self, tree: BeamTree, path: Sequence[int]) -> None:
-        """A step of a tree has accepted the nodes on a path, the root included."""
-        self._going_on.learn(self._paths[tree.depth], len(path) - 1)
-        self._weight /= MEMORY
+    def learn(self, tree: BeamTree, path: Sequence[int], memory: float = MEMORY) -> None:
+        """A step of a tree has accepted the nodes on a path, the root included; memory, what each
+        observation before counts now."""
+        self._going_on.learn(self._paths[tree.depth], len(path) - 1, memory)
+        self._weight /= memory
         self._trees[tree.num_nodes] += self._weight * self._parts[tree.depth]
         for node in path[1:]:
             self._accepted[node] += self._weight
@@ -193,6 +195,7 @@ class Modes:
         self._unseen_s = dict.fromkeys(self._telling, 0.0)  # since such a tree was tried
         self._expected: dict[TokenTree, float] = {}
         self._news = 0  # observations that it does not know of
+        self._num_rows = 1  # of the last step: as many observations are one step
         self._revise()
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
@@ -211,6 +214,7 @@ class Modes:
 
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
+        self._num_rows = num_rows
         speed = self._speed(num_rows)
         if self._untried:
             return next(iter(self._untried))
@@ -229,14 +233,14 @@ class Modes:
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
         if not isinstance(tree, BeamTree):
-            self.rates.learn(tree, end)
+            self.rates.learn(tree, end, self._memory)
         if tree.num_nodes > 1:
             self._count(tree)
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
         if isinstance(tree, BeamTree):
-            self._grown[tree.kind, tree.width].learn(tree, path)
+            self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
 
     def _count(self, tree: TokenTree) -> None:
@@ -247,8 +251,13 @@ class Modes:
             if not self._untried[tree]:
                 del self._untried[tree]
         self._news += 1
-        if self._news >= REVISED_AFTER:
+        if self._news >= REVISED_AFTER * self._num_rows:
             self._revise()
+
+    @property
+    def _memory(self) -> float:
+        """What an observation counts one later: of many rows each is a small part of a step."""
+        return MEMORY ** (1 / self._num_rows)
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""
