@@ -105,8 +105,8 @@ def scaled_kernel(
         mine = at < end - first
         given, wanted = known[None, :], mine[:, None]
         if not EVEN:
-            there = start + k < inputs
-            given, wanted = given & there[:, None], wanted & there[None, :]
+            in_k = start + k < inputs
+            given, wanted = given & in_k[:, None], wanted & in_k[None, :]
         values = tl.load(to_x + start, mask=given, other=0.0)
         to_tile = weight + (first.to(tl.int64) * inputs + start) + in_tile
         tile = tl.load(to_tile, mask=wanted, other=0.0, eviction_policy="evict_first")
