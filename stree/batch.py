@@ -350,7 +350,8 @@ class BatchDecoder:
             for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
-                for most in {longest, self._longest(forest, self.tree.max_depth + 1)}:
+                deepest = deepest_of(self.growth).max_depth + 1
+                for most in {longest, self._longest(forest, deepest)}:
                     self.executor.prepare(rows, forest, most, position)
 
     def _longest(self, forest: Forest, longest: int) -> int:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stree.batch import BatchDecoder
 
 HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
-PROBE_SHARE = 0.01  # of the time of plain decoding, to see whether drafts have become better
+PROBE_SHARE = 0.01  # of the time that may be lost to see whether drafts have become better
+LEAST_LOSS = 0.1  # of a step, that one with another tree counts as losing
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what a row's observation counts one step later
 REVISED_AFTER = 8  # steps, since working out what to expect takes the host longer than one
@@ -285,13 +286,16 @@ class Modes:
         return self._speeds[num_rows]
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
-        """Now and then a tree that alone shows what it accepts."""
+        """Now and then a tree that alone shows what it accepts: the less it seems to lose, the more
+        often."""
+        speed = self._speed(num_rows)
         for tree in self._telling:
             if tree == self.current:
                 self._unseen_s[tree] = 0.0
                 continue
             self._unseen_s[tree] += self.costs.of(num_rows, self.current)
-            if self._unseen_s[tree] > self.costs.of(num_rows, tree) / PROBE_SHARE:
+            slower = max(1 - speed[tree] / speed[self.current], LEAST_LOSS)
+            if self._unseen_s[tree] > slower * self.costs.of(num_rows, tree) / PROBE_SHARE:
                 self._unseen_s[tree] = 0.0
                 return tree
         return None

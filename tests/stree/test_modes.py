@@ -197,10 +197,15 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
     assert sum(accepted) > 0.5 * len(accepted)  # the drafter follows
 
 
-def test_no_graph_is_captured_while_an_answer_is_timed(captured_on_cpu):
+@pytest.mark.parametrize(
+    "trees",
+    [[CHAIN, WIDE, TokenTree.paper()], [CHAIN, BeamTree.of(3, 2, 10), BeamTree.of(2, 4, 9)]],
+    ids=["the largest is the deepest", "the largest is not"],
+)
+def test_no_graph_is_captured_while_an_answer_is_timed(captured_on_cpu, trees):
     """Whatever is chosen after whatever: two envelopes a tree, made before the first step."""
     target = tiny_model(1)
-    modes = Alternating([CHAIN, WIDE, TokenTree.paper()])
+    modes = Alternating(trees)
     decoder = Decoder(target, right_now_and_then(target), modes, max_length=96)
     envelopes = decoder.batch.executor.envelopes
     made = []
@@ -386,3 +391,18 @@ def test_many_rows_that_accept_alike_are_no_reason_to_change(grows):
         for _ in range(64):
             modes.learn_path(used[-1], [0, 1][: 1 + step % 2])
     assert set(used) == {tree}
+
+
+def test_a_tree_is_seen_the_more_often_the_less_it_loses():
+    """Beside the best, one that seems to cost 6 % more and one that costs twice as much."""
+    best, near, far = balanced([3, 2]), BeamTree.of(2, 2, 6), BeamTree.of(3, 2, 6)
+    seconds = {PLAIN: 1.0, best: 1.0, near: 1.06, far: 2.0}
+    modes = Modes([best, near, far], Costs({(1, tree): each for tree, each in seconds.items()}))
+    used = []
+    for _ in range(3000):
+        used.append(modes.choose(1))
+        modes.learn_path(used[-1], [0, 1][: 1 + used[-1].max_depth])
+    late = used[500:]
+    assert late.count(near) > 4 * late.count(far) > 0
+    lost = sum(seconds[tree] - 1.0 for tree in late)
+    assert lost < 2.2 * PROBE_SHARE * len(late)
