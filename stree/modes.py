@@ -28,9 +28,9 @@ from stree.tree import BeamTree, TokenTree, as_tree
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
 
-HYSTERESIS = 0.03  # what another tree must promise more, to be changed to
+HYSTERESIS = 0.01  # what another tree must promise more, to be changed to
 PROBE_SHARE = 0.01  # of the time that may be lost to see whether drafts have become better
-LEAST_LOSS = 0.1  # of a step, that one with another tree counts as losing
+LEAST_LOSS = 0.3  # of a step, that one with another tree counts as losing
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what a row's observation counts one step later
 REVISED_AFTER = 8  # steps, since working out what to expect takes the host longer than one
