@@ -546,8 +546,8 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
 def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
-    """Those of the products with weights that PyTorch counts in a step; chunks' and heads' own
-    products are batched, and others."""
+    """Those of the products with weights that PyTorch counts in a step; the head's gradient is
+    summed in place, and chunks' and heads' own products are batched, and others."""
     target = models.random_model(bench_training.TINY, CPU)
     features = FeatureConfig([0, 3]) if teacher == "live" else None
     table = training_step._conversations(target.config, 2, 40)
@@ -558,13 +558,15 @@ def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
     module = Distillation.from_model(target, features=features, **options)
     batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0, teacher=cached)
     step = training_step._Step(module, batches, CPU)
-    with FlopCounterMode(display=False) as counter:
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         step.whole()
     operations = distillation_operations(
         target.config if teacher == "live" else None, module.exported.config, 80, step.num_counted
     )
     counted = counter.get_flop_counts()["Global"]
-    assert sum(operations.values()) == counted[torch.ops.aten.mm]
+    products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_]
+    assert sum(operations.values()) == products
 
 
 @pytest.mark.long
