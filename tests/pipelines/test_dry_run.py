@@ -45,6 +45,7 @@ from stree_pipelines.data.packing import TokenTable, pack
 from stree_pipelines.resources import dry_run, estimates, operations
 from stree_pipelines.training import distillation, needs
 from stree_pipelines.training.features import FeatureConfig
+from stree_pipelines.training.frozen_target import held_dtype
 
 CONFIG = HybridConfig(**ARCHITECTURE)
 TINY = bench_training.TINY
@@ -571,8 +572,9 @@ def test_a_step_at_8b_takes_what_was_measured():
         live = target if row["teacher"] == "live" else None
         shape = row["batch_size"], row["sequence_length"]
         parts = estimates.training_memory(
-            drafter, shape, bench_training.PRECISION, True, live, torch.bfloat16, compiled=True
-        )
+            drafter, shape, bench_training.PRECISION, True, live,
+            held_dtype(row.get("target_dtype", "bfloat16")), compiled=True,
+        )  # fmt: skip
         estimated = sum(parts.values()) - 4 * row["drafter_parameters"]
         assert row["peak_bytes"] < estimated < 1.125 * row["peak_bytes"]
 
