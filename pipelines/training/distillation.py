@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.features import Features, require_features_of
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import drafter_config_from, headed, slice_drafter, with_random_head
+from stree.models.slicing import (
+    Layers,
+    drafter_config_from,
+    headed,
+    slice_drafter,
+    with_random_head,
+)
 from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.features import FeatureConfig, features_of
 from stree_pipelines.training.frozen_target import (
@@ -47,7 +53,7 @@ class Distillation(Training):
         self,
         target: str,
         drafter: HybridConfig | None = None,
-        drafter_layers: list[int] | None = None,
+        drafter_layers: list[int] | Literal["first"] | None = None,
         start_from: str | None = None,
         features: FeatureConfig | None = None,
         head: HeadConfig = HeadConfig(),
@@ -68,8 +74,8 @@ class Distillation(Training):
         Args:
             target: folder of the target's checkpoint; its tokenizer is the drafter's, too.
             drafter: architecture of a drafter with random weights; null slices one from the target.
-            drafter_layers: the target's layers to copy into a sliced drafter; null takes the first
-                and the last Mamba-2 layer.
+            drafter_layers: the target's layers to copy into a sliced drafter; "first" takes its
+                first recurrent layer, null the first and the last.
             start_from: folder of a drafter of this target to go on from, with new optimiser state.
             features: which of the target's hidden states the drafter reads beside the tokens
                 (docs/features.md); null, none.
@@ -331,7 +337,7 @@ def require_reference_of(target: HybridConfig, folder: str, reference: HybridCon
 def drafter_config_of(
     target: HybridConfig,
     drafter: HybridConfig | None,
-    layers: list[int] | None,
+    layers: Layers,
     start_from: str | None = None,
     features: FeatureConfig | None = None,
     head: HeadConfig = HeadConfig(),
@@ -370,7 +376,7 @@ def require_no_labels_outside(drafter: HybridConfig, ce_weight: float) -> None:
 def _whole_drafter_config_of(
     target: HybridConfig,
     drafter: HybridConfig | None,
-    layers: list[int] | None,
+    layers: Layers,
     start_from: str | None,
     features: FeatureConfig | None,
 ) -> HybridConfig:

@@ -7,6 +7,7 @@ its embedding space (the paper's drafter has two Mamba-2 layers of its target's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -16,42 +17,46 @@ from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel
 from stree.models.initialisation import initialise
 
+Layers = Sequence[int] | Literal["first"] | None  # of a target, see `drafter_config_from`
 
-def default_drafter_layers(target_config: HybridConfig) -> list[int]:
-    """The first and the last recurrent layer of the target: a drafter of two layers whose memory
-    does not grow. Layers that have attention beside it count where there are no others.
 
-    The first layer knows what embeddings look like, the last what the head reads.
-    Raises UsageError when the target has no two recurrent layers.
+def layers_to_copy(target_config: HybridConfig, layers: Layers) -> list[int]:
+    """By number, what `drafter_config_from` is asked for.
+
+    The first recurrent layer knows what embeddings look like, the last what the head reads. Those
+    that have attention beside it count where there are no others.
+    Raises UsageError when the target has fewer recurrent layers than are asked for.
     """
+    if layers is not None and layers != "first":
+        return list(layers)
     recurrent = [
         layer
         for layer in range(target_config.num_layers)
         if set(target_config.mixers(layer)) - {"attention"}
     ]
     alone = [layer for layer in recurrent if not target_config.is_attention(layer)]
-    chosen = alone if len(alone) >= 2 else recurrent
-    if len(chosen) < 2:
+    wanted = 1 if layers == "first" else 2
+    chosen = alone if len(alone) >= wanted else recurrent
+    if len(chosen) < wanted:
+        asked = "its first is asked for" if wanted == 1 else "a sliced drafter takes 2 by default"
         raise UsageError(
-            f"the target has {len(chosen)} recurrent layers, a sliced drafter takes 2 by "
-            "default: name the layers to copy, or describe a drafter with random weights"
+            f"the target has {len(chosen)} recurrent layers, {asked}: name the layers to copy, or "
+            "describe a drafter with random weights"
         )
-    return [chosen[0], chosen[-1]]
+    return [chosen[0], chosen[-1]][:wanted]
 
 
-def drafter_config_from(
-    target_config: HybridConfig, layers: Sequence[int] | None = None
-) -> HybridConfig:
+def drafter_config_from(target_config: HybridConfig, layers: Layers = None) -> HybridConfig:
     """The config of a drafter made of `layers` of the target, in the order given.
 
     Args:
-        layers: indices into the target's layers, of any kind; None for
-            `default_drafter_layers`.
+        layers: indices into the target's layers, of any kind; "first", its first recurrent layer;
+            None, the first and the last of these, whose memory does not grow.
 
     Raises:
         UsageError: no layers, an index that the target does not have, or one named twice.
     """
-    chosen = default_drafter_layers(target_config) if layers is None else list(layers)
+    chosen = layers_to_copy(target_config, layers)
     if not chosen:
         raise UsageError("no layers to copy into the drafter: name at least one")
     for layer in chosen:
@@ -67,7 +72,7 @@ def drafter_config_from(
 
 def slice_drafter(
     target: HybridModel,
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     feature_layers: tuple[int, ...] = (),
     own_features: bool = False,
 ) -> HybridModel:
@@ -79,7 +84,7 @@ def slice_drafter(
     config = drafter_config_from(target.config, layers)
     if feature_layers:
         config = config.reading(feature_layers, target.config, own_features)
-    chosen = default_drafter_layers(target.config) if layers is None else list(layers)
+    chosen = layers_to_copy(target.config, layers)
     with torch.device("meta"):  # nothing is drawn that a copy would replace
         drafter = HybridModel(config)
     source = target.state_dict()

@@ -8,7 +8,7 @@ import torch
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import default_drafter_layers, drafter_config_from, slice_drafter
+from stree.models.slicing import drafter_config_from, layers_to_copy, slice_drafter
 
 
 def make_target(attn_layers=(1, 3), tie_embeddings=True, num_layers=5) -> HybridModel:
@@ -48,7 +48,11 @@ def test_chosen_layers_keep_kind_order_and_weights():
 
 
 def test_default_is_the_first_and_last_mamba_layer():
-    assert default_drafter_layers(make_target().config) == [0, 4]
+    config = make_target().config
+    assert layers_to_copy(config, None) == [0, 4]
+    assert layers_to_copy(config, "first") == [0] and layers_to_copy(config, [3, 1]) == [3, 1]
+    later = config.replace(attn_layers=(0, 1, 2, 3))
+    assert layers_to_copy(later, "first") == [4]
     config = drafter_config_from(make_target(attn_layers=(0, 4)).config)
     assert config.attn_layers == () and config.num_layers == 2
 
