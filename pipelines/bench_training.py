@@ -49,6 +49,8 @@ from stree_pipelines.resources.estimates import training_memory
 from stree_pipelines.terminal.command_line import CommandParser
 from stree_pipelines.terminal.progress import stage
 from stree_pipelines.tokenizer_training import train_tokenizer
+from stree_pipelines.training.distillation import drafter_config_of
+from stree_pipelines.training.drafter_head import HeadConfig
 from stree_pipelines.training.features import FeatureConfig
 from stree_pipelines.training.frozen_target import TargetDtype, held_dtype
 from stree_pipelines.training.sharding import require_supported
@@ -126,9 +128,10 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
         for teacher, dtype in _teachers(options):
-            drafter, live = drafter_config_from(target), teacher == "live"
-            if features := _features(options, teacher):
-                drafter = features.added_to(drafter, target)
+            drafter, live = (
+                drafter_config_of(target, **_drafter(options, teacher)),
+                teacher == "live",
+            )
             memory = training_memory(
                 drafter, (rows, length), PRECISION, on_cuda, target if live else None,
                 held_dtype(dtype), compiled=on_cuda,
@@ -154,12 +157,16 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
 def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each teacher: a step of a drafter that is cut from a target of this shape."""
     for teacher, dtype in _teachers(options):
-        features = _features(options, teacher)
+        drafter = _drafter(options, teacher)
         row = step_row(
             TARGETS[shape], teacher, options.batch_size, options.sequence_length, options.steps,
-            device, features=features, compile_layers=device.type == "cuda", target_dtype=dtype,
+            device, compile_layers=device.type == "cuda", target_dtype=dtype,
+            drafter_layers=drafter["layers"], features=drafter["features"], head=drafter["head"],
         )  # fmt: skip
-        yield dict(shape=shape, features=features.layers if features else []) | row
+        features = drafter["features"]
+        other = ["one layer"] * options.first_layer
+        other += [f"head of {options.head_size:,}"] if options.head_size else []
+        yield dict(shape=shape, features=features.layers if features else [], drafter=other) | row
 
 
 def _teachers(options: Any) -> list[tuple[TeacherKind, TargetDtype]]:
@@ -171,9 +178,14 @@ def _teachers(options: Any) -> list[tuple[TeacherKind, TargetDtype]]:
     return [(kind, dtype) for kind in kinds for dtype in dtypes[kind]]
 
 
-def _features(options: Any, teacher: str) -> FeatureConfig | None:
-    """A cache has none."""
-    return FeatureConfig(options.features) if options.features and teacher == "live" else None
+def _drafter(options: Any, teacher: str) -> dict[str, Any]:
+    """What the drafter is that is cut from the target; a cache has no features."""
+    reads = options.features and teacher == "live"
+    return {
+        "drafter": None, "layers": "first" if options.first_layer else None,
+        "features": FeatureConfig(options.features) if reads else None,
+        "head": HeadConfig(options.head_size),
+    }  # fmt: skip
 
 
 def _make_workspace(
@@ -215,6 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target_dtypes", "--target-dtypes", type=list[str],
                         default=["bfloat16"],
                         help=f"of {', '.join(DTYPES)}, of a live teacher, for step")  # fmt: skip
+    parser.add_argument("--first_layer", "--first-layer", action="store_true",
+                        help="a drafter of one layer, not of two, for step")  # fmt: skip
+    parser.add_argument("--head_size", "--head-size", type=int,
+                        help="tokens that its head is over (default: all), for step")  # fmt: skip
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)

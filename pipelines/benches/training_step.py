@@ -64,6 +64,8 @@ def step_row(
         with _stage("drafter, cut from it", device):
             module = Distillation.from_model(target, target_dtype=target_dtype, **options)
             module = module.to(device).train()
+            kept = module.exported.config.head_vocab_size
+            module.begin_head(torch.arange(kept, device=device) if kept else None, False)
             if module.frozen is not None:
                 module.frozen.place(device, [], 1)
             module.prepare_layers()

@@ -475,7 +475,7 @@ def short_conversations(monkeypatch):
 def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     options = SimpleNamespace(
         batch_size=2, sequence_length=40, steps=1, features=[1], teacher=["live", "cached"],
-        target_dtypes=["bfloat16", "float8"],
+        target_dtypes=["bfloat16", "float8"], first_layer=False, head_size=None,
     )  # fmt: skip
     made = bench_training.measure_step("tiny", options, CPU)
     live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
@@ -497,6 +497,13 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     table = (tmp_path / "bars.md").read_text()
     assert "tiny, 2 × 40, live, features" in table and re.search("tiny, 2 × 40, cached +\\|", table)
     assert "tiny, 2 × 40, live in 8 bits, features" in table
+    options.first_layer, options.head_size, options.teacher = True, 64, ["cached"]
+    [smaller] = timing.write_rows(
+        tmp_path / "rows.jsonl", bench_training.measure_step("tiny", options, CPU), CPU
+    )
+    assert smaller["drafter_parameters"] < cached["drafter_parameters"]
+    bench_report.main([str(tmp_path)])
+    assert "tiny, 2 × 40, cached, one layer, head of 64" in (tmp_path / "bars.md").read_text()
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
