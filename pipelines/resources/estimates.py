@@ -21,6 +21,7 @@ from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.rotary import rotary_angles
+from stree_pipelines.training.float8 import round_products
 from stree_pipelines.training.losses import chunk_rows
 from stree_pipelines.training.precision import AUTOCAST
 
@@ -140,11 +141,13 @@ def forward_memory(
 
 
 def held_bytes(target: HybridConfig, dtype: torch.dtype) -> int:
-    """Of a frozen target's weights; of 8 bits are those of its layers only."""
+    """Of a frozen target's weights, some of which `round_products` leaves in bf16."""
+    with torch.device("meta"):
+        model = HybridModel(target)
     if dtype.itemsize > 1:
-        return dtype.itemsize * num_parameters(target)
-    tables = target.vocab_size * target.d_model * (1 if target.tie_embeddings else 2)
-    return num_parameters(target) + tables
+        return dtype.itemsize * model.num_parameters()
+    round_products(model.bfloat16())
+    return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 
 def _trained_activations(

@@ -11,6 +11,7 @@ from torch import nn
 from toys import tiny_model
 
 from stree.errors import UsageError
+from stree.models.hybrid import HybridModel
 from stree_pipelines import cache_teacher, distill
 from stree_pipelines.resources.estimates import held_bytes, num_parameters
 from stree_pipelines.training.float8 import (
@@ -109,9 +110,15 @@ def test_what_8_bits_do_not_go_with_is_refused(monkeypatch):
         require_float8(CUDA)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_memory_counts_a_byte_a_weight_of_the_layers(tied):
-    config = tiny_model().config.replace(tie_embeddings=tied)
-    tables = (1 if tied else 2) * config.vocab_size * config.d_model
-    assert held_bytes(config, FLOAT8) == num_parameters(config) - tables + 2 * tables
-    assert held_bytes(config, torch.bfloat16) == 2 * num_parameters(config)
+@pytest.mark.parametrize("mlp", ["gated", "experts", "odd"])
+def test_memory_counts_a_byte_for_what_is_rounded_and_two_for_what_is_not(mlp):
+    """Experts stay in bf16, and so do projections of sizes that 8 bits do not serve."""
+    experts = dict(num_experts=6, experts_per_token=2, expert_intermediate_size=32)
+    more = {"gated": {}, "experts": experts, "odd": dict(intermediate_size=40)}
+    config = tiny_model().config.replace(**more[mlp])
+    model = HybridModel(config).bfloat16()
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    assert held_bytes(config, torch.bfloat16) == held == 2 * num_parameters(config)
+    round_products(model)
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    assert held_bytes(config, FLOAT8) == held < held_bytes(config, torch.bfloat16)
