@@ -36,7 +36,7 @@ from stree_pipelines.training.drafter_head import (
     most_frequent,
 )
 from stree_pipelines.training.features import features_of
-from stree_pipelines.training.frozen_target import held_dtype
+from stree_pipelines.training.frozen_target import held_dtype, require_placeable
 from stree_pipelines.training.needs import ModelPlan
 from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.teacher_cache import TeacherCache
@@ -84,6 +84,8 @@ class DistillCLI(TrainingCLI):
         if reference is not None:
             require_reference_of(target, loss.reference, reference)
         cached = options["teacher_cache"] is not None
+        if not cached:
+            require_placeable(options["target_dtype"], options["target_placement"])
         return ModelPlan(
             trained, target, dtype, cached,
             beside=options["target_placement"] == "beside" and not cached,

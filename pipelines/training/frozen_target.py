@@ -30,6 +30,15 @@ def loaded_dtype(dtype: TargetDtype) -> torch.dtype:
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 
+def require_placeable(dtype: TargetDtype, placement: Placement) -> None:
+    """Raise UsageError where a target of that dtype cannot lie there."""
+    if dtype == "float8" and placement == "sharded":
+        raise UsageError(
+            "model.target_dtype float8 does not go with model.target_placement sharded: take "
+            "bfloat16, or replicated"
+        )
+
+
 @dataclass(frozen=True)
 class TargetInputs:
     """A batch's inputs on the target's own device. Not tensors in the batch itself: DDP moves those
@@ -49,12 +58,8 @@ class FrozenTarget:
         self.model = model.eval().requires_grad_(False)
         self.placement = placement
         self.in_float8 = dtype == "float8"
+        require_placeable(dtype, placement)
         if self.in_float8:
-            if placement == "sharded":
-                raise UsageError(
-                    "model.target_dtype float8 does not go with model.target_placement sharded: "
-                    "take bfloat16, or replicated"
-                )
             round_products(self.model)
         self._head: Tensor | None = None  # where the losses are, when the target is not
 

@@ -101,6 +101,12 @@ def test_a_cache_says_that_its_target_was_in_8_bits(workspace, tmp_path):
     assert any('"target_dtype": "float8"' in path.read_text() for path in written)
 
 
+def test_a_dry_run_refuses_what_the_training_would(workspace, tmp_path):
+    options = "--model.target_dtype", "float8", "--model.target_placement", "sharded"
+    with pytest.raises(UsageError, match=r"float8 does not go with model\.target_placement"):
+        distill.main([*distill_arguments(workspace, tmp_path / "run", *options), "--dry_run"])
+
+
 def test_what_8_bits_do_not_go_with_is_refused(monkeypatch):
     with pytest.raises(UsageError, match=r"float8 does not go with model\.target_placement"):
         FrozenTarget(tiny_model(), "sharded", "float8")
