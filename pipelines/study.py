@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_comparable(study)
     in_order(runs)  # where there is none, that is said now
     if options.what == "train":
+        require_read(study, runs)
         more = {} if study.held_back is None else {"data.train": str(study.train_file)}
         if options.dry_run:
             for run in runs:
@@ -96,6 +97,18 @@ def require_comparable(study: Study) -> None:
     for arm in arms:
         for tree in arm.trees:
             arm.settings(settings, tree)
+
+
+def require_read(study: Study, runs: Sequence[StudyRun]) -> None:
+    """Raise UsageError for a run that reads the drafter of one that neither was trained to its end
+    nor is trained now."""
+    for run in runs:
+        for other in study.runs:
+            if run.reads(other) and not other.is_trained and other not in runs:
+                raise UsageError(
+                    f"{run.name} reads the drafter of {other.name}, which is not trained: name "
+                    "both with --only"
+                )
 
 
 def inputs_of(study: Study, runs: Sequence[StudyRun], deep: bool) -> Iterator[inputs.Look]:

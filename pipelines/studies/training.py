@@ -29,8 +29,8 @@ def train(
     runs: Sequence[StudyRun], more: dict[str, Any], at_once: int, progress: EvaluationProgress
 ) -> None:
     """Train each run that is not finished, `at_once` beside each other on every GPU, and those that
-    read another's drafter after it. What was stopped goes on where it was. more: options of
-    distill.py for all.
+    read another's drafter after it, or not at all where that failed: what it left is not what the
+    study says. What was stopped goes on where it was. more: options of distill.py for all.
 
     Raises the kind of error that a run ended with, after the others have ended.
     """
@@ -40,6 +40,7 @@ def train(
         for gpu in gpus:
             places.put(gpu)
     failures: list[tuple[int, str]] = []
+    failed: list[StudyRun] = []
     children: set[subprocess.Popen[bytes]] = set()
     told = threading.Lock()
     with (
@@ -48,6 +49,11 @@ def train(
     ):
 
         def run_one(run: StudyRun) -> None:
+            if unread := [other.name for other in failed if run.reads(other)]:
+                with told:
+                    failed.append(run)
+                    task.advance(f"{run.name} waits for {unread[0]}")
+                return
             gpu = places.get()
             try:
                 code = _distil(run, more, gpu, children)
@@ -57,6 +63,7 @@ def train(
                 if not code:
                     write_atomically(run.folder / DONE, "")
                 else:
+                    failed.append(run)
                     failures.append((code, f"{run.name}: {_reason(run.folder / LOG)}"))
                 task.advance(f"{run.name} {'failed' if code else 'is trained'}")
 
@@ -71,7 +78,11 @@ def train(
             raise
     if failures:
         reasons = "; ".join(reason for _, reason in failures)
-        raise kind_of_code(failures[0][0])(f"{counted(len(failures), 'drafter')} failed: {reasons}")
+        waiting = len(failed) - len(failures)
+        also = f"; {counted(waiting, 'drafter')} that read from these were not trained"
+        raise kind_of_code(failures[0][0])(
+            f"{counted(len(failures), 'drafter')} failed: {reasons}{also if waiting else ''}"
+        )
 
 
 def _distil(

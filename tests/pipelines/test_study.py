@@ -92,6 +92,26 @@ def test_a_drafter_that_reads_anothers_is_trained_after_it(tmp_path, stub, capsy
     assert "2/2" in capsys.readouterr().err
 
 
+def test_a_drafter_is_not_trained_on_what_a_failed_training_left(tmp_path, stub):
+    """Nor on what one left that was stopped, when it is named alone."""
+    out = tmp_path / "runs"
+    (out / "first/seed-0/drafter/latest").mkdir(parents=True)  # an export of its first steps
+    read = f"{out}/first/seed-0/drafter/latest"
+    arms = [
+        {"name": "first", "set": {"fail": "yes"}},
+        {"name": "second", "set": {"model.loss.reference": read}},
+        {"name": "third"},
+    ]
+    path = written(tmp_path, content(out, arms=arms, seeds=[0]))
+    words = "1 drafter failed: first, seed 0: runs: the disk is full .*; 1 drafter that read"
+    with pytest.raises(CannotWrite, match=words):
+        study.main(["train", path])
+    assert [run.is_trained for run in read_study(path).runs] == [False, False, True]
+    assert not (out / "second/seed-0").exists()
+    with pytest.raises(UsageError, match="second, seed 0 reads the drafter of first, seed 0"):
+        study.main(["train", path, "--only", "second"])
+
+
 def test_drafters_that_read_each_other_are_refused(tmp_path, stub):
     out = tmp_path / "runs"
     arms = [
