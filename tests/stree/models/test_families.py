@@ -130,7 +130,7 @@ def test_sequences_of_a_batch_see_nothing_of_each_other(root, family, seed):
         cache.path_length.copy_(torch.tensor([len(path) for path in paths]))
 
 
-@pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
+@pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 20)))
 @torch.no_grad()
 def test_greedy_trees_are_lossless(root, family, seed):
     """A drafter cut from the target, and a decoder with a tree: the target's own choices."""
@@ -144,7 +144,8 @@ def test_greedy_trees_are_lossless(root, family, seed):
     if not seed:
         drafter = slice_drafter(model, [0, model.config.num_layers - 1]).double().eval()
     accepted = 0
-    for tree in TREES if seed else TREES[5:6]:
+    alone = 1 + (seed + 4) % 7  # of most models one tree, after the one without drafts
+    for tree in TREES if 0 < seed < 6 else TREES[alone : alone + 1]:
         decoder = Decoder(model, drafter, tree, max_length=128)
         out = decoder.generate(prompt, generation)
         assert out.tokens == wanted[len(prompt) :], tree
