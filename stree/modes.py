@@ -9,8 +9,8 @@ accepted lately, and changed seldom.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -201,6 +201,7 @@ class Modes:
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
         self._probing = 0  # steps of a probe that are left
+        self._probed = deque(self._telling)  # the next probe's tree first
 
     def __str__(self) -> str:
         return " or ".join(tree.name for tree in self.trees[1:])
@@ -227,7 +228,7 @@ class Modes:
         elif speed[best] > speed[self.current] * (1 if best == PLAIN else 1 + HYSTERESIS):
             self.current = best
         if self.current == PLAIN:
-            self._consider_a_probe(num_rows, speed)
+            self._consider_a_probe(num_rows)
             return self.current
         return self._unseen(num_rows) or self.current
 
@@ -300,12 +301,14 @@ class Modes:
                 return tree
         return None
 
-    def _consider_a_probe(self, num_rows: int, speed: Mapping[TokenTree, float]) -> None:
+    def _consider_a_probe(self, num_rows: int) -> None:
+        """In turns: if only what looks best is tried, no other tree can show that it is better."""
         self._plain_s += self.costs.of(num_rows, PLAIN)
-        tree = max(self.trees[1:], key=speed.__getitem__)
+        tree = self._probed[0]
         lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self.costs.catch_up
         if self._plain_s > lost / PROBE_SHARE:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
+            self._probed.rotate(-1)
 
 
 def trees_of(growth: TokenTree | Modes) -> tuple[TokenTree, ...]:

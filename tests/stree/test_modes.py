@@ -96,6 +96,17 @@ def test_drafts_that_become_better_are_found():
     assert used[-1] == CHAIN
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_tree_that_looked_worst_is_found_when_it_becomes_better(seed):
+    """A chain does not show what a wide tree's later children are worth, however often it is tried
+    while plain decoding is best."""
+    modes = Modes([CHAIN, WIDE], costs(1.0, 1.6, 1.7))
+    simulated(modes, 1, 2000, [0.0, 0.0, 0.0], seed)
+    assert modes.current == PLAIN
+    used, _ = simulated(modes, 1, 5000, [0.3, 0.3, 0.3], seed=seed + 9)
+    assert used[-1] == WIDE  # it promises 2.4 tokens a step, the chain 1.4
+
+
 def test_costs_of_other_numbers_of_rows():
     table = Costs({(1, CHAIN): 1.0, (4, CHAIN): 3.0})
     assert [table.of(rows, CHAIN) for rows in (1, 2, 4, 9)] == [1.0, 3.0, 3.0, 3.0]
