@@ -218,8 +218,9 @@ class Modes:
         """The tree of the next step of so many rows."""
         self._num_rows = num_rows
         speed = self._speed(num_rows)
-        if self._untried:
-            return next(iter(self._untried))
+        for tree in self._untried:
+            if self._might_pay(tree, num_rows):
+                return tree
         best = max(self.trees, key=speed.__getitem__)
         if self._probing:
             self._probing -= 1
@@ -231,6 +232,11 @@ class Modes:
             self._consider_a_probe(num_rows)
             return self.current
         return self._unseen(num_rows) or self.current
+
+    def _might_pay(self, tree: TokenTree, num_rows: int) -> bool:
+        """Whether it would be faster than plain decoding were all of it accepted."""
+        plain = self.costs.of(num_rows, PLAIN)
+        return (tree.max_depth + 1) * plain > self.costs.of(num_rows, tree)
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""

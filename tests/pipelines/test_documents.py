@@ -138,7 +138,7 @@ def test_readme_s_python_with_a_model_of_transformers_runs(tmp_path, monkeypatch
     for saved in (granite, tokenizer):
         saved.save_pretrained("ibm-granite/granite-4.0-h-tiny")
     save_model(slice_drafter(shared_model(granite), [0]), "runs/granite/drafter/latest")
-    text = PYTHON.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
+    text = README.read_text(encoding="utf-8").partition("with Granite 4 H:\n")[2]
     code = re.match(r"\n((?:    .*\n|\n)+)", text)[1]
     names: dict = {}
     exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), names)

@@ -417,3 +417,10 @@ def test_a_tree_is_seen_the_more_often_the_less_it_loses():
     assert late.count(near) > 4 * late.count(far) > 0
     lost = sum(seconds[tree] - 1.0 for tree in late)
     assert lost < 2.2 * PROBE_SHARE * len(late)
+
+
+def test_what_cannot_pay_is_not_tried_first():
+    """A chain of two that takes as long as three plain steps, were all of it accepted."""
+    modes = Modes([CHAIN, WIDE], costs(plain=1.0, chain=3.0, wide=3.1))
+    used, _ = simulated(modes, 1, 40, rates=[0.9])
+    assert set(used) == {PLAIN}
