@@ -128,12 +128,9 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
         for teacher, dtype in _teachers(options):
-            drafter, live = (
-                drafter_config_of(target, **_drafter(options, teacher)),
-                teacher == "live",
-            )
+            drafter = drafter_config_of(target, **_drafter(options, teacher))
             memory = training_memory(
-                drafter, (rows, length), PRECISION, on_cuda, target if live else None,
+                drafter, (rows, length), PRECISION, on_cuda, target if teacher == "live" else None,
                 held_dtype(dtype), compiled=on_cuda,
             )  # fmt: skip
             all_needs.append(MemoryNeeds(memory, on_cuda))

@@ -346,11 +346,11 @@ class BatchDecoder:
         would otherwise do."""
         if not self._sequences:
             return
+        deepest = deepest_of(self.growth).max_depth + 1
         with ops.current(self.target.device):
             for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
-                deepest = deepest_of(self.growth).max_depth + 1
                 for most in {longest, self._longest(forest, deepest)}:
                     self.executor.prepare(rows, forest, most, position)
 

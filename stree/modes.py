@@ -360,6 +360,11 @@ def _ranks(tree: TokenTree) -> set[tuple[int, int]]:
     }
 
 
+def row_counts(most: int) -> list[int]:
+    """How many rows steps of at most so many have as graphs: 1, 2, 4, …, most."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
 def context_of(max_length: int) -> int:
     """After how many tokens steps are timed unless told."""
     return min(MOST_CONTEXT, max_length // 4)
@@ -390,9 +395,7 @@ def measure_costs(
     trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
     its turns: what disturbs the machine for a while must not decide for one and against another.
     """
-    if counts is None:
-        counts = [*(1 << power for power in range((decoder.num_rows - 1).bit_length())),
-                  decoder.num_rows]  # fmt: skip
+    counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
     first = decoder.cache.narrow(0, 1)
     first.reset()

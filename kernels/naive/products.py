@@ -32,10 +32,16 @@ def in_8_bits(weight: Tensor) -> Scaled:
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), ROWS_AT_ONCE):
         piece = slice(start, start + ROWS_AT_ONCE)
-        wide = widened(weight[piece])
-        scale[piece] = (wide.abs().amax(dim=1) / LARGEST).clamp(min=LEAST_SCALE)
-        values[piece] = (wide / scale[piece, None]).to(values.dtype)
+        values[piece], scale_of_rows = rounded(weight[piece])
+        scale[piece] = scale_of_rows[:, 0]
     return Scaled(values, scale)
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, D) as e4m3 numbers, and what each row (T, 1) is to be multiplied with, fp32."""
+    wide = widened(x)
+    scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE).float()
+    return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import length_to_time
+from stree.modes import length_to_time, row_counts
 from stree.requests import Request
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
@@ -213,7 +213,7 @@ def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
     """As many such requests at once, and then the graphs of each number of rows that steps may have
     when fewer are left."""
     decoder.generate([request] * num_rows)
-    for count in {num_rows} | {1 << power for power in range((num_rows - 1).bit_length())}:
+    for count in row_counts(num_rows):
         rows = [decoder.admit(request) for _ in range(count)]
         decoder.prepare()
         for row in rows:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from stree.errors import UsageError
 from stree.models.hybrid import HybridModel
 from stree.models.mlp import Experts
-from stree.models.parts import product_dtype
+from stree.models.parts import has_products_in_8_bits, product_dtype
+from stree_kernels.naive.products import rounded
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
 MULTIPLE = 16  # of a product's sizes, which the matrix units want
-CAPABILITY = (8, 9)  # of GPUs that have such products
 
 
 class Float8Linear(nn.Module):
@@ -45,13 +44,6 @@ class Float8Linear(nn.Module):
         return y.unflatten(0, x.shape[:-1])
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (T, D) as e4m3 numbers, and what each row (T, 1) is to be multiplied with, fp32."""
-    wide = x.float()
-    scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (wide / scale).to(FLOAT8), scale
-
-
 def product(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
@@ -65,7 +57,7 @@ def product(
         x, weight.t(), x_scale, scale.t(), bias=bias if dtype == torch.bfloat16 else None,
         out_dtype=torch.bfloat16, use_fast_accum=True,
     )  # fmt: skip
-    return y if dtype == torch.bfloat16 or bias is None else y + bias
+    return y if dtype == torch.bfloat16 else y.to(dtype) if bias is None else y + bias
 
 
 def round_products(model: HybridModel) -> None:
@@ -81,9 +73,8 @@ def round_products(model: HybridModel) -> None:
 
 def require_float8(device: torch.device) -> None:
     """Raise UsageError for a GPU without products in 8 bits."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if not has_products_in_8_bits(device):
         raise UsageError(
-            f"model.target_dtype float8 needs a GPU of compute capability "
-            f"{'.'.join(map(str, CAPABILITY))} or later, {torch.cuda.get_device_name(device)} is "
-            "older: take bfloat16"
+            "model.target_dtype float8 needs a GPU of compute capability 8.9 or later, "
+            f"{torch.cuda.get_device_name(device)} is older: take bfloat16"
         )

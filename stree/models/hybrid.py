@@ -32,6 +32,7 @@ from stree.models.parts import (
     Part,
     Sequences,
     TreeCall,
+    has_products_in_8_bits,
     lay_for_products,
     product_dtype,
 )
@@ -267,7 +268,7 @@ class HybridModel(nn.Module):
 
         Raises `UsageError` for a GPU without such numbers.
         """
-        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+        if not has_products_in_8_bits(self.device):
             raise UsageError(
                 "a head in float8 needs a GPU of compute capability 8.9 or more, "
                 f"{torch.cuda.get_device_name(self.device)} is older: draft with the head as it is "

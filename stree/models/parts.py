@@ -32,6 +32,11 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def has_products_in_8_bits(device: torch.device) -> bool:
+    """All but GPUs from before compute capability 8.9."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over groups of channels, in fp32 or wider."""
 
