@@ -34,20 +34,18 @@ from stree_kernels.shapes import Scaled
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many times ahead weights arrive, this one counted, if those ahead fit; warps; and
-    programs a multiprocessor."""
+    """Outputs of a tile, at most; how many times ahead weights arrive, this one counted, if those
+    ahead fit; warps; and programs a multiprocessor."""
 
+    outputs: int
     stages: int
     warps: int
     together: int
 
 
-OUTPUTS, INPUTS = 128, 128  # of a tile, at most
+INPUTS = 128  # of a tile, at most
 FEW = 16  # rows
-TILINGS = {  # for few rows or not
-    True: Tiling(4, 2, 3),  # four warps would multiply together, and then read 8 bits by pairs
-    False: Tiling(4, 8, 1),
-}
+TILINGS = {True: Tiling(256, 4, 4, 2), False: Tiling(128, 4, 8, 1)}  # for few rows or not
 MOST_ROWS = 64  # of a program
 AHEAD = 32768  # bytes of its share that a program asks for before the launch ahead has ended
 
@@ -61,7 +59,7 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
     out = x.new_empty(*x.shape[:-1], outputs)
     most = tiling.together * device_of(x)[0]  # programs at once
     block_outputs = triton.next_power_of_2(triton.cdiv(outputs, most))
-    block_outputs = min(OUTPUTS, max(16, block_outputs))
+    block_outputs = min(tiling.outputs, max(16, block_outputs))
     share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
     block_rows = min(MOST_ROWS, max(8, triton.next_power_of_2(rows)))
     block_inputs = min(INPUTS, max(32, triton.next_power_of_2(inputs)))

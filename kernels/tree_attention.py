@@ -17,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, lead, load_kept, overlapping
-from stree_kernels.products import precision_of, product
+from stree_kernels.products import device_of, precision_of, product
 from stree_kernels.shapes import Steering, Topology
 
 # What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
 PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
 ALONE_PROGRAMS = 528  # the same of a single query, which needs no tiles for tensor cores
+STAGED_FROM = 128  # heads of all sequences from which on keys arrive by way of shared memory, and
+STAGED_PROGRAMS = 528  # what the splits should fill then
+STAGES = 3  # how many times ahead, this one counted
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
 CORNER_KEYS = 16  # accepted and new ones at a time
@@ -68,9 +71,15 @@ def attend_tree(
     row_blocks = triton.cdiv(num_rows, block_m)
     skips = first + num_new >= SKIPPED_FROM if skips is None else skips
     num_corners = 1 if first + num_new <= FEW_NODES else 2
-    programs = ALONE_PROGRAMS if alone else PROGRAMS
-    num_splits = min(32, programs // (sequence_heads * row_blocks)) - num_corners
     block_l = BLOCK_KEYS // 2 if wide or alone else BLOCK_KEYS
+    tiles_bytes = STAGES * block_l * 2 * head_dim * qkv.element_size()
+    staged = not alone and sequence_heads >= STAGED_FROM
+    staged = staged and 2 * tiles_bytes < device_of(qkv)[1]  # two programs a multiprocessor
+    if staged:
+        num_splits = min(32, STAGED_PROGRAMS // (sequence_heads * row_blocks))
+    else:
+        programs = ALONE_PROGRAMS if alone else PROGRAMS
+        num_splits = min(32, programs // (sequence_heads * row_blocks)) - num_corners
     num_splits = max(1, min(num_splits, triton.cdiv(keys.shape[2], block_l)))
     num_parts = num_corners + num_splits
     block_parts = triton.next_power_of_2(num_parts)
@@ -101,7 +110,7 @@ def attend_tree(
     attend_warps = ATTEND_WARPS if head_dim <= 128 or alone else 2 * ATTEND_WARPS
     attend_kernel[(num_parts, row_blocks, sequence_heads)](
         *common, scale * math.log2(math.e), PRECISION=precision_of(qkv),
-        SKIPS=skips, READY=steering.ready,
+        SKIPS=skips, READY=steering.ready, STAGES=STAGES if staged else 1,
         num_warps=attend_warps, num_stages=1, maxnreg=ATTEND_REGISTERS, **constants,
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
@@ -271,7 +280,7 @@ def attend_kernel(
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_CORNER: tl.constexpr,
     SKIPS: tl.constexpr, ONE_TREE: tl.constexpr, READY: tl.constexpr, OVERLAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part, block, sequence_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = (sequence_head // NUM_KV_HEADS).to(tl.int64)
@@ -313,9 +322,10 @@ def attend_kernel(
             return
     elif begin >= end:
         return
-    slot = begin + tl.arange(0, BLOCK_L)
-    k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
-    v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+    if STAGES == 1:
+        slot = begin + tl.arange(0, BLOCK_L)
+        k_low, k_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
+        v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
     if READY == "memory":
         follow(OVERLAPS)
     low, high = _halves(
@@ -329,16 +339,22 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     out = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], dtype=tl.float32)
     everyone = tl.full([BLOCK_M, 1], 1, dtype=tl.int1)
-    for start in range(begin, end, BLOCK_L):
-        used = start + tl.arange(0, BLOCK_L) < end
-        slot = start + BLOCK_L + tl.arange(0, BLOCK_L)
-        next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
-        next_v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
+    for start in tl.range(begin, end, BLOCK_L, num_stages=STAGES):
+        slot = start + tl.arange(0, BLOCK_L)
+        used = slot < end
+        if STAGES > 1:
+            k_low, k_high = _halves(keys + slot * slot_stride, used, half, HEAD_DIM)
+            v = _whole(values + slot * slot_stride, used, d, HEAD_DIM)
+        else:
+            slot += BLOCK_L
+            next_low, next_high = _halves(keys + slot * slot_stride, slot < end, half, HEAD_DIM)
+            next_v = _whole(values + slot * slot_stride, slot < end, d, HEAD_DIM)
         highest, total, out = _attend(
             q_low, q_high, k_low, k_high, v, everyone & used[None, :],
             highest, total, out, scale, PRECISION,
         )  # fmt: skip
-        k_low, k_high, v = next_low, next_high, next_v
+        if STAGES == 1:
+            k_low, k_high, v = next_low, next_high, next_v
     if part < NUM_CORNERS:
         highest, total, out = _attend_corner(
             q_low, q_high, known, ancestors + (first + query)[:, None] * tree_size,

@@ -1,7 +1,8 @@
 """What a recurrent layer's tree call does before the scan: replay and conv, in one launch (Triton).
 
 Neither needs the other, so their programs run side by side. Replay: one program serves a sequence,
-a head and a block of its channels, and advances the state along the last accepted path. Conv: one
+a head and a block of its channels, and advances the state along the last accepted path; of many
+sequences the scan's programs do, each before it waits for the conv (`scan_replays`). Conv: one
 serves a sequence, a block of channels and a few nodes; it reads each node's window of raw inputs
 (new nodes, older nodes of the tree, or the accepted path and the tail of the last tree), keeps the
 nodes' own raw inputs, and writes silu(conv); a last block of programs does the same for dt and the
@@ -34,9 +35,16 @@ from stree_kernels.shapes import (
     Topology,
 )
 
-BLOCK_CHANNELS = 64
-BLOCK_NODES = 16
+BLOCK_CHANNELS, BLOCK_NODES = 64, 16  # that a program convolves
+MANY, MOST_CHANNELS = 8, 256  # sequences from which on few nodes have wider blocks, at most so wide
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
+FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps for the scan
+
+
+def scan_replays(state: Tensor, first: int, query_blocks: int = 1) -> bool:
+    """Whether the scan shall advance the states itself, so that they are read once, and not again
+    where they lie in memory by then. It can where a program has all nodes of a block of a state."""
+    return first == 0 and query_blocks == 1 and state.nbytes >= FAR_STATES
 
 
 def replay_and_convolve(
@@ -49,16 +57,19 @@ def replay_and_convolve(
     topology: Topology,
     steering: Steering,
     first: int,
+    scan_replays: bool = False,
 ) -> Tensor:
     """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
 
-    Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S).
+    Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S). With
+    scan_replays the state is left as it is: the scan replays.
     """
     x_conv, b_conv, _ = shape.scan_groups
     heads = shape.num_heads
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
     return _launch(
-        kept, rows, derived, state, weights, shape, topology, steering, first,
+        kept, rows, derived, None if scan_replays else state,
+        weights, shape, topology, steering, first,
         columns=shape.xbc_dims, dt_limit=shape.dt_limit,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
@@ -108,7 +119,11 @@ def _launch(
     batch, num_new, _ = kept.shape
     x_channels, b_channels, c_channels = shape.conv_dims
     C = torch.empty(batch, num_new, c_channels, device=kept.device, dtype=kept.dtype)
-    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, BLOCK_CHANNELS)
+    block_q, block_c = BLOCK_NODES, BLOCK_CHANNELS
+    if batch >= MANY:
+        block_q = min(block_q, triton.next_power_of_2(num_new))
+        block_c = min(MOST_CHANNELS, block_c * BLOCK_NODES // block_q)
+    num_blocks = triton.cdiv(x_channels + b_channels + c_channels, block_c)
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
     assert kept.stride(2) == rows.stride(3) == xb.stride(3) == steps.stride(4) == 1
     assert state is None or state.stride(3) == 1
@@ -138,7 +153,7 @@ def _launch(
         NUM_CHANNELS=x_channels + b_channels + c_channels,
         DT_MIN=dt_limit[0], DT_MAX=dt_limit[1], REPLAY=first == 0, READY=steering.ready,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
-        BLOCK_C=BLOCK_CHANNELS, BLOCK_Q=BLOCK_NODES,
+        BLOCK_C=block_c, BLOCK_Q=block_q, BLOCK_STEPS=BLOCK_NODES,
         BLOCK_H=max(16, triton.next_power_of_2(heads)),
         num_warps=4, **replay, **overlapping(kept),
     )  # fmt: skip
@@ -166,7 +181,7 @@ def replay_conv_kernel(
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_STEPS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     # The launch ahead, a product, touches neither the state nor the last tree's inputs. So replay
     # waits for nothing; the conv waits for it, and the scan counts on that
@@ -191,7 +206,7 @@ def replay_conv_kernel(
     if program < num_replays:  # never so without REPLAY
         if state is not None:
             head = program // HEAD_BLOCKS
-            _replay(
+            replay(
                 state + batch * state_batch_stride + head * state_head_stride, state_row_stride,
                 xb + parity * xb_parity_stride, xb_stride,
                 steps + parity * steps_parity_stride + head, steps_stride,
@@ -211,7 +226,7 @@ def replay_conv_kernel(
                 steps_part_stride, steps_stride, dt_bias, A_log,
                 ancestors + variant * tree_size * tree_size, tree_size,
                 path, path_length, tile, first, num_new,
-                HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, OVERLAPS, BLOCK_Q, BLOCK_H,
+                HEADS, WIDTH, DT_COLUMN, DT_MIN, DT_MAX, REPLAY, OVERLAPS, BLOCK_STEPS, BLOCK_H,
             )  # fmt: skip
         else:
             _keep_channels(
@@ -227,14 +242,14 @@ def replay_conv_kernel(
 
 
 @triton.jit
-def _replay(
+def replay(
     state, row_stride, xb, xb_stride, dt_pointer, dt_stride, A_log,
     path, path_size, path_length, num_slots,
     start_p, x_start, b_start, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Advance the state of a block of a head's channels along the accepted path."""
+    """Advance the state of a block of a head's channels along the accepted path; the state then."""
     p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
     in_p, in_s = p < HEAD_DIM, s < D_STATE
     at_state = state + p[:, None] * row_stride + s[None, :]
@@ -255,8 +270,10 @@ def _replay(
             x_start + p, in_p, b_start + s, in_s,
         )  # fmt: skip
         h = _advanced(h, A, dt, x, B, accepted, PRECISION, MIXED)
+    kept = h.to(state.dtype.element_ty)
     if path_length > 0:
-        tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
+        tl.store(at_state, kept, mask=in_state)
+    return kept.to(tl.float32)
 
 
 @triton.jit
@@ -283,7 +300,8 @@ def _advanced(h, A, dt, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl.const
     total = tl.sum(dt * A, axis=0)
     after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
     added = mixed_product(tl.trans(x * after[:, None]), B, PRECISION, MIXED)
-    return tl.exp(total) * h + added
+    # Of one rounding, whatever kernel this is a part of
+    return tl.fma(tl.zeros_like(h) + tl.exp(total), h, added)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """A Mamba-2 layer's tree call in two launches: replay and tree conv, then the tree scan (Triton).
 
 In the scan one program serves one sequence, a few nodes, one head and a block of that head's
-channels. Only the first launch writes the state, so any number of programs may read it. On GPUs
+channels. Only the first launch writes the state, so any number of programs may read it; of many
+sequences each program advances its own block of it (`scan_replays`). On GPUs
 that can (compute capability 9.0) each launch is made before the one that it needs has ended, and
 waits for it. The naive twin is `naive.mamba_tree`.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import replay_and_convolve
+from stree_kernels.tree_conv import replay, replay_and_convolve, scan_replays
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
 # What was fastest on an H200.
@@ -39,30 +40,36 @@ def mamba_tree(
     batch, num_new, _ = projected.shape
     xb, steps = derived.xb, derived.steps
     kept = projected[..., shape.d_inner :]
-    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
+    block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
+    query_blocks = triton.cdiv(num_new, block_q)
+    replays = scan_replays(state, first, query_blocks)
+    C = replay_and_convolve(
+        kept, rows, derived, state, weights, shape, topology, steering, first, replays
+    )
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
-    block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
     x_conv, b_conv, c_conv = shape.scan_groups
     heads, num_nodes = shape.num_heads, first + num_new
     block_n = min(64, max(16, triton.next_power_of_2(num_nodes)))
-    query_blocks = triton.cdiv(num_new, block_q)
     tree_scan_kernel[(triton.cdiv(shape.head_dim, block_p) * query_blocks, heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
         C, C.stride(0), C.stride(1),
         state, state.stride(0), state.stride(1), state.stride(2),
         y, y.stride(0), y.stride(1),
-        projected if shape.gated else None, projected.stride(0), projected.stride(1), weights.D,
+        projected if shape.gated else None, projected.stride(0), projected.stride(1),
+        weights.A_log, weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
         steering.variant, steering.parity, first, num_new, query_blocks,
+        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
+        min(xb.shape[2], steps.shape[3]),
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
-        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
+        REPLAYS=replays, PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),
@@ -115,12 +122,13 @@ def tree_scan_kernel(
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
     y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
+    A_log, D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
+    path, path_stride, path_size, path_lengths, num_slots,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    ONE_TILE: tl.constexpr, REPLAYS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     block, query_block = tl.program_id(0) // query_blocks, tl.program_id(0) % query_blocks
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -138,22 +146,36 @@ def tree_scan_kernel(
     parity = load_kept(parities)
     ancestors += load_kept(variants + batch) * tree_size * tree_size
     half = 1 - parity if NEW_HALF else parity
-    xb += batch * xb_batch_stride + half * xb_parity_stride
-    steps += batch * steps_batch_stride + half * steps_parity_stride + head
+    xb += batch * xb_batch_stride
+    steps += batch * steps_batch_stride + head
+    state_pointer += batch * state_batch_stride + head * state_head_stride
     # Parents come before their children: nothing after these nodes is above them
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
         above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
+    if REPLAYS:
+        state = replay(
+            state_pointer, state_row_stride,
+            xb + parity * xb_parity_stride, xb_stride,
+            steps + parity * steps_parity_stride, steps_stride, A_log + head,
+            path + batch * path_stride, path_size,
+            load_kept(path_lengths + batch).to(tl.int32), num_slots,
+            block * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
+            B_CHANNEL + (head // HEADS_A_B) * D_STATE,
+            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
+        )  # fmt: skip
+    xb += half * xb_parity_stride
+    steps += half * steps_parity_stride
     follow(OVERLAPS)
     C = tl.load(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
         mask=known[:, None] & in_s[None, :], other=0.0,
     )  # fmt: skip
-    state = tl.load(
-        state_pointer + batch * state_batch_stride + head * state_head_stride
-        + p[:, None] * state_row_stride + s[None, :],
-        mask=in_p[:, None] & in_s[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
+    if not REPLAYS:
+        state = tl.load(
+            state_pointer + p[:, None] * state_row_stride + s[None, :],
+            mask=in_p[:, None] & in_s[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(

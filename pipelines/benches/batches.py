@@ -6,7 +6,7 @@ writes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ def steps_of_rows(
     target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
 ) -> Iterator[Row]:
     """A row a number of rows and tree: µs of the graphs of a step, of the products of as many rows
-    in turns with them, and the bound: these, and the time that states and keys take to be read and
-    written at the bandwidth of this run."""
-    bandwidth = _bytes_per_us(target.device)
+    in turns with them, and the bound: these, and the time that states take to be read and written
+    and keys to be read at the bandwidths of this run."""
+    reading, in_place = _bytes_per_us(target.device)
     floor = Floor(target, max(counts) * TREES[-1].num_nodes)
     for count in counts:
         for tree in TREES:
@@ -48,11 +48,13 @@ def steps_of_rows(
             times = in_turns(functions, target.device, repeats)
             products = {"floor": floor.products(count * tree.num_nodes)}
             times |= side_by_side(products, target.device, repeats)
-            memory_us = _memory_bytes(decoder, context) / bandwidth
+            state_bytes, key_bytes = _memory_bytes(decoder, context)
+            memory_us = 2 * state_bytes / in_place + key_bytes / reading
             bound = times["floor"]["median"] + memory_us
             yield dict(
                 what="rows", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
-                context=context, us_memory=memory_us,
+                context=context, us_memory=memory_us, state_bytes=state_bytes, key_bytes=key_bytes,
+                bytes_per_us_read=reading, bytes_per_us_in_place=in_place,
                 over_bound=times["target"]["median"] / bound,
                 **{f"us_{name}": each for name, each in times.items()},
             )  # fmt: skip
@@ -170,20 +172,24 @@ def _decoded(decoder: BatchDecoder, context: int, length: int) -> tuple[float, f
     return decoded / seconds, 1e6 * seconds / steps
 
 
-def _memory_bytes(decoder: BatchDecoder, context: int) -> int:
-    """Of a step: states read and written, and keys and values of the committed tokens read."""
-    total = 0
+def _memory_bytes(decoder: BatchDecoder, context: int) -> tuple[int, int]:
+    """Of all rows: states, and keys and values of the committed tokens."""
+    states = keys = 0
     for layer in decoder.cache.layers:
         if isinstance(layer, AttentionCache):
-            total += 2 * layer.keys[:, :, :context].nbytes
+            keys += 2 * layer.keys[:, :, :context].nbytes
         elif isinstance(state := getattr(layer, "state", None), Tensor):
-            total += 2 * state.nbytes
-    return total
+            states += state.nbytes
+    return states, keys
 
 
-def _bytes_per_us(device: torch.device, size: int = 2**30) -> float:
-    """Read and written by a copy of a GiB, or of what fits a test on the CPU."""
-    size = size if device.type == "cuda" else 2**22
-    one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    times = side_by_side({"copy": lambda: other.copy_(one)}, device, 10)
-    return 2 * size / times["copy"]["median"]
+def _bytes_per_us(device: torch.device, size: int = 2**28) -> tuple[float, float]:
+    """Reading a GiB of numbers, or what fits a test on the CPU; and reading and writing them in
+    place, both counted."""
+    x = torch.ones(size if device.type == "cuda" else 2**20, device=device)
+    functions: dict[str, Callable[[], object]] = {
+        "read": lambda: x.sum(),
+        "in place": lambda: x.mul_(1.0),
+    }
+    times = side_by_side(functions, device, 10)
+    return x.nbytes / times["read"]["median"], 2 * x.nbytes / times["in place"]["median"]

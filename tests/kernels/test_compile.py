@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "compile_kernels.py"
 KERNELS = {
     "norm_kernel", "activation_kernel", "advance_kernel", "attend_kernel", "combine_kernel",
     "piece_kernel", "merge_kernel", "accept_kernel", "replay_conv_kernel", "tree_scan_kernel",
-    "embed_kernel", "rows_at_kernel", "root_kernel", "share_kernel", "scaled_kernel", "rows_kernel",
-    "siblings_kernel", "walk_kernel",
+    "chain_scan_kernel", "embed_kernel", "rows_at_kernel", "root_kernel", "share_kernel",
+    "scaled_kernel", "rows_kernel", "siblings_kernel", "walk_kernel",
     "heads_kernel", "gate_kernel", "gated_delta_kernel", "gated_delta_chain_kernel",
     "pairs_kernel",
     "topology_kernel", "pick_kernel", "up_kernel", "down_kernel", "route_kernel",
@@ -25,7 +25,7 @@ def test_all_kernels_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled"],
+        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled|_scan"],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -74,6 +74,18 @@ def test_trees(tree):
     compare(tree, [70, 3], [path, path[:1]])
 
 
+@pytest.mark.parametrize(
+    "num_nodes, head_dim, dtype",
+    quick_first([(3, 64, torch.bfloat16)], [(1, 128, torch.bfloat16), (20, 20, torch.float32)]),
+)
+def test_many_sequences(num_nodes, head_dim, dtype, monkeypatch):
+    """Their keys arrive by way of shared memory; of a few, to compare all of them here."""
+    monkeypatch.setattr(tree_attention, "STAGED_FROM", 1)
+    paths = [[0], [0, 1], [], [0, 1]] if num_nodes > 1 else [[0], [], [], [0]]
+    options = dict(heads=4, kv_heads=1, head_dim=head_dim)
+    compare(comb(num_nodes), [300, 3, 64, 129], paths, dtype, **options)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="minutes in the interpreter")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", TREES_ON_CUDA, ids=lambda tree: f"{tree.name}-{tree.num_nodes}")

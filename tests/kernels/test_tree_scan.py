@@ -24,12 +24,14 @@ from kernel_cases import (
     readers_of,
     relative_error,
     star,
+    steering_of,
+    topology_of,
 )
 from lanes import quick_first
 from toys import random_tree
 
 from stree.tree import TokenTree
-from stree_kernels import chain_scan, naive, tree_scan
+from stree_kernels import chain_scan, naive, tree_conv, tree_scan
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights
 
 SHAPES = {
@@ -160,6 +162,52 @@ def test_a_tree_per_sequence():
 def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     paths = [list(range(num_nodes)), [], [0]]
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
+
+
+FAR = [
+    ("gated, two-blocks", TokenTree.chain(0), torch.float32, True),
+    ("grouped", TokenTree.chain(2), torch.bfloat16, True),
+    ("odd", TokenTree.paper(), torch.bfloat16, False),
+    ("grouped", comb(20), torch.float32, False),
+]
+LONG_FAR = [
+    ("grouped", TokenTree.chain(17), torch.float32, True),
+    ("repeated", TokenTree.paper(), torch.float32, False),
+    ("gated, two-blocks", comb(33), torch.bfloat16, False),  # by two blocks of nodes: not there
+]
+
+
+@pytest.mark.parametrize("name, tree, dtype, as_chain", quick_first(FAR, LONG_FAR))
+def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monkeypatch):
+    paths = [tree.path_to(tree.num_nodes - 1), [], [0]]
+    near = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
+    monkeypatch.setattr(tree_conv, "FAR_STATES", 0)
+    compare(SHAPES[name], [tree], paths, dtype, as_chain=as_chain)
+    far = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
+    assert torch.equal(near[-1], far[-1])
+    if not as_chain or DEVICE == "cpu":  # its sums over a state are in another order there
+        assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
+
+
+def steered_twice(shape, tree, paths, dtype, as_chain):
+    """What two calls give, the second after these paths, and the states then."""
+    case = make(shape, tree.num_nodes, dtype, len(paths), as_chain=as_chain)
+    topology, slots = topology_of([tree], shape.width), 1 + max(map(len, paths))
+    lengths, first = [0] * len(paths), [[] for _ in paths]
+    outputs = [
+        case.call(n, shape, topology, steering_of(lengths, each, 1, slots, parity=1 - n))
+        for n, each in enumerate((first, paths))
+    ]
+    return [*outputs, case.state]
+
+
+def test_the_conv_of_many_sequences(monkeypatch):
+    outputs = []
+    for many in (100, 1):
+        monkeypatch.setattr(tree_conv, "MANY", many)
+        shape, tree = SHAPES["repeated"], TokenTree.chain(2)
+        outputs.append(steered_twice(shape, tree, [[0, 1], []], torch.float32, False))
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("num_nodes, piece", quick_first([(4, 1), (21, 20)], [(6, 1), (21, 9)]))

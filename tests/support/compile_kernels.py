@@ -28,7 +28,7 @@ from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
-from stree_kernels import naive, ops
+from stree_kernels import naive, ops, tree_attention, tree_conv
 from stree_kernels.shapes import (
     Derived,
     Drafts,
@@ -97,6 +97,20 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
             logits, level.depths, by, level.places, forest.pool, finite, level.nodes, forest.values
         )
     forest.finish(forest.pool)
+
+
+def many_sequences(model: HybridModel, num_nodes: int) -> None:
+    """What a call of many sequences has otherwise, over a tree and of one token."""
+    settings = (tree_conv, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
+    before = [getattr(*each) for each in settings]
+    for each in settings:
+        setattr(*each, 1)
+    for tree in (TokenTree.chain(num_nodes - 1), TokenTree.chain(0)):
+        cache = model.new_cache(512, tree.num_nodes)
+        tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long)
+        model.tree_forward(tokens, tree, cache, cache.num_slots)
+    for each, value in zip(settings, before, strict=True):
+        setattr(*each, value)
 
 
 def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
@@ -222,6 +236,7 @@ def main() -> None:
                 for own in (None, ids) if count == 3 else (None,):
                     ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
+            many_sequences(model, num_nodes)
             one, scale = hidden[None], model.model.norm.weight
             ops.norm(Stream(hidden, scale.repeat(2), 1e-5, (one, one), beside=hidden))
             for added in ((one, one), one):
