@@ -22,12 +22,12 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import numpy as np
 import torch
 
+from stree.description import size
 from stree.errors import BadData, NotFound, UsageError, exit_with_reason
 from stree.models.hybrid import HybridModel
 from stree_pipelines.bench_report import rows_of_file
 from stree_pipelines.benches.calls import level_bytes
 from stree_pipelines.benches.models import FLOAT8, OWN, SHAPES, drafter_config
-from stree_pipelines.resources.estimates import size
 from stree_pipelines.terminal.command_line import CommandParser
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from stree.description import size
 from stree.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.files import write_atomically
 from stree.plain_data import parse_json
@@ -19,7 +20,6 @@ from stree_pipelines.benches.intervals import logged_steps
 from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
 from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
-from stree_pipelines.resources.estimates import size
 from stree_pipelines.terminal.command_line import CommandParser
 
 Row = dict[str, Any]

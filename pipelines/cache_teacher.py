@@ -19,7 +19,9 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.description import size
 from stree.errors import exit_with_reason
+from stree.free_resources import free_disk_bytes
 from stree.models.convert import load_config, load_model
 from stree.tokenizer import fingerprint
 from stree_pipelines.data.datamodule import ConversationDataModule
@@ -31,8 +33,7 @@ from stree_pipelines.resources.dry_run import (
     model_line,
     require_writable,
 )
-from stree_pipelines.resources.estimates import forward_memory, size
-from stree_pipelines.resources.free_resources import free_disk_bytes
+from stree_pipelines.resources.estimates import forward_memory
 from stree_pipelines.terminal.inputs import of_training, require_there
 from stree_pipelines.training.distillation import Distillation, require_own_target
 from stree_pipelines.training.float8 import require_float8, round_products

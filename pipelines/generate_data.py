@@ -110,6 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
     decoder = BatchDecoder(target, drafter, generation.growth, **sizes)
+    progress.say(str(decoder.room))
     if decoder.modes is not None:
         progress.say(f"measuring what steps cost, plain and with {decoder.modes}, to choose by")
         progress.say(costs_line(decoder.measure_costs(), decoder.modes, decoder.num_rows))

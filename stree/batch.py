@@ -52,6 +52,7 @@ from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
 from stree.requests import Launch, Prepared, Progress, Report, Request, requests_of
+from stree.room import Room
 from stree.rows import Rows
 from stree.settings import settings_of
 from stree.step import Step
@@ -176,6 +177,11 @@ class BatchDecoder:
         models = described(self.target, self.drafter, self.growth)
         size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
         return f"BatchDecoder({models}, {size}, {placed(self.target)})"
+
+    @property
+    def room(self) -> Room:
+        """How many sequences there are rows for, how many more would fit, and why, to print."""
+        return Room.of([self])
 
     @property
     def num_free_rows(self) -> int:

@@ -1,4 +1,5 @@
-"""What decodes, in a few words, as decoders' reprs have it; counts with their nouns."""
+"""What decodes, in a few words, as decoders' reprs have it; counts with their nouns, and
+sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 def counted(count: int, noun: str) -> str:
     """1 prompt, 2 prompts."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size(num_bytes: int) -> str:
+    """As people read it: 1.5 GiB."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:

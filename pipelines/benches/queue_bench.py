@@ -103,6 +103,7 @@ class QueueBench:
         with naming_what_does_not_fit(what_to_lower(self.settings)):
             longest = max((request.prompt_ids for request in requests), key=len)
             decoder = self.evaluation.decoders.warm(job, list(longest))
+            self.evaluation.say_room()
             label = f"{setting.policy.name} {job.method} {setting.rate:g}/s"
             finished: list[float] = []
 

@@ -17,6 +17,7 @@ from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
 from stree.modes import length_to_time, row_counts
 from stree.requests import Request
+from stree.room import Room
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
@@ -106,6 +107,13 @@ class Decoders:
         """The model that drafts, alone and by the target's tokens; None where none does."""
         made = self._drafter(drafter) if drafter is not None else None
         return made if isinstance(made, HybridModel) else None
+
+    @property
+    def room(self) -> Room | None:
+        """Of the decoders that are held, in which each prompt that is answered has a row; None
+        where prompts are answered one at a time."""
+        batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
+        return Room.of(batches) if batches else None
 
     def is_warm(self, job: Job) -> bool:
         """Whether the job's tree and drafter have decoded by its sampling rule before."""

@@ -103,6 +103,7 @@ class Evaluation:
         self.chat_template = resolve_template(self.answerer.tokenizer, settings.chat_template)
         self.store = ResultStore(settings.out)
         self._published: set[ResultKey] = set()
+        self._told_bytes = 0  # of a sequence, when last said how many fit
 
     def announce(self, num_checkpoints: int) -> None:
         """Say what is about to happen and where."""
@@ -123,6 +124,14 @@ class Evaluation:
             f"{math.prod(counts.values()):,} answers{beside}{at_once}, on {self.workers.count} × "
             f"{device_name(self.decoders.device)}, {settings.dtype}{sampling}"
         )
+
+    def say_room(self) -> None:
+        """How many prompts at once there is memory for, and why: once, and again where methods take
+        more."""
+        room = self.decoders.room
+        if room is not None and room.sequence_bytes > self._told_bytes:
+            self._told_bytes = room.sequence_bytes
+            self.progress.say(str(room))
 
     def plan(self, checkpoint: str | Path | None) -> list[Job]:
         """The rows that a checkpoint is to have. Raises CheckpointRefused when it is none, or does
@@ -162,6 +171,7 @@ class Evaluation:
                 rounds = [self._share(group) for group in groups]
                 self.workers.gather(None)  # everybody has read before anybody appends or publishes
                 self._together("warm-up", lambda: self._warm_up(list(chain(*rounds))))
+                self.say_room()
                 for group, mine in zip(groups, rounds, strict=True):
                     self._measure(group, mine)
                 self._read_answers(jobs)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import yaml
 
-from stree.description import counted
+from stree.description import counted, size
 from stree.errors import CannotWrite, OutOfMemory
+from stree.free_resources import free_disk_bytes, free_memory_bytes
 from stree.models.config import HybridConfig
-from stree_pipelines.resources.estimates import itemised, num_parameters, size
-from stree_pipelines.resources.free_resources import free_disk_bytes, free_memory_bytes
+from stree_pipelines.resources.estimates import itemised, num_parameters
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:

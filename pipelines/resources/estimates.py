@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stree.models.cache import HybridCache
+from stree.description import size
+from stree.models.cache import AttentionCache, HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.rotary import rotary_angles
@@ -200,13 +200,9 @@ def decoding_memory(
 def cache_bytes(config: HybridConfig, max_length: int, max_nodes: int, dtype: torch.dtype) -> int:
     """A decoder's cache for one sequence."""
     cache = HybridCache(config, max_length, max_nodes, device="meta", dtype=dtype)
-    tensors = {
-        id(value): value.nbytes
-        for layer in cache.layers
-        for value in (getattr(layer, field.name) for field in fields(layer))
-        if isinstance(value, Tensor)
-    }
-    return sum(tensors.values())
+    attention = (each for each in cache.layers if isinstance(each, AttentionCache))
+    shared = next((each.rotary.nbytes for each in attention), 0)
+    return sum(cache.sequence_bytes().values()) + shared
 
 
 def training_disk(
@@ -235,15 +231,6 @@ def files_beside_weights_bytes(directory: str | os.PathLike[str]) -> int:
     """Tokenizer, configs and the like of a checkpoint folder."""
     files = (path for path in Path(directory).iterdir() if path.is_file())
     return sum(p.stat().st_size for p in files if p.suffix not in (".safetensors", ".bin"))
-
-
-def size(num_bytes: int) -> str:
-    """As people read it: 1.5 GiB."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def itemised(parts: Mapping[str, int]) -> str:

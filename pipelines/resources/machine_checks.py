@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stree.description import counted
+from stree.description import counted, size
+from stree.free_resources import free_memory_bytes
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.chunk_scan import mamba_ssm_kernel
-from stree_pipelines.resources.estimates import num_parameters, size, training_memory
-from stree_pipelines.resources.free_resources import free_memory_bytes
+from stree_pipelines.resources.estimates import num_parameters, training_memory
 
 GIB = 1024**3
 HAS_CUDA = torch.cuda.is_available()

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stree.description import size
 from stree.errors import CannotWrite, InvariantBroken, UsageError, naming_what_does_not_fit
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
+from stree.free_resources import free_disk_bytes
 from stree.models.hybrid import HybridModel
 from stree.models.parts import product_dtype
 from stree_pipelines.data.packing import TokenTable, make_batch, pack
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.resources.estimates import size
-from stree_pipelines.resources.free_resources import free_disk_bytes
 from stree_pipelines.terminal.progress import EvaluationProgress, clock
 from stree_pipelines.training.losses import chunk_rows
 from stree_pipelines.training.module import shift_left

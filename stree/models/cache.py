@@ -8,7 +8,7 @@ Every buffer is static and every length lives on the device, so that calls can b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Self
@@ -24,6 +24,8 @@ from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
+
+STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
 @dataclass
@@ -57,6 +59,11 @@ class AttentionCache:
     def begin_joint(self) -> None: ...
 
     def end_joint(self) -> None: ...
+
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        """What sequences take, each with its part of `HybridCache.sequence_bytes`."""
+        yield KEYS, self.keys
+        yield KEYS, self.values
 
     def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Make the accepted path's keys and values contiguous."""
@@ -110,6 +117,10 @@ class ConvCache:
         tail = torch.zeros_like(self.tail, memory_format=torch.contiguous_format)
         return replace(self, rows=other.rows, own_tail=tail)
 
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield NODES, self.rows
+        yield STATES, self.own_tail
+
     @property
     def _lent_tail(self) -> Tensor:
         length, channels = self.tail_shape()
@@ -151,6 +162,13 @@ class RecurrentCache(ConvCache):
 
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), derived=other.derived)
+
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from super().held()
+        yield STATES, self.state
+        if self.derived is not None:
+            yield NODES, self.derived.xb
+            yield NODES, self.derived.steps
 
     def save(self, length: int) -> tuple[Tensor, ...]:
         return self.state.clone(), self.tail.clone()
@@ -229,6 +247,10 @@ class GatedDeltaCache(RecurrentCache):
 
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), updates=other.updates)
+
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from super().held()
+        yield NODES, self.updates
 
     def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Advance state and tail along the accepted path."""
@@ -339,6 +361,15 @@ class HybridCache:
     @property
     def device(self) -> torch.device:
         return self.path.device
+
+    def sequence_bytes(self) -> dict[str, int]:
+        """What a sequence takes, by part: its states, its keys and values, and what calls keep of a
+        tree's nodes (to replay the accepted path)."""
+        held = {id(each): (part, each) for layer in self.layers for part, each in layer.held()}
+        parts = dict.fromkeys((STATES, KEYS, NODES), 0)
+        for part, each in held.values():
+            parts[part] += 0 if each is None else each.nbytes // len(self.length)
+        return parts
 
     def narrow(self, first: int, count: int) -> HybridCache:
         """The same buffers, of some of the sequences only."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections import Counter
 from functools import partial
 
@@ -29,7 +31,10 @@ from stree.models.hybrid import HybridModel
 from stree.requests import Request
 from stree_pipelines.evaluation import answers
 from stree_pipelines.evaluation.batching import Batch
+from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.terminal.progress import EvaluationProgress
 
 OF_THE_BATCH = {
     "batch_size", "decoding_hash", "call_share", "samples", "rows_per_call", "num_reused_tokens",
@@ -73,6 +78,25 @@ def alone(world, tmp_path_factory):
 @pytest.fixture(scope="module")
 def batched(world, tmp_path_factory):
     return evaluated(world, tmp_path_factory.mktemp("batched"), 3)
+
+
+def test_how_many_prompts_fit_at_once_is_said_once_and_why(world, tmp_path):
+    """Of all methods' decoders together, and not where prompts are answered one at a time."""
+    for batch_size in (3, 1):
+        settings = settings_for(world, tmp_path / str(batch_size), limit=1, batch_size=batch_size)
+        stream = io.StringIO()
+        evaluation = Evaluation(settings, workers=Workers(), progress=EvaluationProgress(stream))
+        for step in (1, 10):
+            evaluation.evaluate(export(world, step))
+        said = [line for line in stream.getvalue().splitlines() if "a sequence" in line]
+        assert len(said) == (batch_size > 1)
+        if said:
+            assert re.fullmatch(
+                r"3 sequences at once, of up to [\d,]+ tokens: [\d.]+ KiB a sequence in 3 decoders "
+                r"\(states .*, nodes of trees .*, drafter .*\); .* are free, "
+                r"enough for [\d,]+ more",
+                said[0],
+            )
 
 
 def but_for_the_batch(records: list[dict]) -> list[dict]:

@@ -293,10 +293,11 @@ def test_a_choice_that_cannot_be_timed_is_refused(workspace, tmp_path, monkeypat
         generate(workspace, tmp_path / "data", *given)
 
 
-def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path):
+def test_without_a_drafter_the_target_answers_alone(workspace, whole, tmp_path, capsys):
     given = arguments(workspace, tmp_path / "data", "--samples", "1")
     at = given.index("--drafter")
     generate_data.main(given[:at] + given[at + 2 :])
+    assert re.search(r"\d sequences at once, .* a sequence .* more\n", capsys.readouterr().err)
     greedy = [row["answer_tokens"] for row in rows_of(whole) if row["temperature"] == 0]
     assert [row["answer_tokens"] for row in rows_of(tmp_path / "data")] == greedy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stree_pipelines.resources import free_resources
-from stree_pipelines.resources.free_resources import free_memory_bytes, granted_memory_bytes
+from stree import free_resources
+from stree.free_resources import free_memory_bytes, granted_memory_bytes
 
 GIB = 1024**3
 
