@@ -21,7 +21,7 @@ from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
-MAX_KEPT = 64  # envelopes, two graphs each: plain decoding and six trees for up to 16 rows
+MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
 Mark = Callable[[str], None]
 
 
