@@ -93,6 +93,7 @@ class DistillCLI(TrainingCLI):
             averaged=options["ema"] is not None,
             passes=1 if features is None else 1 + features.ahead,
             compiled=options["compile_layers"] and not (features and features.ahead),
+            optimizer=options["optimizer"].kind,
         )  # fmt: skip
 
     def _prepare_data(self, vocab_size: int) -> None:

@@ -78,6 +78,7 @@ class TargetCLI(TrainingCLI):
             options["architecture"],
             activation_checkpointing=options["activation_checkpointing"],
             averaged=options["ema"] is not None, compiled=options["compile_layers"],
+            optimizer=options["optimizer"].kind,
         )  # fmt: skip
 
     def _train_tokenizer(self, data: Any, options: Any) -> None:

@@ -23,10 +23,10 @@ from stree.models.hybrid import HybridModel
 from stree.models.rotary import rotary_angles
 from stree_pipelines.training.float8 import round_products
 from stree_pipelines.training.losses import chunk_rows
+from stree_pipelines.training.optimization import OptimizerKind, num_moments
 from stree_pipelines.training.precision import AUTOCAST
 
-# fp32 weight and AdamW's two moments, which is also what a checkpoint holds; and a gradient.
-CHECKPOINT_BYTES, GRADIENT_BYTES = 12, 4
+GRADIENT_BYTES = 4  # a weight
 AVERAGE_BYTES = 4  # a weight, in memory and in a checkpoint
 LOSS_BUFFERS = 5  # (C, V) fp32, see losses.py
 LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
@@ -35,6 +35,18 @@ LOGGED_ROW_BYTES = 500  # of metrics.csv and TensorBoard together
 def num_parameters(config: HybridConfig) -> int:
     with torch.device("meta"):
         return HybridModel(config).num_parameters()
+
+
+def checkpoint_bytes(
+    config: HybridConfig, optimizer: OptimizerKind = "adamw", averaged: bool = False
+) -> int:
+    """fp32 weights and the optimiser's moments, as a training has them in memory and its
+    checkpoints hold them; and an average of the weights if there is one."""
+    with torch.device("meta"):
+        named = list(HybridModel(config).named_parameters())
+    moments = sum(each.numel() * num_moments(name, each, optimizer) for name, each in named)
+    weights = sum(each.numel() for _, each in named)
+    return 4 * (weights + moments) + averaged * AVERAGE_BYTES * weights
 
 
 def activation_bytes(
@@ -86,6 +98,7 @@ def training_memory(
     averaged: bool = False,
     passes: int = 1,
     compiled: bool = False,
+    optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
     """Bytes by part for a training on one device, micro-batches of `shape` (B, T), at the fullest
     of these moments: while the target runs, while tokens are chosen, and in the loss, where the
@@ -99,7 +112,8 @@ def training_memory(
     compiled: the layers of what is trained are.
     """
     parameters = num_parameters(trained)
-    always = {"weights, gradients, AdamW": (CHECKPOINT_BYTES + GRADIENT_BYTES) * parameters}
+    kept = checkpoint_bytes(trained, optimizer)
+    always = {"weights, gradients, moments": kept + GRADIENT_BYTES * parameters}
     if averaged:
         always["average of weights"] = AVERAGE_BYTES * parameters
     if reference is not None:
@@ -214,14 +228,14 @@ def training_disk(
     tokenizer: str | os.PathLike[str],
     logged_rows: int,
     averaged: bool = False,
+    optimizer: OptimizerKind = "adamw",
 ) -> dict[str, int]:
     """Bytes by part in the run folder at its fullest: one checkpoint more than are kept stands
     there while the oldest goes."""
-    parameters = num_parameters(trained)
-    checkpoint = CHECKPOINT_BYTES + averaged * AVERAGE_BYTES
-    export = export_dtype.itemsize * parameters + files_beside_weights_bytes(tokenizer)
+    checkpoint = checkpoint_bytes(trained, optimizer, averaged)
+    export = export_dtype.itemsize * num_parameters(trained) + files_beside_weights_bytes(tokenizer)
     return {
-        "checkpoints": min(saves, keep_last + 1) * checkpoint * parameters,
+        "checkpoints": min(saves, keep_last + 1) * checkpoint,
         "exports": exports * export,
         "logs": logged_rows * LOGGED_ROW_BYTES,
     }

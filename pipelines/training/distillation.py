@@ -83,7 +83,7 @@ class Distillation(Training):
             loss: the divergence from the target, and which tokens count (docs/losses.md).
             ce_weight: weight of the cross-entropy to the data beside the divergence.
             temperature: of both softmaxes in the divergence.
-            optimizer: AdamW, with a learning rate that is a function of the step.
+            optimizer: AdamW or Muon, with a learning rate that is a function of the step.
             target_dtype: in which the frozen target's weights are held; float8 is for its
                 projections, whose inputs are rounded, too, and all else in bfloat16: twice as fast
                 on a GPU of compute capability 8.9 or later.

@@ -27,7 +27,7 @@ from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree_pipelines.training.losses import LossTerms, chunked_cross_entropy
-from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
+from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.sharding import own_part, shard, whole
 from stree_pipelines.training.weight_average import WeightAverage
 
@@ -85,24 +85,8 @@ class Training(pl.LightningModule):
             shard(self.exported, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        config = self.optimizer_config
-        decayed: list[Tensor] = []
-        kept: list[Tensor] = []
-        for name, parameter in self.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix an expert
-            is_matrix = (parameter.ndim == 2 or stacked) and "embed_tokens" not in name
-            (decayed if is_matrix else kept).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr, betas=config.betas, eps=config.eps,
-            fused=self.device.type == "cuda",
-        )  # fmt: skip
+        fused = self.device.type == "cuda"
+        return make_optimizer(self.named_parameters(), self.optimizer_config, fused)
 
     @property
     def num_decay_steps(self) -> int:
@@ -326,7 +310,7 @@ class TargetTraining(Training):
         Args:
             architecture: of the target, random weights.
             loss_on: the assistant's tokens only, or all tokens of a conversation.
-            optimizer: AdamW, with a learning rate that is a function of the step.
+            optimizer: AdamW or Muon, with a learning rate that is a function of the step.
             chunk_tokens: tokens whose logits exist at once; null chooses.
             compile_layers: compile each layer, and the loss (a minute at the start, faster steps on
                 a GPU).

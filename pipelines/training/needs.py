@@ -19,10 +19,8 @@ from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import count_rows
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
 from stree_pipelines.resources.estimates import (
-    AVERAGE_BYTES,
-    CHECKPOINT_BYTES,
+    checkpoint_bytes,
     forward_memory,
-    num_parameters,
     training_disk,
     training_memory,
 )
@@ -31,6 +29,7 @@ from stree_pipelines.terminal.progress import clock
 from stree_pipelines.training.checkpointing import TrainingCheckpoints
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.frozen_target import device_beside
+from stree_pipelines.training.optimization import OptimizerKind
 from stree_pipelines.training.precision import AUTOCAST
 
 SMALLER_TRAINING = (
@@ -55,6 +54,7 @@ class ModelPlan:
     averaged: bool = False  # an average of the weights is kept beside them
     passes: int = 1
     compiled: bool = False  # the layers of what is trained
+    optimizer: OptimizerKind = "adamw"
 
 
 def describe_training(
@@ -88,10 +88,10 @@ def describe_training(
         plan.trained, shape, trainer.precision, on_cuda,
         None if plan.cached or beside else plan.target, plan.target_dtype,
         plan.activation_checkpointing, plan.reference, plan.averaged, plan.passes, plan.compiled,
+        plan.optimizer,
     )  # fmt: skip
     if exports.branches(max_steps) and not on_cuda:
-        copied = CHECKPOINT_BYTES + plan.averaged * AVERAGE_BYTES
-        memory["copy during decays"] = copied * num_parameters(plan.trained)
+        memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer, plan.averaged)
     own_gpu = {}
     if beside and plan.target is not None:
         if is_here:
@@ -104,7 +104,7 @@ def describe_training(
     disk = training_disk(
         plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
         sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
-        left // interval + 1, plan.averaged,
+        left // interval + 1, plan.averaged, plan.optimizer,
     )  # fmt: skip
     yield model_line(name, plan.trained)
     if plan.target is not None:

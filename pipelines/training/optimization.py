@@ -1,19 +1,30 @@
-"""The optimiser's settings, and the learning rate as a function of the step."""
+"""The optimiser and its settings, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
 
 from stree.errors import UsageError
+
+OptimizerKind = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decay on matrices only, and a learning rate that is a function of the step.
+    """AdamW or Muon, with decay on matrices only, and a learning rate that is a function of the
+    step.
 
     Args:
+        kind: adamw, or muon: the momentum of the layers' projection matrices is orthogonalised
+            (Jordan et al. 2024), and all else updated by AdamW. A matrix's update has the size that
+            AdamW's usually has, so both take the same lr (Liu et al. 2025, arXiv:2502.16982).
         lr: peak learning rate.
         schedule: cosine, or wsd (warm-up, stable, decay): lr until the last decay_share of the
             steps. Each export then ends a decay of its own, which the training branches off to.
@@ -24,8 +35,10 @@ class OptimizerConfig:
         weight_decay: of the projection matrices; not of embeddings, norms, biases, conv and A, D.
         betas: AdamW's.
         eps: AdamW's.
+        momentum: Muon's (default: 0.95).
     """
 
+    kind: OptimizerKind = "adamw"
     lr: float = 1e-3
     schedule: Literal["cosine", "wsd"] = "cosine"
     min_lr_ratio: float = 0.1
@@ -35,6 +48,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    momentum: float | None = None
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or not 0 <= self.min_lr_ratio <= 1 or self.warmup_steps < 0:
@@ -42,16 +56,24 @@ class OptimizerConfig:
                 f"optimizer: wanted lr > 0, 0 <= min_lr_ratio <= 1 and warmup_steps >= 0, got "
                 f"{self.lr}, {self.min_lr_ratio} and {self.warmup_steps}"
             )
-        owners = {"decay_steps": "cosine", "decay_share": "wsd"}
-        for name, owner in owners.items():
-            if getattr(self, name) is not None and self.schedule != owner:
+        owners = {
+            "decay_steps": ("schedule", "cosine"),
+            "decay_share": ("schedule", "wsd"),
+            "momentum": ("kind", "muon"),
+        }
+        for name, (key, owner) in owners.items():
+            if getattr(self, name) is not None and getattr(self, key) != owner:
                 raise UsageError(
-                    f"model.optimizer.{name} is an option of {owner}, model.optimizer.schedule is "
-                    f"{self.schedule}: leave one of them out"
+                    f"model.optimizer.{name} is an option of {owner}, model.optimizer.{key} is "
+                    f"{getattr(self, key)}: leave one of them out"
                 )
         if self.decay_share is not None and not 0 < self.decay_share <= 1:
             raise UsageError(
                 f"model.optimizer.decay_share is {self.decay_share}, wanted above 0 and at most 1"
+            )
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise UsageError(
+                f"model.optimizer.momentum is {self.momentum}, wanted at least 0 and below 1"
             )
 
     @property
@@ -82,3 +104,85 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+# Which parameter is updated how
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix, or a stack of them, and no embedding."""
+    stacked = name.endswith((".experts.up", ".experts.down"))  # a matrix an expert
+    return (parameter.ndim == 2 or stacked) and "embed_tokens" not in name
+
+
+def is_orthogonalised(name: str, parameter: Tensor) -> bool:
+    """Whether Muon updates it: a matrix that is no embedding and no part of the head. A stack of
+    experts is not one (PyTorch's Muon takes matrices only); what lies in one matrix, such as
+    in_proj's parts, is one."""
+    is_head = "lm_head" in name or "head_down" in name
+    return is_decayed(name, parameter) and parameter.ndim == 2 and not is_head
+
+
+def num_moments(name: str, parameter: Tensor, kind: OptimizerKind) -> int:
+    """So many numbers the optimiser keeps for each of the parameter's."""
+    return 1 if kind == "muon" and is_orthogonalised(name, parameter) else 2
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig, fused: bool
+) -> Optimizer:
+    """The optimiser of all that needs a gradient. fused: AdamW's one kernel for many weights."""
+    matrices: list[Tensor] = []
+    decayed: list[Tensor] = []
+    kept: list[Tensor] = []
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        if config.kind == "muon" and is_orthogonalised(name, parameter):
+            matrices.append(parameter)
+        else:
+            (decayed if is_decayed(name, parameter) else kept).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    adamw = AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr, betas=config.betas, eps=config.eps, fused=fused,
+    )  # fmt: skip
+    if config.kind == "adamw":
+        return adamw
+    muon = Muon(
+        matrices, lr=config.lr, weight_decay=config.weight_decay,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    return Together(muon, adamw)
+
+
+class Together(Optimizer):
+    """Several optimisers of different parameters as one: its groups and its state are theirs."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()  # it has new groups and a new state

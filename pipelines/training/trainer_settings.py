@@ -45,12 +45,15 @@ def require_trainable(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> N
 
 
 def _require_one_whole_model(strategy: str, model: Mapping[str, Any]) -> None:
-    """Averages and decay phases copy the weights as each process has them."""
+    """Averages and decay phases copy the weights as each process has them; Muon orthogonalises
+    whole matrices."""
     require_decay(model["ema"])
+    optimizer = model["optimizer"]
     asked = {
         "model.ema": model["ema"] is not None,
         "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
-        "model.optimizer.schedule wsd": model["optimizer"]["schedule"] == "wsd",
+        "model.optimizer.schedule wsd": optimizer["schedule"] == "wsd",
+        "model.optimizer.kind muon": optimizer["kind"] == "muon",
     }
     for name, is_asked in asked.items():
         if is_asked and strategy in SHARDED:
