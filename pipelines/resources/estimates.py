@@ -110,6 +110,7 @@ def training_memory(
     averaged: an average of the weights is kept beside them.
     passes: of what is trained over each micro-batch, whose activations all stay.
     compiled: the layers of what is trained are.
+    optimizer: whose moments are kept.
     """
     parameters = num_parameters(trained)
     kept = checkpoint_bytes(trained, optimizer)

@@ -24,7 +24,7 @@ class OptimizerConfig:
     Args:
         kind: adamw, or muon: the momentum of the layers' projection matrices is orthogonalised
             (Jordan et al. 2024), and all else updated by AdamW. A matrix's update has the size that
-            AdamW's usually has, so both take the same lr (Liu et al. 2025, arXiv:2502.16982).
+            AdamW's usually has, so an lr is of the same order (Liu et al. 2025, arXiv:2502.16982).
         lr: peak learning rate.
         schedule: cosine, or wsd (warm-up, stable, decay): lr until the last decay_share of the
             steps. Each export then ends a decay of its own, which the training branches off to.

@@ -103,6 +103,15 @@ def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, 
     assert_same_curve(run_dir, one_process)
 
 
+def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
+    """One process accumulates what the two average."""
+    muon = ("--model.optimizer.kind", "muon")
+    accumulating = ("--trainer.accumulate_grad_batches", "2")
+    distill.main(arguments_of(workspace, tmp_path / "one", 2, *muon, *accumulating, steps=3))
+    run_two_processes(forks, arguments_of(workspace, tmp_path / "two", 2, *muon, *DDP, steps=3))
+    assert_same_curve(tmp_path / "two", tmp_path / "one")
+
+
 def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
     workspace, one_process, forks, tmp_path
 ):
