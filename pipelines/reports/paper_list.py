@@ -18,6 +18,7 @@ POLICIES, PAPER_TREES = "docs/results/h200-policies", "docs/results/h200-paper-t
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
 TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
+TOKENIZERS = ("python pipelines/compare.py configs/compare/tokenizers.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
 LONG = (
     "python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz "
@@ -165,9 +166,11 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "the paper names none. Peak memory is left out",
               LONG, LENGTHS, paper_tables.drafters_3),
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
-              "the chat pair's drafters have the target's tokenizer. `text:FOLDER` drafts with "
-              "another one; the arm 'chain as text' of configs/compare/chat-75m.yaml shows what "
-              "handing drafts over as text costs by itself"),
+              "ours is the quickstart's 7 M hybrid and its prompts on a CPU, with drafters of one "
+              "layer that were trained alike, with the target's tokenizer of 4,096 ids and with "
+              "one of 2,048: [the page](results/cpu-tokenizers/README.md) has T = 1, too. 'Text' "
+              "is the first one whose drafts are handed over as text all the same", TOKENIZERS,
+              "docs/results/cpu-tokenizers", paper_tables.drafters_4),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
               CHAT_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),

@@ -321,6 +321,19 @@ def stree_4(folder: Path) -> Made:
     return made("STree, Table 4: static trees at T = 1", lines, used)
 
 
+def drafters_4(folder: Path) -> Made:
+    """Ours are called as the comparison's arms are."""
+    rows = [row for row in _arms(folder) if not row.temperature and _tree_name(row) == "chain-5"]
+    require_rows(rows, "chain-5 at T = 0", folder)
+    head, *paper = theirs.DRAFTERS_4
+    lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper)]
+    for row in rows:
+        speed, tau = _speed_and_tau(row)
+        lines.append((f"Mamba-2, {OURS}", row.method, tau, speed))
+    title = "Mamba Drafters, Table 4: a drafter of another tokenizer, T = 0"
+    return made(title, lines, rows, 2)
+
+
 def drafters_5(folder: Path) -> Made:
     rows = {_tree_name(row): row for row in _at(folder, "mt_bench", 0.0)}
     used, ours = [], []
