@@ -8,6 +8,8 @@ python pipelines/bench_decode.py runs/bench/8b-drafters.jsonl --what "[draft]" \
     --drafters "[own,head=32768,rank=256,head=32768+rank=256,own+head_dtype=float8]"
 python pipelines/bench_decode.py runs/bench/8b-trees.jsonl --what "[draft]" \\
     --trees "[beam-4-8-16,beam-8-8-32]"
+python pipelines/bench_decode.py runs/bench/8b-lengths.jsonl --what "[draft_lengths]" \\
+    --drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"
 python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b --what "[calls]"
 python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
@@ -46,7 +48,7 @@ from stree_pipelines.benches.orders import bytes_of, orders
 from stree_pipelines.benches.steps import decode_at, graphs
 from stree_pipelines.benches.timing import release_memory, require_green, write_rows
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
-from stree_pipelines.resources.estimates import cache_bytes, decoding_memory
+from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, num_parameters
 from stree_pipelines.terminal.command_line import CommandParser
 
 TESTS = [
@@ -57,11 +59,12 @@ TESTS = [
     "kernels/test_scaled_products.py", "kernels/test_head.py", "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
-LESS = "fewer --what or --nodes, or a smaller --context, need less"
+LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"
 WHAT = (
     "calls", "profiles", "draft", "draft_profiles", "unrolled", "memory", "steps", "graphs", "rows",
-    "joint", "serve", "orders",
+    "joint", "serve", "orders", "draft_lengths",
 )  # fmt: skip
+WITHOUT_TARGET = {"orders", "draft_lengths"}
 PAPER = "paper"  # the tree whose drafts the bars are about
 DRAFTED = ("draft", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
 CAPTURED = ("profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
@@ -85,9 +88,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--graph_rows", "--graph-rows", type=list[int], default=[1], help="rows, for graphs")
     add("--drafters", type=list[str], default=[OWN],
         help="own, or what is otherwise, e.g. head=32768, rank=256, layers=4, "
-        "width=2048, head_dtype=float8, head=32768+rank=256")  # fmt: skip
-    add("--trees", type=list[str], default=[PAPER], help=f"for draft and draft_profiles: {FORMS}")
+        "width=2048, head_dtype=float8, attention, head=32768+rank=256")  # fmt: skip
+    add("--trees", type=list[str], default=[PAPER],
+        help=f"for draft, draft_profiles and draft_lengths: {FORMS}")  # fmt: skip
     add("--context", type=int, default=1024, help="committed tokens")
+    add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
+        help="committed tokens, for draft_lengths")  # fmt: skip
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
     add("--device", type=str, default="cuda")
@@ -117,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     require_numbers(
         nodes=options.nodes, order_nodes=options.order_nodes, context=options.context,
         repeats=options.repeats, num_steps=options.num_steps, rows=options.rows,
-        graph_rows=options.graph_rows,
+        graph_rows=options.graph_rows, lengths=options.lengths,
     )  # fmt: skip
     require_results_file(options.out)
     captured = [each for each in CAPTURED if each in options.what]
@@ -149,11 +155,7 @@ def _rows_of(shapes: list[str], options: Any, device: torch.device) -> Iterator[
 
 def _say_what_it_takes(shapes: list[str], options: Any, device: torch.device) -> None:
     for shape in shapes:
-        for line in describe(
-            shape, options.what, options.nodes,
-            options.rows if {"rows", "joint", "serve"} & set(options.what) else options.graph_rows,
-            options.context, device.type == "cuda", options.order_nodes,
-        ):  # fmt: skip
+        for line in describe(shape, options, device.type == "cuda"):
             print(line, flush=True)
 
 
@@ -162,7 +164,10 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
     config = target_config(shape)
     if "orders" in options.what and config.attn_layers:
         yield from orders(config, options.order_nodes, context, repeats, device)
-    if set(options.what) == {"orders"}:
+    if "draft_lengths" in options.what:
+        drafters = {kind: random_drafter(shape, device, kind) for kind in options.drafters}
+        yield from calls.draft_lengths(drafters, options.trees, options.lengths, repeats)
+    if set(options.what) <= WITHOUT_TARGET:
         return
     target = random_target(shape, device)
     if "calls" in options.what:
@@ -206,20 +211,18 @@ def with_a_drafter(
         yield from serve_at(target, drafter, options.rows, options.taus, context, options.num_steps)
 
 
-def describe(
-    shape: str, what: list[str], nodes: list[int], rows: list[int], context: int, on_cuda: bool,
-    order_nodes: list[int],
-) -> Iterator[str]:  # fmt: skip
+def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
     """What there is to measure, and the memory that it takes at most: one target call's cache at a
     time, or those of unrolled trees. Raises OutOfMemory, when all is said, where there is less."""
+    what, nodes, context = set(options.what), options.nodes, options.context
     target, drafter = target_config(shape), drafter_config(shape)
     memory = {}
-    if set(what) != {"orders"}:
+    if not what <= WITHOUT_TARGET:
         memory = decoding_memory(
             target, drafter, torch.bfloat16, context + max(nodes), {"tree": max(nodes)}
         )
     if "orders" in what:
-        memory["attention of large trees"] = bytes_of(target, max(order_nodes), context)
+        memory["attention of large trees"] = bytes_of(target, max(options.order_nodes), context)
     if "calls" in what:
         memory["floor's weights"] = calls.floor_bytes(target, max(nodes))
     if "unrolled" in what:
@@ -227,7 +230,17 @@ def describe(
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
-    if {"rows", "joint", "serve", "graphs"} & set(what):
+    if "draft_lengths" in what:
+        dtype, longest = torch.bfloat16, max(options.lengths) + calls.MORE
+        sizes = [as_tree(name).num_nodes for name in options.trees]
+        configs = [drafter_config(shape, kind) for kind in options.drafters]
+        memory["drafters beside each other"] = sum(
+            dtype.itemsize * num_parameters(config)
+            + sum(cache_bytes(config, longest, size, dtype) for size in sizes)
+            for config in configs
+        )
+    if {"rows", "joint", "serve", "graphs"} & what:
+        rows = options.rows if {"rows", "joint", "serve"} & what else options.graph_rows
         most = TREES[-1].num_nodes
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
         at_once = 2 if "joint" in what else 1
@@ -235,7 +248,7 @@ def describe(
     counts = ", ".join(map(str, nodes))
     yield model_line(f"target {shape}", target)
     yield model_line("drafter", drafter)
-    yield f"{', '.join(what)}; calls over {counts} nodes, {context} tokens committed"
+    yield f"{', '.join(options.what)}; calls over {counts} nodes, {context} tokens committed"
     needs = MemoryNeeds(memory, on_cuda)
     yield str(needs)
     needs.require(LESS)

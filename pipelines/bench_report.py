@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -17,7 +18,16 @@ from stree.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.files import write_atomically
 from stree.plain_data import parse_json
 from stree_pipelines.benches.intervals import logged_steps
-from stree_pipelines.reports.plots import COLOURS, MORE_COLOURS, new_figure, to_svg
+from stree_pipelines.benches.models import ATTENTION, OWN
+from stree_pipelines.reports.plots import (
+    COLOURS,
+    MORE_COLOURS,
+    SIZE_INCHES,
+    STYLE,
+    add_legend,
+    new_figure,
+    to_svg,
+)
 from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
 from stree_pipelines.terminal.command_line import CommandParser
@@ -219,6 +229,60 @@ def drafts_table(rows: list[Row]) -> Table:
         for row in rows
     ]  # fmt: skip
     return Table("Drafts", (heads, *lines))
+
+
+def draft_lengths_table(rows: list[Row]) -> Table:
+    """Drafting after contexts of several lengths: time, and the drafter's cache for a sequence."""
+    heads = ("", "drafter", "nodes a level", "committed", "draft, µs", "a level, µs", "cache, MiB")
+    lines = [
+        (
+            row["shape"], called(row["drafter"]), str(row["level_nodes"]),
+            f"{row['context']:,}", f"{_value(row['us_draft']):,.0f}", f"{row['us_level']:,.0f}",
+            f"{row['cache_bytes'] / 2**20:,.2f}",
+        )
+        for group in by_length(rows).values() for row in group
+    ]  # fmt: skip
+    return Table("Drafting by the length of the context", (heads, *lines), 2)
+
+
+def draft_lengths_figure(rows: list[Row]) -> Figure:
+    """Time of a draft, and bytes of the drafter's cache, against the context's length."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE_INCHES[0], 1.7 * SIZE_INCHES[1]))
+        time, memory = figure.subplots(2, sharex=True)
+    drafters = list(dict.fromkeys((row["shape"], row["drafter"]) for row in rows))
+    for (shape, drafter, nodes, _), group in by_length(rows).items():
+        look: dict[str, Any] = {
+            "color": PALETTE[1:][drafters.index((shape, drafter)) % (len(PALETTE) - 1)],
+            "marker": "o", "linestyle": "-" if nodes > 1 else "--",
+            "label": f"{shape}, {called(drafter)}, {nodes} a level",
+        }  # fmt: skip
+        contexts = [row["context"] for row in group]
+        time.plot(contexts, [_value(row["us_draft"]) / 1e3 for row in group], **look)
+        memory.plot(contexts, [row["cache_bytes"] / 2**20 for row in group], **look)
+    ticks = sorted({row["context"] for row in rows})
+    memory.set_xscale("log", base=2)
+    memory.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    memory.set_yscale("log")
+    time.set(ylabel="draft, ms", ylim=(0, None))
+    memory.set(xlabel="committed tokens", ylabel="cache of a sequence, MiB")
+    add_legend(figure, time, ncols=2, handlelength=3.2)
+    return figure
+
+
+def called(drafter: str) -> str:
+    """A drafter of bench_decode.py's, as a table calls it."""
+    return {OWN: "Mamba-2", ATTENTION: "Transformer"}.get(drafter, drafter)
+
+
+def by_length(rows: list[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
+    """Rows of drafts by shape, drafter, nodes a level and tree, each from the shortest context
+    on."""
+    groups: dict[tuple[str, str, int, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["context"]):
+        key = row["shape"], row["drafter"], row["level_nodes"], row["tree"]
+        groups.setdefault(key, []).append(row)
+    return groups
 
 
 def _drafter_of(row: Row) -> str:
@@ -448,6 +512,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("target call", calls_table),
         ("orders", orders_table),
         ("draft", drafts_table),
+        ("draft_lengths", draft_lengths_table),
         ("profile", profiles_table),
         ("step", steps_table),
         ("graphs", graphs_table),
@@ -476,6 +541,7 @@ def main(arguments: list[str] | None = None) -> None:
     for what, name, draw in (
         ("unrolled", "tree_vs_unrolled", unrolled_figure),
         ("serve", "speedup_vs_rows", serving_figure),
+        ("draft_lengths", "drafts_vs_length", draft_lengths_figure),
         ("distill", "losses", losses_figure),
     ):
         chosen = [row for row in rows if row.get("what") == what]

@@ -4,7 +4,8 @@ same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -22,12 +23,14 @@ from stree.models.mlp import Experts
 from stree.models.parts import Part
 from stree.models.side_by_side import SideBySide
 from stree.rows import Rows
-from stree.tree import MAX_CHILDREN, TokenTree, balanced
+from stree.tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_pipelines.benches.profiles import profile_call
 from stree_pipelines.benches.timing import side_by_side
 
 Row = dict[str, Any]
+REMEMBERED = ("keys", "values", "state")  # of a cache's layers, of committed tokens
+MORE = 64  # tokens that a drafter's cache has room for beyond the context
 UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
 
 
@@ -82,9 +85,35 @@ def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats:
     return rows
 
 
+def draft_lengths(
+    drafters: Mapping[str, HybridModel], trees: Sequence[str], lengths: Sequence[int], repeats: int
+) -> Iterator[Row]:
+    """µs of one greedy draft after so many tokens, a level of it, and bytes of the drafter's cache
+    for one sequence: of all drafters and trees in turns, one length after the other."""
+    for context in lengths:
+        functions: dict[str, Callable[[], object]] = {}
+        rows: dict[str, Row] = {}
+        for (kind, drafter), name in itertools.product(drafters.items(), trees):
+            tree, each = as_tree(name), f"{kind}, {name}"
+            functions[each] = _drafts(drafter, tree, context)["draft"]
+            levels = Forest.of([tree], drafter.device).levels
+            # As large as the one that is drafted with
+            cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
+            rows[each] = dict(
+                what="draft_lengths", drafter=kind, tree=name, context=context,
+                num_nodes=tree.num_nodes, num_levels=tree.max_depth,
+                level_nodes=max(level.nodes.shape[1] for level in levels),
+                cache_bytes=sequence_bytes(cache), level_bytes=level_bytes(drafter),
+            )  # fmt: skip
+        times = side_by_side(functions, drafter.device, repeats)
+        for each, row in rows.items():
+            us_level = times[each]["median"] / row["num_levels"]
+            yield dict(row, us_draft=times[each], us_level=us_level)
+
+
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
     """Drafts of a tree after so many tokens, greedy and sampled."""
-    model = ModelDrafter(drafter, 1, context + 64, tree.num_nodes)
+    model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
     rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
     rows.begin(0, context, 1)
@@ -150,6 +179,17 @@ def kept_bytes(cache: HybridCache) -> int:
         if isinstance(layer, GatedDeltaCache):
             buffers.append(layer.updates)
     return sum({each.data_ptr(): each.nbytes for each in buffers if each is not None}.values())
+
+
+def sequence_bytes(cache: HybridCache) -> int:
+    """What a cache holds for its sequences: states, keys and values, and what it keeps for trees;
+    not the rotary angles, which any number of sequences share."""
+    return kept_bytes(cache) + sum(
+        tensor.nbytes
+        for layer in cache.layers
+        for name, tensor in vars(layer).items()
+        if name in REMEMBERED
+    )
 
 
 def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
@@ -240,7 +280,7 @@ def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) 
     model.prefill(torch.ones(1, context, dtype=torch.long, device=model.device), one)
     for mine, theirs in zip(cache.layers, one.layers, strict=True):
         for name, tensor in vars(mine).items():
-            if isinstance(tensor, Tensor) and name in ("keys", "values", "state"):
+            if name in REMEMBERED:
                 tensor.copy_(vars(theirs)[name].expand_as(tensor))
     cache.path.copy_(torch.arange(num_nodes))
     cache.num_committed = context

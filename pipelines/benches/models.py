@@ -51,6 +51,7 @@ DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
 
 OWN = "own"  # the drafter of a shape as it is
 CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
+ATTENTION = "attention"  # a Transformer in its place
 FLOAT8 = "head_dtype=float8"  # a drafter's, which is a way to run it and no part of its config
 
 
@@ -61,26 +62,30 @@ def target_config(shape: str) -> HybridConfig:
 def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
     """Of a published model, the 8B's drafter over its vocabulary. kind, what of it is otherwise:
     head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it,
-    and head_dtype=float8; several joined by "+". Raises UsageError for others, and numbers that do
-    not fit together."""
+    head_dtype=float8, and attention, for a Transformer of the same numbers; several joined by "+".
+    Raises UsageError for others, and numbers that do not fit together."""
     own = shape if shape in OWN_SHAPES else "8b"
     config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
     config = config.replace(vocab_size=target_config(shape).vocab_size)
     parts = kind.split("+")
-    if FLOAT8 in parts:
-        parts.remove(FLOAT8)
-    if parts in ([OWN], []):
-        return config
+    attends = ATTENTION in parts
+    for word in (FLOAT8, ATTENTION):
+        if word in parts:
+            parts.remove(word)
+    if parts == [OWN]:
+        parts = []
     changes = dict(CHANGE.findall(kind))
     if [f"{name}={number}" for name, number in changes.items()] != parts:
         raise UsageError(
-            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D and "
-            f"{FLOAT8} joined by +, each once"
+            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D, "
+            f"{ATTENTION} and {FLOAT8} joined by +, each once"
         )
     if "width" in changes:
         config = of_width(config, int(changes["width"]))
     if "layers" in changes:
         config = config.replace(num_layers=int(changes["layers"]))
+    if attends:
+        config = transformer(config)
     head, rank = (int(changes[name]) if name in changes else None for name in ("head", "rank"))
     return headed(config, head, rank)
 
@@ -101,6 +106,15 @@ def of_width(config: HybridConfig, width: int) -> HybridConfig:
                     f"{config.d_model // math.gcd(size, config.d_model)}"
                 )
     return config.replace(**changes)
+
+
+def transformer(config: HybridConfig) -> HybridConfig:
+    """In Llama's layout, of the same width, depth, MLP and vocabulary. Heads are MambaInLlama's:
+    those of C ask, and the groups of x and B are values and keys."""
+    return config.replace(
+        attn_layers=tuple(range(config.num_layers)), num_heads=config.num_ssm_heads,
+        num_kv_heads=config.num_x_groups, head_dim=config.ssm_head_dim,
+    )  # fmt: skip
 
 
 def random_model(config: HybridConfig, device: torch.device) -> HybridModel:

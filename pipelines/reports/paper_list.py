@@ -13,11 +13,12 @@ from stree_pipelines.reports.paper_tables import Made
 from stree_pipelines.terminal.command_line import input_path
 
 STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
-LENGTHS = "docs/results/h200-long"
+LENGTHS, DRAFTING = "docs/results/h200-long", "docs/results/h200-long/drafting"
 POLICIES, PAPER_TREES = "docs/results/h200-policies", "docs/results/h200-paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
 TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
+TOKENIZERS = ("python pipelines/compare.py configs/compare/tokenizers.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
 LONG = (
     "python pipelines/ask_conversations.py ../shared/data/chat/valid.jsonl.gz "
@@ -26,6 +27,10 @@ LONG = (
     "python pipelines/eval_spec.py --config configs/eval/long-75m.yaml "
     "--target runs/chat-75m/target/latest --checkpoint runs/chat-75m-features/drafter/latest "
     "--out OUT",
+)
+LENGTHS_OF_DRAFTS = (
+    'python pipelines/bench_decode.py OUT/drafts.jsonl --what "[draft_lengths]" '
+    '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"',
 )
 CHAT_FEATURES = "ours is the 73 M hybrid of `make chat` and the drafter of chat-75m-features.yaml"
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat` and the 9.2 M drafter of chat-75m-scratch.yaml"
@@ -145,7 +150,11 @@ PAPERS: dict[str, Sequence[Entry]] = {
     ),
     "Mamba Drafters (Choi et al. 2025)": (
         Entry("drafters-figure-1", "drafting time and memory by context", "H100",
-              "it needs Transformer drafters and EAGLE beside ours, which are not distilled here"),
+              RANDOM + ": two layers of width 1,024 over 128,256 tokens, Mamba-2 or a Transformer "
+              "in Llama's layout, drafting four levels of one node or of eight. Memory is one "
+              "sequence's cache, where the paper has the peak; prefill and EAGLE are left out. The "
+              "figure's values are not in the text",
+              LENGTHS_OF_DRAFTS, DRAFTING, paper_tables.drafters_figure_1),
         Entry("drafters-tables-1-2", "Mamba drafters, Transformers and EAGLE-2", RTX_4090,
               "they need Pythia-6.9B and Mistral-7B and their drafters"),
         Entry("drafters-figure-2", "throughput and calibration by drafter size", RTX_4090,
@@ -157,9 +166,11 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "the paper names none. Peak memory is left out",
               LONG, LENGTHS, paper_tables.drafters_3),
         Entry("drafters-table-4", "a drafter of another tokenizer", RTX_4090,
-              "the chat pair's drafters have the target's tokenizer. `text:FOLDER` drafts with "
-              "another one; the arm 'chain as text' of configs/compare/chat-75m.yaml shows what "
-              "handing drafts over as text costs by itself"),
+              "ours is the quickstart's 7 M hybrid and its prompts on a CPU, with drafters of one "
+              "layer that were trained alike, with the target's tokenizer of 4,096 ids and with "
+              "one of 2,048: [the page](results/cpu-tokenizers/README.md) has T = 1, too. 'Text' "
+              "is the first one whose drafts are handed over as text all the same", TOKENIZERS,
+              "docs/results/cpu-tokenizers", paper_tables.drafters_4),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
               CHAT_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),

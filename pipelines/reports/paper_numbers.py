@@ -115,6 +115,13 @@ DRAFTERS_3: tuple[Cells, ...] = (
     ("Multi-document, EAGLE-2", "42.48 (2.60)", "35.38 (2.61)", "25.10 (2.68)", "17.36 (2.64)"),
     ("Multi-document, Mamba", "47.91 (2.94)", "36.40 (2.86)", "26.27 (2.88)", "17.77 (2.87)"),
 )
+# MT-Bench at T = 0, chains of five
+DRAFTERS_4: tuple[Cells, ...] = (
+    ("Method", "Setup", "Accept length", "Throughput"),
+    ("EAGLE-2", "Pythia → Pythia", "2.59", "94.75"),
+    ("Mamba", "Pythia → Pythia", "3.08", "112.69"),
+    ("Mamba", "Mistral → Pythia", "2.45", "93.20"),
+)
 DRAFTERS_5: tuple[Cells, ...] = (
     ("Tree?", "Accept length", "Latency", "Throughput"),
     ("×", "3.08", "6.62", "112.69"),

@@ -11,10 +11,10 @@ from typing import Any
 from stree.errors import NotFound
 from stree.growths import BANDIT
 from stree.tree import balanced
-from stree_pipelines.bench_report import read_rows
+from stree_pipelines.bench_report import by_length, called, read_rows
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
-from stree_pipelines.reports import by_length
+from stree_pipelines.reports import by_length as lengths_of_prompts
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
 from stree_pipelines.reports.run_data import load_run
@@ -160,6 +160,23 @@ def snakes_figure_4(folder: Path) -> Made:
     return made("Snakes and Ladders, Figure 4: throughput against batch size", lines, rows)
 
 
+def drafters_figure_1(folder: Path) -> Made:
+    rows = bench_rows(folder, what="draft_lengths")
+    require_rows(rows, "draft_lengths", folder)
+    contexts = sorted({row["context"] for row in rows})
+    lines: list[Cells] = [("", "", *(f"{context / 1024:g}k" for context in contexts))]
+    for (_, drafter, nodes, _), group in by_length(rows).items():
+        found = {row["context"]: row for row in group}
+        name = f"{called(drafter)}, {nodes} a level, {OURS}"
+        for what, key, unit, form in (
+            ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
+        ):  # fmt: skip
+            cells = (found[each][key] / unit if each in found else None for each in contexts)
+            lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
+    title = "Mamba Drafters, Figure 1: drafting time and memory by context"
+    return made(title, lines, rows, 2)
+
+
 # From rows of `eval_spec.py`
 
 
@@ -197,7 +214,7 @@ def drafters_3(folder: Path) -> Made:
     """Columns of ours are prompt lengths to the nearest 1,024 tokens, the paper's and further
     ones."""
     data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
-    rungs = by_length.ladders(data)[:1] if data is not None else []
+    rungs = lengths_of_prompts.ladders(data)[:1] if data is not None else []
     require_rows(rungs, "prompts of several lengths", folder)
     assert data is not None
     found = {f"{round(rung.num_tokens / 1024)}k": rung for rung in rungs[0]}
@@ -302,6 +319,19 @@ def stree_4(folder: Path) -> Made:
         ("τ, paper", *tau[1:]), (f"τ, {OURS}", *(each[1] for each in mine)),
     ]  # fmt: skip
     return made("STree, Table 4: static trees at T = 1", lines, used)
+
+
+def drafters_4(folder: Path) -> Made:
+    """Ours are called as the comparison's arms are."""
+    rows = [row for row in _arms(folder) if not row.temperature and _tree_name(row) == "chain-5"]
+    require_rows(rows, "chain-5 at T = 0", folder)
+    head, *paper = theirs.DRAFTERS_4
+    lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper)]
+    for row in rows:
+        speed, tau = _speed_and_tau(row)
+        lines.append((f"Mamba-2, {OURS}", row.method, tau, speed))
+    title = "Mamba Drafters, Table 4: a drafter of another tokenizer, T = 0"
+    return made(title, lines, rows, 2)
 
 
 def drafters_5(folder: Path) -> Made:

@@ -23,6 +23,7 @@ from stree_pipelines import (
     bench_kernels,
     bench_report,
     bench_training,
+    paper_tables,
 )
 from stree_pipelines.benches import (
     batches,
@@ -78,6 +79,44 @@ def test_rows(tmp_path):
     kept = memory["kept_bytes"] / memory["state_bytes"]
     assert memory["over_a_state_a_node"] == pytest.approx(kept / 64)
     assert memory["kept_bytes_joint"] - memory["kept_bytes"] == TAIL
+
+
+@torch.no_grad()
+def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
+    """A Transformer's cache grows by its keys and values, a Mamba-2's not at all; no target."""
+    monkeypatch.setattr(bench_decode, "random_target", lambda *_: pytest.fail("it takes time"))
+    options = SimpleNamespace(
+        what=["draft_lengths"], lengths=[8, 40], context=8, repeats=2,
+        drafters=["own", "attention"], trees=["beam-1-3-4", "beam-2-3-6"],
+    )  # fmt: skip
+    rows = list(bench_decode.measure("tiny", options, CPU))
+    assert [(row["context"], row["drafter"], row["tree"], row["level_nodes"]) for row in rows] == [
+        (length, kind, tree, width) for length in (8, 40) for kind in ("own", "attention")
+        for tree, width in (("beam-1-3-4", 1), ("beam-2-3-6", 2))
+    ]  # fmt: skip
+    assert all(3 * row["us_level"] == pytest.approx(row["us_draft"]["median"]) for row in rows)
+    bytes_of = {
+        (row["drafter"], row["level_nodes"], row["context"]): row["cache_bytes"] for row in rows
+    }
+    of_a_token = 2 * 2 * 1 * 16 * 2  # keys and values, layers, heads, channels, bf16
+    for width in (1, 2):
+        assert bytes_of["own", width, 8] == bytes_of["own", width, 40]
+        more = bytes_of["attention", width, 40] - bytes_of["attention", width, 8]
+        assert more == 32 * of_a_token
+    state, rows_of_one = 2 * 2 * 16 * 16 * 4, 2 * (3 + 4) * TINY.num_kept * 2
+    assert bytes_of["own", 1, 8] == state + 2 * rows_of_one  # two layers
+    for row in rows:
+        row["cache_bytes"] *= 1024  # to be seen in MiB
+    timing.write_rows(tmp_path / "rows.jsonl", ({"shape": "tiny", **row} for row in rows), CPU)
+    capsys.readouterr()
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    (line,) = re.findall(r"\| tiny \| Transformer +\| 2 +\| 40 .*", said)
+    assert f"{bytes_of['attention', 2, 40] / 1024:.2f}" in line
+    assert [path.stem for path in tmp_path.glob("*.svg")] == ["drafts_vs_length"]
+    paper_tables.main(["drafters-figure-1", "--rows", str(tmp_path)])
+    (line,) = re.findall(r"\| Mamba-2, 1 a level, ours +\| cache, MiB .*", capsys.readouterr().out)
+    assert line.count(f"{bytes_of['own', 1, 8] / 1024:.2f}") == 2
 
 
 def test_attention_by_the_order_of_nodes(monkeypatch):
@@ -269,9 +308,13 @@ def test_drafters_of_other_heads_depths_and_widths():
         assert eighth.config == tiny.config
         assert calls.level_bytes(tiny) - calls.level_bytes(eighth) == 64 * (width - 4)  # and scales
     assert models.random_drafter("tiny", CPU, "head=16+head_dtype=float8").head_in_8_bits
+    attends = models.drafter_config("8b", "attention+layers=3+width=512")
+    assert attends.attn_layers == (0, 1, 2) and attends.intermediate_size == 1792
+    assert (attends.num_heads, attends.num_kv_heads, attends.head_dim) == (4, 1, 128)
     assert tiny.head_in_8_bits is None
     for kind, said in (
         ("head_dtype=float8+head_dtype=float8", "head_dtype=float8 joined by"),
+        ("attention+attention", "attention and head_dtype=float8 joined by"),
         ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
         ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
         ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),
@@ -588,7 +631,8 @@ def test_a_training_that_fails_is_named():
     "options",
     [
         ("--device", "nope"), ("--nodes", "[]"), ("--nodes", "[0]"), ("--nodes", "[3000]"),
-        ("--context", "-5"), ("--repeats", "0"), ("--processes", "[]"), ("--processes", "[0]"),
+        ("--context", "-5"), ("--lengths", "[0]"), ("--repeats", "0"), ("--processes", "[]"),
+        ("--processes", "[0]"),
         ("--batch_size", "0"), ("--sequence_length", "-5"), ("--strategies", "[nope]"),
         ("--more", "[--trainer.max_steps=2]"), ("--what", "[]"), ("--what", "[steps]"),
         ("--device", "meta"), ("--what", "[steps]", "--device", "cuda", "--taus", "[0.5]"),

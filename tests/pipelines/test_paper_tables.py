@@ -212,3 +212,17 @@ def test_the_page_is_what_the_command_writes(tmp_path):
     written = (REPOSITORY / "docs/paper-tables.md").read_text(encoding="utf-8")
     assert written == page(), "python pipelines/paper_tables.py --page docs/paper-tables.md"
     assert set(COMMITTED + COMPARED) <= ENTRIES.keys()
+
+
+def test_a_drafter_of_another_tokenizer_is_beside_the_papers(capsys):
+    """Committed rows: text costs nothing greedily, another tokenizer does."""
+    folder = REPOSITORY / ENTRIES["drafters-table-4"].rows
+    rows = {row.method: row for row in ResultStore(folder).results() if row.temperature == 0}
+    text = printed(capsys, "drafters-table-4")
+    lines = [
+        line.split("|")[2:4] for line in text.splitlines() if line.startswith("| Mamba-2, ours")
+    ]
+    ours = {method.strip(): tau.strip() for method, tau in lines}
+    assert list(ours) == ["tokens", "text", "another tokenizer"]
+    assert all(tau == f"{rows[name].acceptance_length:.2f}" for name, tau in ours.items())
+    assert "| Mamba, paper   | Mistral → Pythia  | 2.45 " in text

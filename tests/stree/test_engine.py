@@ -124,7 +124,9 @@ def test_greedy_with_model_drafters(tree, drafter):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("attn_layers", [(), (1,)], ids=["recurrent", "hybrid"])
+@pytest.mark.parametrize(
+    "attn_layers", [(), (1,), (0, 1)], ids=["recurrent", "hybrid", "transformer"]
+)
 @pytest.mark.parametrize("tree", TREES)
 def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     """Each node's children come from the drafter's logits after the sequence and its path, with

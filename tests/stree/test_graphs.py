@@ -47,6 +47,25 @@ def test_graphs_give_what_eager_steps_give(
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
+@pytest.mark.parametrize("tree", ["chain-4", "beam-3-4-9"])
+def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
+    """Greedy chains are always right, but where the answer ends."""
+    model = tiny_model(1, torch.float32, num_layers=2, attn_layers=(0, 1)).cuda()
+
+    def make():
+        return Decoder(model, model, tree, max_length=400)
+
+    decoder, plain = make(), without_graphs(monkeypatch, make)
+    assert isinstance(decoder.batch.executor, Graphs)
+    for length in (5, 300):
+        prompt = [7 * i % 61 for i in range(length)]
+        got, wanted = (each.generate(prompt, GenerationConfig(60)) for each in (decoder, plain))
+        assert got.tokens == wanted.tokens
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+        if tree == "chain-4":
+            assert set(got.stats.accepted_per_call[:-1]) == {4}
+
+
 @pytest.mark.parametrize("backtracking", BACKTRACKING)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tree", [TREES[2], "beam-3-4-9"], ids=str)
