@@ -15,6 +15,9 @@ python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]"
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
 python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
+python pipelines/bench_decode.py runs/bench/joint.jsonl --shape mamba2-2.7b --what "[joint]" \\
+    --rows "[1]" --joint_trees "[png-6-1,png-6-2]"
+python pipelines/bench_decode.py runs/bench/beams.jsonl --shape mamba2-2.7b --what "[beams]"
 python pipelines/bench_decode.py runs/bench/8b-orders.jsonl --what "[orders]"
 """
 
@@ -61,8 +64,8 @@ TESTS = [
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"
 WHAT = (
-    "calls", "profiles", "draft", "draft_profiles", "unrolled", "memory", "steps", "graphs", "rows",
-    "joint", "serve", "orders", "draft_lengths",
+    "calls", "profiles", "draft", "draft_profiles", "unrolled", "beams", "memory", "steps",
+    "graphs", "rows", "joint", "serve", "orders", "draft_lengths",
 )  # fmt: skip
 WITHOUT_TARGET = {"orders", "draft_lengths"}
 PAPER = "paper"  # the tree whose drafts the bars are about
@@ -91,6 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
         "width=2048, head_dtype=float8, attention, head=32768+rank=256")  # fmt: skip
     add("--trees", type=list[str], default=[PAPER],
         help=f"for draft, draft_profiles and draft_lengths: {FORMS}")  # fmt: skip
+    add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", PAPER],
+        help=f"for joint: {FORMS}")  # fmt: skip
     add("--context", type=int, default=1024, help="committed tokens")
     add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
         help="committed tokens, for draft_lengths")  # fmt: skip
@@ -114,10 +119,11 @@ def main(arguments: list[str] | None = None) -> None:
         drafter_config(shape, kind)
     if not options.drafters:
         raise UsageError(f"--drafters: wanted {OWN} or changes to it, got none")
-    if not options.trees:
-        raise UsageError(f"--trees: wanted some of {FORMS}, got none")
-    for name in options.trees:
-        as_tree(name)
+    for option in ("trees", "joint_trees"):
+        if not getattr(options, option):
+            raise UsageError(f"--{option}: wanted some of {FORMS}, got none")
+        for name in getattr(options, option):
+            as_tree(name)
     if not options.what:
         raise UsageError(f"--what: wanted some of {', '.join(WHAT)}, got none")
     require_numbers(
@@ -177,6 +183,8 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
         yield from calls.profiles(target, nodes, context, 5)
     if "unrolled" in options.what:
         yield from calls.unrolled(target, context, max(5, repeats // 5))
+    if "beams" in options.what:
+        yield from calls.beams(target, context, max(5, repeats // 5))
     if "memory" in options.what:
         yield from calls.memory(target, 64)
     for kind in options.drafters if set(DRAFTED) & set(options.what) else ():
@@ -206,7 +214,8 @@ def with_a_drafter(
     if "rows" in options.what:
         yield from steps_of_rows(target, drafter, options.rows, context, repeats)
     if "joint" in options.what:
-        yield from joint_of_rows(target, drafter, options.rows, context, repeats)
+        trees = [as_tree(name) for name in options.joint_trees]
+        yield from joint_of_rows(target, drafter, trees, options.rows, context, repeats)
     if "serve" in options.what:
         yield from serve_at(target, drafter, options.rows, options.taus, context, options.num_steps)
 
@@ -230,6 +239,11 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         calls_and_prefills = 2 * 2**calls.UNROLLED_DEPTH
         memory["caches of unrolled paths"] = calls_and_prefills * one
+    if "beams" in what:
+        nodes_each = max(calls.BEAM_STEPS) + 1
+        one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
+        leaves = max(calls.BEAMS) * max(calls.BEAM_STEPS)
+        memory["caches of unrolled beams"] = 2 * leaves * one  # timed, and weighed
     if "draft_lengths" in what:
         dtype, longest = torch.bfloat16, max(options.lengths) + calls.MORE
         sizes = [as_tree(name).num_nodes for name in options.trees]
@@ -241,9 +255,10 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
         )
     if {"rows", "joint", "serve", "graphs"} & what:
         rows = options.rows if {"rows", "joint", "serve"} & what else options.graph_rows
-        most = TREES[-1].num_nodes
+        joint = [as_tree(name).num_nodes for name in options.joint_trees if "joint" in what]
+        most = max(TREES[-1].num_nodes, *joint) if joint else TREES[-1].num_nodes
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
-        at_once = 2 if "joint" in what else 1
+        at_once = 3 if joint else 1  # replay, joint and plain
         memory[f"caches of {max(rows)} rows"] = at_once * max(rows) * one
     counts = ", ".join(map(str, nodes))
     yield model_line(f"target {shape}", target)

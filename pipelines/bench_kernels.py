@@ -42,6 +42,7 @@ GATED_DELTAS = {  # of that model's gated-delta layers alone
 }
 HEADS = {"8b": (32, 8, 128), "chat": (16, 4, 64), "tiny": (2, 1, 16)}
 MLPS = {"8b": (4096, 14336), "chat": (1024, 4096), "tiny": (32, 64)}  # width, and inside
+NODES = [1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128]
 TESTS = [
     "kernels/test_products.py",
     "kernels/test_tree_scan.py",
@@ -281,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_kernels.py", description=__doc__)
     parser.add_argument("out", type=str, help="file to write, JSON lines")
     parser.add_argument("--shape", type=str, default="8b", help=f"one of {SHAPES}")
-    parser.add_argument("--nodes", type=list[int], default=[1, 2, 4, 8, 13, 16, 32, 64, 128])
+    parser.add_argument("--nodes", type=list[int], default=NODES)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=50)

@@ -20,7 +20,7 @@ from stree.models.joint import BACKTRACKING
 from stree.modes import PLAIN, Modes
 from stree.requests import Request
 from stree.tree import TokenTree
-from stree_pipelines.benches.calls import Floor, kept_bytes
+from stree_pipelines.benches.calls import Floor, cache_bytes, kept_bytes, weight_bytes
 from stree_pipelines.benches.steps import (
     GivenAcceptance,
     accepted_for,
@@ -62,23 +62,32 @@ def steps_of_rows(
 
 
 def joint_of_rows(
-    target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
+    target: HybridModel,
+    drafter: HybridModel,
+    trees: Sequence[TokenTree],
+    counts: Sequence[int],
+    context: int,
+    repeats: int,
 ) -> Iterator[Row]:
     """A row a number of rows and tree: µs of the target's graph where the accepted path is replayed
-    and where it is fed again (`joint`), in turns; of the products of each one's rows; and the bytes
-    that either keeps beside states and keys."""
-    floor = Floor(target, max(counts) * (TREES[-1].max_depth + 1 + TREES[-1].num_nodes))
-    for count, tree in itertools.product(counts, TREES[1:]):
+    and where it is fed again (`joint`), in turns, with plain decoding's beside; of the products of
+    each one's rows; and the bytes of weights, of each one's cache, and of what either keeps there
+    beside states and keys."""
+    floor = Floor(target, max(counts) * max(tree.max_depth + 1 + tree.num_nodes for tree in trees))
+    for count, tree in itertools.product(counts, trees):
         decoders = {
             name: _decoder(
                 target, drafter, tree, count, context + 8 * (repeats + 8), backtracking=name
             )
             for name in BACKTRACKING
         }  # a graph does not keep the buffers that it reads
-        targets, kept = {}, {}
+        decoders["plain"] = _decoder(target, drafter, PLAIN, count, context + 8 * (repeats + 8))
+        targets, sizes = {}, {"weight_bytes": weight_bytes(target)}
         for name, decoder in decoders.items():
             targets[name] = graphs_of(decoder, context)["target"]
-            kept[name] = kept_bytes(decoder.cache)
+            sizes[f"cache_bytes_{name}"] = cache_bytes(decoder.cache)
+            if name in BACKTRACKING:
+                sizes[f"kept_bytes_{name}"] = kept_bytes(decoder.cache)
         path_nodes = tree.max_depth + 1
         times = in_turns(targets, target.device, repeats)
         floors = {
@@ -89,8 +98,7 @@ def joint_of_rows(
         yield dict(
             what="joint", num_rows=count, tree=tree.name, num_nodes=tree.num_nodes,
             path_nodes=path_nodes, context=context,
-            joint_over_replay=times["joint"]["median"] / times["replay"]["median"],
-            **{f"kept_bytes_{name}": each for name, each in kept.items()},
+            joint_over_replay=times["joint"]["median"] / times["replay"]["median"], **sizes,
             **{f"us_{name}": each for name, each in times.items()},
         )  # fmt: skip
         del decoder, decoders, targets

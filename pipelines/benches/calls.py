@@ -32,6 +32,7 @@ Row = dict[str, Any]
 REMEMBERED = ("keys", "values", "state")  # of a cache's layers, of committed tokens
 MORE = 64  # tokens that a drafter's cache has room for beyond the context
 UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
+BEAMS, BEAM_STEPS = (2, 3, 4, 5), (4, 8, 16)  # of STree's Table 2
 
 
 def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
@@ -103,7 +104,7 @@ def draft_lengths(
                 what="draft_lengths", drafter=kind, tree=name, context=context,
                 num_nodes=tree.num_nodes, num_levels=tree.max_depth,
                 level_nodes=max(level.nodes.shape[1] for level in levels),
-                cache_bytes=sequence_bytes(cache), level_bytes=level_bytes(drafter),
+                cache_bytes=cache_bytes(cache), level_bytes=level_bytes(drafter),
             )  # fmt: skip
         times = side_by_side(functions, drafter.device, repeats)
         for each, row in rows.items():
@@ -155,6 +156,42 @@ def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
     return rows
 
 
+def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
+    """A tree of M beams and N steps as STree's Table 2 has them: M tokens a level, all of them
+    children of the first one above, so that it has as many leaves as a beam search can leave."""
+    parents = [-1, *(max(0, 1 + (step - 1) * num_beams) for step in range(num_steps)
+                     for _ in range(num_beams))]  # fmt: skip
+    return TokenTree(tuple(parents), f"beams-{num_beams}-{num_steps}")
+
+
+def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
+    """A row a number of beams and steps: µs of one call over the tree, and over each leaf's path as
+    a sequence of its own, by the multi-step update where the kernels are; and the bytes of weights
+    and of either one's cache."""
+    for num_beams, num_steps in itertools.product(BEAMS, BEAM_STEPS):
+        tree = kept_beams(num_beams, num_steps)
+        leaves = tree.num_nodes - len(set(tree.parents[1:]))
+        chain = TokenTree.chain(num_steps)
+        functions = {
+            "tree": _tree_call(target, tree, context),
+            "unrolled": _tree_call(target, chain, context, batch=leaves),
+        }
+        if ops.fused(target.device, target.dtype):
+            functions["unrolled"] = _by_multi_step_updates(functions["unrolled"])
+        times = side_by_side(functions, target.device, repeats)
+        caches = {
+            "tree": target.new_cache(context + tree.num_nodes, tree.num_nodes),
+            "unrolled": target.new_cache(context + chain.num_nodes, chain.num_nodes, leaves),
+        }
+        yield dict(
+            what="beams", num_beams=num_beams, num_steps=num_steps, num_nodes=tree.num_nodes,
+            leaves=leaves, context=context, weight_bytes=weight_bytes(target),
+            **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
+            **{f"us_{name}": each for name, each in times.items()},
+        )  # fmt: skip
+        del functions, caches
+
+
 def memory(target: HybridModel, num_nodes: int) -> list[Row]:
     """Bytes that a tree needs in recurrent layers beside the state, over a state a node; and as
     many where the accepted path is not replayed, but fed again."""
@@ -181,15 +218,14 @@ def kept_bytes(cache: HybridCache) -> int:
     return sum({each.data_ptr(): each.nbytes for each in buffers if each is not None}.values())
 
 
-def sequence_bytes(cache: HybridCache) -> int:
-    """What a cache holds for its sequences: states, keys and values, and what it keeps for trees;
-    not the rotary angles, which any number of sequences share."""
-    return kept_bytes(cache) + sum(
-        tensor.nbytes
-        for layer in cache.layers
-        for name, tensor in vars(layer).items()
-        if name in REMEMBERED
-    )
+def cache_bytes(cache: HybridCache) -> int:
+    """What a cache holds for all its sequences: states, keys and values, and what is kept of trees;
+    not the rotary angles, which they share."""
+    return len(cache.length) * sum(cache.sequence_bytes().values())
+
+
+def weight_bytes(model: HybridModel) -> int:
+    return sum(each.nbytes for each in model.parameters())
 
 
 def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:

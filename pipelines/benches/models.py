@@ -37,12 +37,33 @@ _TINY = _CHAT.replace(
     num_heads=2, num_kv_heads=1, head_dim=16, num_ssm_heads=2, ssm_head_dim=16, d_state=16,
     num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2,
 )  # fmt: skip
-OWN_SHAPES = {"8b": _MAMBA_IN_LLAMA, "mamba2-2.7b": _MAMBA2, "chat": _CHAT, "tiny": _TINY}
+
+
+def _mamba2(width: int, num_layers: int) -> HybridConfig:
+    heads = 2 * width // _MAMBA2.ssm_head_dim
+    return _MAMBA2.replace(
+        d_model=width, num_layers=num_layers, num_ssm_heads=heads, num_x_groups=heads
+    )
+
+
+_MAMBA2_SIZES = {  # of 7B to 23B, which were not published, the papers say no more than the size
+    "mamba2-1.3b": _mamba2(2048, 48), "mamba2-2.7b": _MAMBA2, "mamba2-7b": _mamba2(4096, 64),
+    "mamba2-13b": _mamba2(5120, 80), "mamba2-23b": _mamba2(7680, 64),
+}  # fmt: skip
+_SHARES = {  # of attention layers, a quarter and none instead of half
+    "8b-25": _MAMBA_IN_LLAMA.replace(attn_layers=tuple(range(3, 32, 4))),
+    "8b-0": _MAMBA_IN_LLAMA.replace(attn_layers=()),
+}
+OWN_SHAPES = {
+    "8b": _MAMBA_IN_LLAMA, **_SHARES, **_MAMBA2_SIZES, "chat": _CHAT, "tiny": _TINY,
+}  # fmt: skip
 SHAPES = (*OWN_SHAPES, *PUBLISHED)
+_OF_MAMBA2 = dict(d_model=1024, num_ssm_heads=32, num_x_groups=32)
+_OF_8B = dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
+              num_b_groups=2, num_c_groups=8, gated_norm_groups=8)  # fmt: skip
 DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
-    "8b": dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
-               num_b_groups=2, num_c_groups=8, gated_norm_groups=8),
-    "mamba2-2.7b": dict(d_model=1024, num_ssm_heads=32, num_x_groups=32),
+    **dict.fromkeys(("8b", *_SHARES), _OF_8B),
+    **dict.fromkeys(_MAMBA2_SIZES, _OF_MAMBA2),
     "chat": dict(d_model=384, intermediate_size=768, num_ssm_heads=6, num_x_groups=2,
                  num_b_groups=2, num_c_groups=6, gated_norm_groups=6),
     "tiny": dict(d_model=16, intermediate_size=24),

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.errors import NotFound
-from stree_pipelines.reports import node_orders, paper_numbers, paper_tables
+from stree_pipelines.reports import node_orders, paper_benches, paper_numbers, paper_tables
 from stree_pipelines.reports.paper_tables import Made
 from stree_pipelines.terminal.command_line import input_path
 
-STEP, CHATS = "docs/results/h200-step", "docs/results/h200-sharegpt"
-LENGTHS, DRAFTING = "docs/results/h200-long", "docs/results/h200-long/drafting"
-POLICIES, PAPER_TREES = "docs/results/h200-policies", "docs/results/h200-paper-trees"
+STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
+CHATS, LENGTHS = "docs/results/h200-sharegpt/c156214", "docs/results/h200-long"
+DRAFTING = f"{LENGTHS}/drafting"
+POLICIES = "docs/results/h200-policies"
+PAPER_TREES = f"{POLICIES}/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
 TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
@@ -32,19 +34,16 @@ LENGTHS_OF_DRAFTS = (
     'python pipelines/bench_decode.py OUT/drafts.jsonl --what "[draft_lengths]" '
     '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"',
 )
-CHAT_FEATURES = "ours is the 73 M hybrid of `make chat` and the drafter of chat-75m-features.yaml"
-CHAT_PAIR = "ours is the 73 M hybrid of `make chat` and the 9.2 M drafter of chat-75m-scratch.yaml"
+CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is named below"
 RANDOM = "ours has random weights of those shapes"
 RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
 A100, RTX_4090 = "A100 40GB", "RTX 4090"
 
 
-def decode(what: str, *shapes: str) -> tuple[str, ...]:
-    """The commands that time steps of these shapes."""
-    return tuple(
-        f'python pipelines/bench_decode.py OUT/{shape}.jsonl --shape {shape} --what "[{what}]"'
-        for shape in shapes
-    )
+def decode(what: str, *shapes: str, options: str = "") -> tuple[str, ...]:
+    """The command that times these shapes."""
+    command = f"python pipelines/bench_decode.py OUT/{what}.jsonl --shape {','.join(shapes)}"
+    return (f'{command} --what "[{what}]"{options and f" {options}"}',)
 
 
 @dataclass(frozen=True)
@@ -78,26 +77,32 @@ PAPERS: dict[str, Sequence[Entry]] = {
         Entry("stree-figure-1", "unrolled and packed trees", "", "an illustration, as in "
               "[concepts](concepts.md)"),
         Entry("stree-table-1", "a forward pass by model size", "not named", RANDOM + ": of "
-              "Mamba2-2.7B beside its 2.3B, and of a hybrid of 8B; its larger ones are not among "
-              "the benchmark's shapes. A graph's replay, without drafting",
-              decode("calls", "mamba2-2.7b", "8b"), STEP,
-              paper_tables.stree_1),
+              "Mamba2-2.7B beside its 2.3B, of a hybrid of 8B, and of larger ones where they were "
+              "timed. The paper's larger ones have random weights, too; it does not say their "
+              "layers, ours have 64 of 4,096 (7B), 80 of 5,120 (13B) and 64 of 7,680 (23B). A "
+              "graph's replay, without drafting",
+              decode("calls", "8b", "mamba2-2.7b", "mamba2-7b", "mamba2-13b", "mamba2-23b"), STEP,
+              paper_benches.stree_1),
         Entry("stree-figure-2", "a call against its nodes, and the τ that it needs", "not named",
               RANDOM + "; the figure's values are not in the text, which reads 1.5× for "
               "Mamba2-2.7B and 1.1× for MambaInLlama-8B at 15 nodes. Needed is our own tree scan's "
               "time over its time of 5 nodes, where the paper has the multi-step update for the "
               "chain",
               decode("calls", "8b", "mamba2-2.7b"), STEP,
-              paper_tables.stree_figure_2),
+              paper_benches.stree_figure_2),
         Entry("stree-table-2", "grown trees, packed and unrolled, end to end", RTX_3090,
-              "it needs the weights of Mamba2-2.7B and 130M, and the engine has no way to decode "
-              "an unrolled tree; stree-figure-3 has the calls"),
+              "ours is a target call instead of tokens/s, since the weights of Mamba2-2.7B and "
+              "130M are not there and the engine cannot decode an unrolled tree; " + RANDOM +
+              ". Of all trees with M tokens a level ours have the most leaves, and unrolled as "
+              "many sequences, all of N + 1 tokens: the paper's depend on the text. Memory is "
+              "weights and caches (fp32 states), where the paper measures all that is in use",
+              decode("beams", "mamba2-2.7b"), STEP, paper_benches.stree_2),
         Entry("stree-figure-3", "full binary trees, packed and unrolled", RTX_3090,
               RANDOM + ", a hybrid of 8B, where the paper has Mamba2-2.7B. Unrolled is by the "
               "multi-step update. Sixteen paths of five tokens are 80, the paper says 90",
-              decode("unrolled", "8b"), STEP, paper_tables.stree_figure_3),
+              decode("unrolled", "8b"), STEP, paper_benches.stree_figure_3),
         Entry("stree-table-3", "speed and τ on three benchmarks", RTX_3090,
-              CHAT_PAIR + ", 256 new tokens instead of 1,024",
+              CHAT_PAIR + ". The paper generates 1,024 tokens",
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_3, "STree, Table 3: speed in tokens/s, and τ")),
         Entry("stree-figure-4", "speed and τ against temperature", RTX_3090,
@@ -107,20 +112,26 @@ PAPERS: dict[str, Sequence[Entry]] = {
               CHAT_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
               "figure of their shapes is not in the text: configs/trees has ours", TREES,
               PAPER_TREES, paper_tables.stree_4),
-        Entry("stree-table-5", "shares of attention layers in the target", RTX_3090,
-              "it needs three targets of one drafter, whose weights we do not have"),
+        Entry("stree-table-5", "shares of attention layers in the target", RTX_3090, RANDOM +
+              ", attention in every second layer, every fourth and none, drafter included: the "
+              "graphs of a sampled step, without what the host adds. They accept nothing, so τ is "
+              "the paper's, and speed is what a step would make of it; speed-up/τ, a plain step "
+              "over a drafted one, does not depend on it",
+              decode("graphs", "8b", "8b-25", "8b-0", options='--verifiers "[multi_step]"'), STEP,
+              paper_benches.stree_5),
         Entry("stree-table-6", "speed and τ against distillation steps", RTX_3090,
               CHAT_PAIR + "; ours is MT-Bench at T = 1, the paper names neither. "
               "`report.py RUN` writes this table for every run", EVALUATE, CHATS,
               paper_tables.stree_6),
         Entry("stree-table-7", "speed and τ on a faster GPU", "H100",
-              CHAT_PAIR + ", 256 new tokens, on an H200", EVALUATE, CHATS, paper_tables.speeds(
+              CHAT_PAIR + ", on an H200. The paper generates 1,024 tokens",
+              EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_7, "STree, Table 7: speed in tokens/s, and τ")),
         Entry("stree-table-8", "static and grown trees", RTX_3090,
-              CHAT_PAIR + "; the faster of beam-4-5-16 and beam-4-5-32, which verify the best of "
-              "what was drawn, where the paper's verifies all of M = 3, N = 4. The bracket of its "
-              "static tree is 1.75x here and 1.74× in Table 3", COMPARE, POLICIES,
-              paper_tables.stree_8),
+              CHAT_PAIR + f". {paper_tables.ALL_BEAMS} has M = 3 and N = 4 and verifies all that "
+              "was drawn, 9 tokens a level after the first; the paper keeps all, too, and says "
+              "that a level has M. The bracket of its static tree is 1.75x here and 1.74× in "
+              "Table 3", TREES, PAPER_TREES, paper_tables.stree_8),
         Entry("stree-figure-5", "the shapes of Table 4", "", "the text does not have it"),
     ),
     "Snakes and Ladders (Wu et al. 2024)": (
@@ -130,23 +141,35 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "ours is a layer of 32 heads of 128 × 128 on an H200; SSU is mamba-ssm's; chunk scan "
               "was timed within calls only (stree-figure-3's rows). Batch sizes above 1 are not "
               "measured", KERNELS, STEP,
-              paper_tables.snakes_1),
+              paper_benches.snakes_1),
         Entry("snakes-table-2", "what the parts of its implementation save", A10G,
               "it takes away parts of an implementation that ours does not have: states are copied "
               "nowhere, and no step runs chunk scan"),
         Entry("snakes-table-3", "replay and joint attainment by number of drafts", A10G,
-              RANDOM + "; trees, not drafts in a batch; a target call without drafting",
-              decode("joint", "mamba2-2.7b"), STEP, paper_tables.snakes_3),
+              RANDOM + ", the shape in brackets. Several drafts are one tree below one root, not "
+              "rows of a batch, each with a state of its own. A step's target graph (acceptance "
+              "included), without drafting",
+              decode("joint", "mamba2-2.7b", options='--rows "[1]" --joint_trees "[' + ",".join(
+                  [f"png-{length}-1" for length in (1, 2, 4, 6, 8)]
+                  + [f"png-6-{count}" for count in (2, 3, 4)]) + ']"'),
+              BATCH, paper_benches.snakes_3),
         Entry("snakes-table-4", "the same by model size, and memory", L40S,
-              "1.3B, 7B and 13B of Mamba-2 are not among the benchmark's shapes; "
-              "[architecture](architecture.md) has the bytes that either way keeps"),
+              RANDOM + "; the paper does not say the layers of 7B and 13B, ours have 64 of 4,096 "
+              "and 80 of 5,120. Memory is weights and cache (fp32 states), where the paper "
+              "measures all that is in use; [architecture](architecture.md) has the bytes that "
+              "either way keeps",
+              decode("joint", *paper_benches.SNAKES_4_SHAPES,
+                     options='--rows "[1]" --joint_trees "[png-6-1]"'),
+              BATCH, paper_benches.snakes_4),
         Entry("snakes-table-5", "n-grams on three benchmarks", A10G,
-              "ours is the 73 M hybrid of `make chat`, 128 new tokens at T = 0, n-grams of prompt "
+              "ours is the 73 M hybrid of `make chat`, at T = 0, n-grams of prompt "
               "and answer without a corpus", COMPARE, POLICIES, paper_tables.snakes_5),
         Entry("snakes-figure-4", "throughput against batch size", A10G,
-              RANDOM + ", at given τ, with a drafter; the figure's values are not in the text. Of "
+              RANDOM + ", at given τ, with a drafter, plain and with the tree of 13; modes is "
+              "what measured costs choose; the figure's values are not in the text. Of "
               "real text in a queue `bench_queue.py` writes a table and figure of its own",
-              decode("serve", "8b"), STEP, paper_tables.snakes_figure_4),
+              decode("serve", "8b", options='--taus "[2.5,1.5]" --num_steps 40'), BATCH,
+              paper_benches.snakes_figure_4),
     ),
     "Mamba Drafters (Choi et al. 2025)": (
         Entry("drafters-figure-1", "drafting time and memory by context", "H100",
@@ -154,13 +177,13 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "in Llama's layout, drafting four levels of one node or of eight. Memory is one "
               "sequence's cache, where the paper has the peak; prefill and EAGLE are left out. The "
               "figure's values are not in the text",
-              LENGTHS_OF_DRAFTS, DRAFTING, paper_tables.drafters_figure_1),
+              LENGTHS_OF_DRAFTS, DRAFTING, paper_benches.drafters_figure_1),
         Entry("drafters-tables-1-2", "Mamba drafters, Transformers and EAGLE-2", RTX_4090,
               "they need Pythia-6.9B and Mistral-7B and their drafters"),
         Entry("drafters-figure-2", "throughput and calibration by drafter size", RTX_4090,
               "it needs Pythia-6.9B and drafters of several sizes; calibration is not measured"),
         Entry("drafters-table-3", "LongBench from 1k to 8k tokens", "H100",
-              CHAT_FEATURES + ", both trained at 1,024 tokens. Ours are questions after other "
+              CHAT_PAIR + ", both trained at 1,024 tokens. Ours are questions after other "
               "conversations, not LongBench's documents, and of a target that was not made for "
               "them: [long contexts](long-context.md) tells its part from the drafter's. T = 0; "
               "the paper names none. Peak memory is left out",
@@ -238,7 +261,7 @@ def page() -> str:
                 parts.append(f"Not made: {entry.note}.{hardware}\n")
                 continue
             parts += [f"    {command}" for command in entry.commands]
-            parts.append(f"\nWhat differs: {entry.note}.{hardware}\n")
+            parts.append(f"\nWhat differs: {entry.note}.{hardware} Our rows: `{entry.rows}`.\n")
             try:
                 parts.append(entry.made().to_markdown())
             except NotFound:

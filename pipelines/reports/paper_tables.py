@@ -3,6 +3,7 @@ benchmarks and evaluations; and which of them cannot be made, and why."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 
 from stree.errors import NotFound
 from stree.growths import BANDIT
-from stree.tree import balanced
-from stree_pipelines.bench_report import by_length, called, read_rows
+from stree_pipelines.bench_report import read_rows
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultRow, ResultStore
-from stree_pipelines.reports import by_length as lengths_of_prompts
+from stree_pipelines.reports import by_length
 from stree_pipelines.reports import paper_numbers as theirs
 from stree_pipelines.reports.paper_numbers import Cells
 from stree_pipelines.reports.run_data import load_run
@@ -22,7 +22,7 @@ from stree_pipelines.reports.tables import MISSING, Table, figure
 
 BENCHMARKS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM-8K"}
 LABELS = {AUTOREGRESSIVE: "Autoregressive", CHAIN: "Vanilla SD", TREE: "STree"}
-CHAIN_NODES, TREE_NODES = 5, 13  # of the paper's chain and tree, roots included
+ALL_BEAMS = "beam-3-4-31"  # M = 3, N = 4, with all that was drawn
 OURS = "ours"
 
 
@@ -32,149 +32,22 @@ class Made:
 
     table: Table
     environments: tuple[str, ...]
+    answered: str = ""  # by which drafters, and how much, where text was decoded
 
     def to_markdown(self) -> str:
-        return self.table.to_markdown() + "\nOurs: " + "; ".join(self.environments) + ".\n"
+        ours = "; ".join(self.environments)
+        return f"{self.table.to_markdown()}\nOurs: {ours}.{self.answered}\n"
 
 
 def made(title: str, lines: Iterable[Cells], used: Iterable[Any], num_left: int = 1) -> Made:
     """A table, given all rows that it took numbers from."""
+    used = list(used)
     environments = dict.fromkeys(map(_environment, used))
-    return Made(Table(title, tuple(lines), num_left), tuple(environments))
-
-
-# From rows of `bench_decode.py` and `bench_kernels.py`
-
-
-def stree_1(folder: Path) -> Made:
-    rows = bench_rows(folder, what="target call", context=1024)
-    used, columns = [], []
-    for shape, name in (("mamba2-2.7b", "Mamba2-2.7B"), ("8b", "MambaInLlama-8B's shape")):
-        calls = {row["num_nodes"]: row for row in rows if row["shape"] == shape}
-        if not {CHAIN_NODES, TREE_NODES} <= calls.keys():
-            continue
-        tree, chain = calls[TREE_NODES], calls[CHAIN_NODES]
-        used += [tree, chain]
-        columns.append((
-            f"{name}, {OURS}", f"{_ms(tree, 'us_step'):.2f}",
-            *(f"{_ms(call, 'us_tree'):.2f} ({call['over_step']:.2f}x)" for call in (tree, chain)),
-        ))  # fmt: skip
-    require_rows(columns, "target call", folder)
-    lines = [
-        (*paper, *(column[at] for column in columns)) for at, paper in enumerate(theirs.STREE_1)
-    ]
-    return made("STree, Table 1: latency of a forward pass in ms", lines, used)
-
-
-def stree_figure_2(folder: Path) -> Made:
-    rows = bench_rows(folder, what="target call", context=1024)
-    by_shape: dict[str, dict[int, Any]] = {}
-    for row in rows:
-        by_shape.setdefault(row["shape"], {})[row["num_nodes"]] = row
-    calls = {shape: each for shape, each in by_shape.items() if CHAIN_NODES in each}
-    require_rows(calls, "target call", folder)
-    heads = [f"{shape}, {what}" for shape in calls for what in ("ms", "τ that it needs")]
-    lines: list[Cells] = [("N", *heads)]
-    for count in sorted({count for each in calls.values() for count in each}):
-        cells = []
-        for each in calls.values():
-            call = each.get(count)
-            needed = call and _ms(call, "us_tree") / _ms(each[CHAIN_NODES], "us_tree")
-            cells += [figure(call and _ms(call, "us_tree")), figure(needed, unit="×")]
-        lines.append((str(count), *cells))
-    title = "STree, Figure 2: a call against nodes N, and the τ that it needs over N = 5"
-    return made(title, lines, rows)
-
-
-def stree_figure_3(folder: Path) -> Made:
-    rows = {row["num_nodes"]: row for row in bench_rows(folder, what="unrolled")}
-    ways = {"Packed": ("us_tree",), "Unrolled": ("us_unrolled_multi_step", "us_unrolled")}
-    lines: list[Cells] = [(
-        "Tree depth", "Methods", "#. of States", OURS, "Tokens Computed", OURS, "Runtime in ms",
-        OURS,
-    )]  # fmt: skip
-    used = []
-    for depth, way, *numbers in theirs.STREE_FIGURE_3:
-        tree = balanced([2] * (int(depth) - 1))
-        leaves = 1 if way == "Packed" else len(tree.levels[-1])
-        tokens = tree.num_nodes if way == "Packed" else leaves * int(depth)
-        row = rows.get(tree.num_nodes)
-        key = next((key for key in ways[way] if row and key in row), None)
-        if row and key:
-            used.append(row)
-        lines.append((
-            depth, way, numbers[0], str(leaves), numbers[1], str(tokens),
-            theirs.STREE_FIGURE_3_MS.get((depth, way), MISSING),
-            figure(_ms(row, key) if row and key else None),
-        ))  # fmt: skip
-    require_rows(used, "unrolled", folder)
-    return made("STree, Figure 3: full binary trees, packed and unrolled", lines, used, 2)
-
-
-def snakes_1(folder: Path) -> Made:
-    rows = {
-        row["num_nodes"]: row for row in bench_rows(folder, op="mamba_tree") if row["shape"] == "8b"
-    }
-    keys = ("us_mamba_ssm_updates", "us_multi_step", "us_fused")
-    ours = {count: row for count, row in rows.items() if count <= 16 and set(keys) <= row.keys()}
-    require_rows(ours, "mamba_tree", folder)
-    lines: list[Cells] = [(
-        "seqlen", "SSU", "CS", "Ours", f"SSU, {OURS}", f"multi-step, {OURS}",
-        f"tree scan with conv and replay, {OURS}",
-    )]  # fmt: skip
-    paper = {int(cells[0]): cells[1:] for cells in theirs.SNAKES_1}
-    for count in sorted(paper.keys() | ours.keys()):
-        row = ours.get(count)
-        lines.append((
-            str(count), *paper.get(count, (MISSING,) * 3),
-            *(figure(_ms(row, key) if row else None, form=".4f") for key in keys),
-        ))  # fmt: skip
-    title = "Snakes and Ladders, Table 1, batch size 1: state update in ms"
-    return made(title, lines, ours.values())
-
-
-def snakes_3(folder: Path) -> Made:
-    rows = [row for row in bench_rows(folder, what="joint") if row["num_rows"] == 1]
-    require_rows(rows, "joint", folder)
-    lines: list[Cells] = [("# of spec.", "ARP", "Joint")]
-    lines += [(f"{name}, paper", *cells) for name, *cells in theirs.SNAKES_3]
-    for row in rows:
-        times = (figure(_ms(row, key)) for key in ("us_replay", "us_joint"))
-        lines.append((f"{row['num_nodes'] - 1} ({row['shape']}, {row['tree']}), {OURS}", *times))
-    title = "Snakes and Ladders, Table 3, one draft: ms of a step's target call"
-    return made(title, lines, rows)
-
-
-def snakes_figure_4(folder: Path) -> Made:
-    rows = bench_rows(folder, what="serve")
-    require_rows(rows, "serve", folder)
-    ways = ("plain", "tree", "modes")
-    heads = ("batch size", "τ", *(f"tokens/s, {way}" for way in ways), "tree", "modes")
-    lines: list[Cells] = [heads]
-    for row in sorted(rows, key=lambda row: (row["tau"], row["num_rows"])):
-        lines.append((
-            str(row["num_rows"]), f"{row['tau']:g}",
-            *(f"{row[f'tokens_per_second_{way}']:.0f}" for way in ways),
-            *(figure(row[f"speedup_{way}"], unit="×") for way in ways[1:]),
-        ))  # fmt: skip
-    return made("Snakes and Ladders, Figure 4: throughput against batch size", lines, rows)
-
-
-def drafters_figure_1(folder: Path) -> Made:
-    rows = bench_rows(folder, what="draft_lengths")
-    require_rows(rows, "draft_lengths", folder)
-    contexts = sorted({row["context"] for row in rows})
-    lines: list[Cells] = [("", "", *(f"{context / 1024:g}k" for context in contexts))]
-    for (_, drafter, nodes, _), group in by_length(rows).items():
-        found = {row["context"]: row for row in group}
-        name = f"{called(drafter)}, {nodes} a level, {OURS}"
-        for what, key, unit, form in (
-            ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
-        ):  # fmt: skip
-            cells = (found[each][key] / unit if each in found else None for each in contexts)
-            lines.append((name, what, *(figure(cell, form=form) for cell in cells)))
-    title = "Mamba Drafters, Figure 1: drafting time and memory by context"
-    return made(title, lines, rows, 2)
+    results = [row for row in used if isinstance(row, ResultRow)]
+    return Made(
+        Table(title, tuple(lines), num_left), tuple(environments),
+        _answered(results) if results else "",
+    )  # fmt: skip
 
 
 # From rows of `eval_spec.py`
@@ -214,7 +87,7 @@ def drafters_3(folder: Path) -> Made:
     """Columns of ours are prompt lengths to the nearest 1,024 tokens, the paper's and further
     ones."""
     data = load_run(folder) if (folder / RESULTS_NAME).is_file() else None
-    rungs = lengths_of_prompts.ladders(data)[:1] if data is not None else []
+    rungs = by_length.ladders(data)[:1] if data is not None else []
     require_rows(rungs, "prompts of several lengths", folder)
     assert data is not None
     found = {f"{round(rung.num_tokens / 1024)}k": rung for rung in rungs[0]}
@@ -273,7 +146,7 @@ def stree_8(folder: Path) -> Made:
         _one(row for row in rows if row.tree is None),
         _one(row for row in models if row.tree and row.tree.name == "chain-4"),
         _one(row for row in models if row.tree and row.tree.name == "paper"),
-        _one(row for row in models if row.tree and row.tree.name.startswith("beam-")),
+        _one(row for row in models if row.tree and row.tree.name == ALL_BEAMS),
     ]
     used = [row for row in picked if row]
     require_rows(used, "mt_bench at T = 0", folder)
@@ -356,7 +229,7 @@ def drafters_6(folder: Path) -> Made:
     trees = [f"drafters-{title.strip('()').replace(',', '-')}" for title in head[1:]]
     used = [rows[tree] for tree in trees if tree in rows]
     require_rows(used, "mt_bench at T = 0", folder)
-    mine = (f"Mamba-2, {OURS}", *(_speed_and_tau(rows.get(tree))[0] for tree in trees))
+    mine = (f"Mamba, {OURS}", *(_speed_and_tau(rows.get(tree))[0] for tree in trees))
     lines = [head, *((f"{name}, paper", *cells) for name, *cells in paper), mine]
     return made("Mamba Drafters, Table 6: tokens/s by tree", lines, used)
 
@@ -414,8 +287,9 @@ def dyspec(paper: tuple[Cells, ...], title: str) -> Callable[[Path], Made]:
         })  # fmt: skip
         used: list[ResultRow] = []
         lines: list[Cells] = [
-            (*theirs.DYSPEC_HEAD, *(f"{tree}, {verifier}, {OURS}" for tree, verifier in arms))
-        ]
+            ("Dataset", "Temp", "DySpec, paper", "Sequoia, paper", "SpecInfer, paper",
+             *(f"{tree}, {verifier}, {OURS}" for tree, verifier in arms))
+        ]  # fmt: skip
         for data, temperature, *cells in paper:
             mine = []
             for tree, verifier in arms:
@@ -467,7 +341,9 @@ def _tree_name(row: ResultRow) -> str | None:
 
 def _is_model(row: ResultRow) -> bool:
     """Whether a model alone drafts, and nothing but the row's verifier is out of the ordinary."""
-    return "ngram" not in (row.checkpoint or "ngram") and row.backtracking != "joint"
+    drafter = row.checkpoint or "ngram"
+    others = "ngram" in drafter or drafter.startswith(("text:", "float8:"))
+    return not others and row.backtracking != "joint"
 
 
 def _is_png(row: ResultRow) -> bool:
@@ -486,11 +362,6 @@ def _speed_and_tau(row: ResultRow | None) -> tuple[str, str]:
     return figure(row.tokens_per_second, form=".1f") + over, figure(row.acceptance_length)
 
 
-def _ms(row: dict[str, Any], key: str) -> float:
-    value: float = row[key]["median"] / 1000
-    return value
-
-
 def require_rows(found: Sequence[Any] | Any, what: str, folder: Path) -> None:
     if not found:
         raise NotFound(
@@ -504,3 +375,16 @@ def _environment(row: Any) -> str:
     known = row["environment"] if isinstance(row, dict) else row.environment.model_dump()
     commit, _, dirty = (known["git_sha"] or "unknown").partition("-")
     return f"{known['device']}, commit {commit[:7]}{dirty and f' ({dirty})'}"
+
+
+def _answered(rows: Sequence[ResultRow]) -> str:
+    """Which drafters, how many prompts and how many tokens these rows are of."""
+    runs = dict.fromkeys(
+        re.sub(r"/drafter/[^+/]+", "", row.checkpoint) for row in rows if row.checkpoint
+    )
+    prompts, tokens = (
+        " or ".join(map(str, sorted({getattr(row, name) for row in rows})))
+        for name in ("num_prompts", "max_new_tokens")
+    )
+    by = f" Drafted by {', '.join(f'`{run}`' for run in runs)};" if runs else ""
+    return f"{by} {prompts} prompts of each, up to {tokens} new tokens."

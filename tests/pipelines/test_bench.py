@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stree import generate
 from stree.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
 from stree.models.mlp import Experts
+from stree.tree import as_tree
 from stree_pipelines import (
     bench_cpu,
     bench_decode,
@@ -39,6 +40,7 @@ from stree_pipelines.benches import (
 )
 from stree_pipelines.data.micro_batches import MicroBatches
 from stree_pipelines.data.packing import pack
+from stree_pipelines.resources import estimates
 from stree_pipelines.resources.estimates import num_parameters
 from stree_pipelines.resources.operations import distillation_operations
 from stree_pipelines.training.distillation import Distillation
@@ -55,7 +57,7 @@ ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 def test_rows(tmp_path):
     rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
     options = SimpleNamespace(
-        what=["orders", "calls", "draft", "unrolled", "memory"], order_nodes=[5],
+        what=["orders", "calls", "draft", "unrolled", "beams", "memory"], order_nodes=[5],
         nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
         trees=["paper", "beam-2-3-6"],
     )  # fmt: skip
@@ -64,7 +66,7 @@ def test_rows(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line.get("op", line.get("what")) for line in lines] == [
         *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
-        *("unrolled",) * 5, "memory", *("draft",) * 4,
+        *("unrolled",) * 5, *("beams",) * 12, "memory", *("draft",) * 4,
     ]  # fmt: skip
     drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"]) for line in lines[-4:]]
     other = "head=16+rank=4"
@@ -79,6 +81,23 @@ def test_rows(tmp_path):
     kept = memory["kept_bytes"] / memory["state_bytes"]
     assert memory["over_a_state_a_node"] == pytest.approx(kept / 64)
     assert memory["kept_bytes_joint"] - memory["kept_bytes"] == TAIL
+    beams = [line for line in lines if line.get("what") == "beams"]
+    largest = beams[-1]
+    assert (largest["num_beams"], largest["num_steps"], largest["num_nodes"]) == (5, 16, 81)
+    # All but the first of a level are leaves, and all of the last
+    assert largest["leaves"] == 15 * 4 + 5
+    assert largest["cache_bytes_unrolled"] > 10 * largest["cache_bytes_tree"]
+    assert largest["weight_bytes"] > 2 * num_parameters(
+        models.OWN_SHAPES["tiny"]
+    )  # some stay in fp32
+
+
+def test_bytes_of_a_cache_without_keys():
+    """What is estimated, but for the number that says which half of the rows is read."""
+    config = models.OWN_SHAPES["tiny"].replace(attn_layers=())
+    cache = models.random_model(config, CPU).new_cache(20, 13)
+    estimated = estimates.cache_bytes(config, 20, 13, torch.bfloat16)
+    assert calls.cache_bytes(cache) == estimated - cache.layers[0].parity.nbytes
 
 
 @torch.no_grad()
@@ -284,7 +303,8 @@ def test_experts_that_tokens_choose_at_random():
     [
         ("granite-4.0-h-tiny", 7), ("granite-4.0-h-small", 32), ("nemotron-h-8b", 8.1),
         ("falcon-h1-7b", 7.6), ("bamba-9b", 9.8), ("zamba2-7b", 7.4), ("qwen3.5-9b", 9),
-        ("lfm2-1.2b", 1.17),
+        ("lfm2-1.2b", 1.17), ("mamba2-1.3b", 1.34), ("mamba2-2.7b", 2.7), ("mamba2-7b", 6.75),
+        ("mamba2-13b", 13), ("mamba2-23b", 23.3),
     ],
 )  # fmt: skip
 def test_published_models_have_their_size(name, billions):
@@ -717,9 +737,14 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     assert one > 0 and three > one  # the bandwidth is measured anew
     assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
                for row in rows)  # fmt: skip
-    joint = list(batches.joint_of_rows(target, drafter, [2], 8, 2))
-    assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(3, 3), (13, 5)]
+    trees = [as_tree(name) for name in ("png-3-2", "paper")]
+    joint = list(batches.joint_of_rows(target, drafter, trees, [2], 8, 2))
+    assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(7, 4), (13, 5)]
     assert all(row["kept_bytes_joint"] - row["kept_bytes_replay"] == 2 * TAIL for row in joint)
+    for row in joint:
+        kept = row["cache_bytes_joint"] - row["cache_bytes_replay"]
+        assert kept >= 2 * TAIL and row["us_plain"]["median"] > 0
+        assert row["cache_bytes_plain"] < row["cache_bytes_replay"]
     capsys.readouterr()
     served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
     told = [line.split(" tokens/s")[0] for line in capsys.readouterr().out.splitlines()]

@@ -302,9 +302,13 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     [
         (
             bench_decode,
-            "joint, serve, orders, draft_lengths; calls over 1, 5, 13, 16, 32, 64, 128 nodes, 1024",
+            "beams, memory, steps, graphs, rows, joint, serve, orders, draft_lengths; calls over 1, "
+            "5, 13, 16, 32, 64, 128 nodes, 1024",
         ),
-        (bench_kernels, "over 1, 2, 4, 8, 13, 16, 32, 64, 128 nodes, 16 layers, 1024 committed"),
+        (
+            bench_kernels,
+            "over 1, 2, 4, 5, 8, 10, 13, 16, 32, 64, 128 nodes, 16 layers, 1024 committed",
+        ),
         (bench_training, "runs: auto on 1, ddp on 2, fsdp2 on 2, ddp on 4, fsdp2 on 4; each 60"),
     ],
 )

@@ -21,9 +21,10 @@ from stree_pipelines.reports.paper_list import ENTRIES, page
 
 REPOSITORY = Path(__file__).parents[2]
 STEP = REPOSITORY / "docs/results/h200-step"
+CHATS = REPOSITORY / "docs/results/h200-sharegpt/c156214"
 COMMITTED = [
     "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
-    "stree-table-7", "snakes-table-1",
+    "stree-table-7", "snakes-table-1", "snakes-table-3", "snakes-figure-4",
 ]  # fmt: skip
 COMPARED = [
     "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
@@ -46,7 +47,7 @@ def compared(tmp_path_factory):
             {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
             {"name": "chain", "tree": "chain-4", **model}, {"name": "tree", **model},
             {"name": "naive", "drafter": drafter, "verifier": "naive"},
-            {"name": "beam", "drafter": drafter, "tree": "beam-2-2-4"},
+            {"name": "beam", "drafter": drafter, "tree": "beam-3-4-31"},
             {"name": "n-grams", "drafter": "ngram:6", "tree": "png-6-2"},
             {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
             {"name": "five", "drafter": drafter, "tree": "chain-5"},
@@ -98,9 +99,11 @@ def test_tables_of_committed_rows_are_made(name, capsys):
 def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     rows = {
         (row.step, row.method, row.benchmark, row.temperature): row
-        for row in ResultStore(REPOSITORY / "docs/results/h200-sharegpt").results()
+        for row in ResultStore(CHATS).results()
     }
     text = printed(capsys, "stree-table-7")
+    said = "Drafted by `runs/chat-75m-features`; 15 prompts of each, up to 256 new tokens."
+    assert f"commit c156214. {said}" in text
     assert line_of(text, "T = 1, STree, paper")[:2] == ["85.18 (1.11×)", "2.04"]
     row = rows[1600, "stree", "gsm8k", 1.0]
     speed = f"{row.tokens_per_second:.1f} ({row.speedup:.2f}×)"
@@ -151,27 +154,108 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
         assert line_of(text, f"{mark}, ours")[0].startswith(speed)
     text = printed(capsys, "drafters-table-6", "--rows", compared)
     speed = f"{rows['fixed', 0.0].tokens_per_second:.1f} ("
-    assert line_of(text, "Mamba-2, ours")[0].startswith(speed)
+    assert line_of(text, "Mamba, ours")[0].startswith(speed)
     text = printed(capsys, "snakes-table-5", "--rows", compared)
     row = rows["n-grams", 0.0]
     assert line_of(text, "ARP + PNG(6,2), ours")[0].startswith(f"{row.tokens_per_second:.1f} (")
     assert line_of(text, "Joint + PNG(6,2), ours") == ["–"] * 3
 
 
-def test_benchmarks_that_are_not_committed_have_their_tables(tmp_path, capsys):
+def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_path, capsys):
+    """Nor is one whose drafts are handed over as text, however fast."""
+    lines = (compared / "results.jsonl").read_text().splitlines()
+    trees = [
+        row for row in map(json.loads, lines)
+        if row["temperature"] == 0 and row["tree"] and row["tree"]["name"] == "paper"
+    ]  # fmt: skip
+    fastest = max(row["tokens_per_second"] for row in trees)
+    for kind in ("float8", "text"):
+        changes = {"checkpoint": f"{kind}:{trees[0]['checkpoint']}", "method": kind}
+        faster = {**trees[0], **changes, "tokens_per_second": 10 * fastest}
+        lines.append(json.dumps(faster))
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    text = printed(capsys, "stree-table-8", "--rows", tmp_path)
+    assert line_of(text, "Speed, ours")[2].startswith(f"{fastest:.1f} (")
+
+
+def rows_of(tmp_path, *rows):
     environment = {"git_sha": "abc", "device": "a GPU"}
-    common = {"shape": "8b", "environment": environment, "num_rows": 1}
-    times = {"us_replay": {"median": 2000.0}, "us_joint": {"median": 1500.0}}
-    joint = {**common, **times, "what": "joint", "num_nodes": 3, "tree": "chain-2"}
+    lines = [json.dumps({**row, "environment": environment}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def times(**medians):
+    return {f"us_{name}": {"median": value} for name, value in medians.items()}
+
+
+def test_backtracking_by_drafts_and_sizes(tmp_path, capsys):
+    common = {"what": "joint", "num_rows": 1, "weight_bytes": 10**9}
+    sizes = {"replay": 10**8, "joint": 3 * 10**8, "plain": 0}
+    common |= {f"cache_bytes_{name}": size for name, size in sizes.items()}
+    chain = {**common, "shape": "8b", "tree": "chain-2", **times(replay=2e3, joint=1.5e3)}
+    of = {**common, "shape": "mamba2-2.7b"}
+    one = {**of, "tree": "png-6-1", **times(replay=3e3, joint=2.5e3, plain=2e3)}
+    three = {**of, "tree": "png-6-3", **times(replay=4e3, joint=5e3, plain=2e3)}
+    other = {**one, "tree": "paper"}
+    larger = {**one, "shape": "mamba2-13b", **times(replay=6e3, joint=9e3, plain=4e3)}
+    folder = rows_of(tmp_path, chain, one, three, other, larger)
+    text = printed(capsys, "snakes-table-3", "--rows", folder)
+    assert line_of(text, "2 (8b), ours") == ["2.00", "1.50", *["–"] * 6]
+    assert line_of(text, "6, paper")[:4] == ["22.36", "18.82", "23.57", "20.74"]
+    ours = line_of(text, "6 (mamba2-2.7b), ours")
+    assert ours == ["3.00", "2.50", "–", "–", "4.00", "5.00", "–", "–"]
+    assert line_of(text, "0 (mamba2-2.7b), ours") == ["2.00"] * 8 and "0 (8b)" not in text
+    text = printed(capsys, "snakes-table-4", "--rows", folder)
+    lines = [line for line in text.splitlines() if "ours" in line and line.startswith("|")]
+    speed, plain, memory, least = ([c.strip() for c in line.split("|")[2:-1]] for line in lines)
+    nothing = ["–"] * 2
+    assert speed == ["6", *nothing, "3.00 (1.50×)", "2.50 (1.25×)", *nothing, "6.00 (1.50×)",
+                     "9.00 (2.25×)"]  # fmt: skip
+    assert plain == ["0", *nothing, "2.00", "2.00", *nothing, "4.00", "4.00"]
+    assert memory[3:5] == ["1.10 (1.10×)", "1.30 (1.30×)"] and least[3:5] == ["1.00"] * 2
+
+
+def test_attention_s_share_and_beams(tmp_path, capsys):
+    """Speed-up/τ is a plain step over a drafted one, and speed what makes of the paper's τ."""
+    step = {"what": "graphs", "temperature": 1.0, "num_rows": 1, "verifier": "multi_step"}
+    rows = []
+    for shape in ("8b", "8b-0"):
+        rows += [
+            {**step, "shape": shape, "method": "autoregressive", **times(target=4e3)},
+            {**step, "shape": shape, "method": "stree", **times(target=4.5e3, draft=500)},
+        ]
+    coupled = {**rows[1], "verifier": "coupled", **times(target=1.0, draft=1.0)}
+    beams = {
+        "what": "beams", "shape": "mamba2-2.7b", "num_beams": 3, "num_steps": 8,
+        "weight_bytes": 5 * 10**9, "cache_bytes_tree": 10**9, "cache_bytes_unrolled": 3 * 10**9,
+        **times(tree=2e3, unrolled=4e3),
+    }  # fmt: skip
+    folder = rows_of(tmp_path, *rows, coupled, beams)
+    text = printed(capsys, "stree-table-5", "--rows", folder)
+    assert line_of(text, "Autoregressive, ours")[:3] == ["250.0", "1", "-"]
+    assert line_of(text, "STree, paper")[:3] == ["49.04 (1.23×)", "1.84", "0.66"]
+    at_5_ms = ["368.0 (1.47×)", "1.84", "0.80"]
+    assert line_of(text, "STree, ours")[:6] == [*at_5_ms, *["–"] * 3]
+    assert line_of(text, "STree, ours")[6:] == ["400.0 (1.60×)", "2.00", "0.80"]
+    text = printed(capsys, "stree-table-2", "--rows", folder)
+    lines = [line for line in text.splitlines() if "ours" in line and "| 8 " in line]
+    ms, gb = ([cell.strip() for cell in line.split("|")[3:-1]] for line in lines)
+    rest = ["–"] * 4
+    assert ms == [*rest[:2], "2.00", "4.00", *rest] and gb == [*rest[:2], "6.00", "8.00", *rest]
+    one_share = rows_of(tmp_path, *rows[:2])
+    with pytest.raises(NotFound, match="graphs by multi_step of several shares"):
+        printed(capsys, "stree-table-5", "--rows", one_share)
+
+
+def test_serving_in_the_paper_s_layout(tmp_path, capsys):
     speeds = {"plain": 100.0, "tree": 150.0, "modes": 160.0}
     serve = {
-        **common, "what": "serve", "tau": 2.0, "speedup_tree": 1.5, "speedup_modes": 1.6,
+        "shape": "8b", "num_rows": 1, "what": "serve", "tau": 2.0, "speedup_tree": 1.5,
+        "speedup_modes": 1.6,
         **{f"tokens_per_second_{way}": speed for way, speed in speeds.items()},
     }  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(joint)}\n{json.dumps(serve)}\n")
-    text = printed(capsys, "snakes-table-3", "snakes-figure-4", "--rows", tmp_path)
-    assert line_of(text, "2 (8b, chain-2), ours") == ["2.00", "1.50"]
-    assert line_of(text, "6, paper") == ["22.36", "18.82"]
+    text = printed(capsys, "snakes-figure-4", "--rows", rows_of(tmp_path, serve))
     assert line_of(text, "1") == ["2", "100", "150", "160", "1.50×", "1.60×"]
 
 
