@@ -232,7 +232,7 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
         )
     if "orders" in what:
         memory["attention of large trees"] = bytes_of(target, max(options.order_nodes), context)
-    if "calls" in what:
+    if {"calls", "rows", "joint"} & what:
         memory["floor's weights"] = calls.floor_bytes(target, max(nodes))
     if "unrolled" in what:
         nodes_each = calls.UNROLLED_DEPTH + 1
