@@ -85,10 +85,12 @@ def block_distribution(
     tree: TokenTree,
     setting: GenerationConfig,
     kind: Callable[..., Judging] = MultiStep,
+    beside: TokenTree = TREES[1],
 ) -> dict:
-    """Of the tokens that one step gives row 0; row 1 must always get the same."""
+    """Of the tokens that one step gives row 0; row 1, with the tree beside, must always get the
+    same."""
     settings = [setting, GREEDY]
-    trees = [tree, TokenTree.chain(2)]
+    trees = [tree, beside]
     forest, neighbours = Forest.of(trees, torch.device("cpu")), set()
 
     def run(choose):
