@@ -357,7 +357,7 @@ def speed_of(tree: TokenTree, rates: list[float], cost) -> float:
 @pytest.mark.parametrize("slope", [0.004, 0.012, 0.05])
 def test_the_size_is_the_one_that_pays(slope, rates):
     """Nearly as fast as the best fixed size, whatever a node costs: a hundredth goes to probes, and
-    what promises less than 3 % more is not changed to."""
+    what promises less than 1 % more is not changed to."""
 
     def cost(tree):
         return 1.0 + slope * (tree.num_nodes - 1)
