@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from eager import without_graphs
-from enumerated import CONTEXT, TREES, distance, random_case
+from enumerated import CONTEXT, RELATIONS, TREES, distance, random_case, related_case
 from growing import Growing, GrowingInTurn
 from toys import (
     TableTarget,
@@ -232,10 +232,11 @@ def block_distribution(
     return exact_distribution(run)
 
 
-def test_naive_keeps_the_targets_distribution_whatever_grew():
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
     """Drafts of real noise: given any of them, what comes out has the target's distribution."""
     for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
-        target, drafter, _, setting = random_case(seed, TREES[:1])
+        target, drafter, _, setting = related_case(seed, relation, TREES[:1])
         tree = BeamTree.named(name)
         distribution = block_distribution(
             target, lambda choose, q=drafter: Growing(q), tree, setting, Naive

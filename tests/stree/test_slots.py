@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 import torch
 from eager import without_graphs
-from enumerated import CONTEXT, distance, random_case
-from growing import Growing, GrowingInTurn
+from enumerated import CONTEXT, RELATIONS, distance, random_case, related_case
+from growing import Growing, Telling
+from lanes import quick_first
 from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree import grown as grown_trees
-from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.errors import UsageError
 from stree.executors import new_report
@@ -25,20 +25,13 @@ from stree.grown import SlotForest
 from stree.rows import Rows
 from stree.step import Step
 from stree.tree import SlotTree, balanced
+from stree.verifiers.block import Block
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
 
 CPU = torch.device("cpu")
-
-
-class Drawn(GrowingInTurn):
-    """Says what it drew from."""
-
-    def draft(self, *given) -> Proposal:
-        proposal = super().draft(*given)
-        return Proposal(proposal.tokens, proposal.finite, self.logits)
 
 
 def block_distribution(
@@ -52,7 +45,7 @@ def block_distribution(
         everyone.set(0, setting, CONTEXT[:-1], len(tables[0]))
         everyone.begin(0, 1, CONTEXT[-1])
         cache.rows[0].committed = list(CONTEXT[:-1])
-        drafter = Drawn(tables[1], choose)
+        drafter = Telling(tables[1], choose)
         drafter.read(0, torch.tensor(CONTEXT[:-1]))
         rows, forest = everyone.narrow(0, 1, [setting]), SlotForest(tree, 1, CPU)
         step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
@@ -67,8 +60,10 @@ def block_distribution(
 
 CASES = [
     ("dyspec-2-1-2", MultiStep), ("dyspec-3-1-3", MultiStep), ("dyspec-1-2-3", MultiStep),
-    ("dyspec-2-1-3", Traversal), ("dyspec-1-2-3", Traversal), ("dyspec-3-1-3", Naive),
+    ("dyspec-2-1-3", Traversal), ("dyspec-1-2-3", Traversal), ("dyspec-1-2-3", Block),
+    ("dyspec-3-1-3", Naive),
     pytest.param("dyspec-2-2-3", MultiStep, marks=pytest.mark.long),
+    pytest.param("dyspec-1-3-4", Block, marks=pytest.mark.long),
     *(pytest.param(name, verifier, marks=pytest.mark.long)
       for name in ("dyspec-2-2-4", "dyspec-2-2-5", "dyspec-1-3-4")
       for verifier in (MultiStep, Traversal, Naive)),
@@ -84,6 +79,33 @@ def test_output_distribution_is_the_targets(name, verifier):
         distribution = block_distribution((target, table), tree, setting, verifier)
         assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
         assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+RELATED = [("dyspec-2-1-3", MultiStep), ("dyspec-1-2-3", Traversal)]
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier", "relation", "seed"),
+    quick_first(
+        [(*case, relation, 0) for case in RELATED for relation in RELATIONS[1:]],
+        [
+            *(("dyspec-1-2-3", Block, relation, seed)
+              for relation in RELATIONS[1:] for seed in range(4)),
+            *((name, verifier, relation, seed)
+              for name in ("dyspec-2-1-3", "dyspec-3-1-3", "dyspec-1-2-3")
+              for verifier in (MultiStep, Traversal, Naive)
+              for relation in RELATIONS[1:] for seed in range(4)),
+            *(("dyspec-2-2-4", verifier, relation, 0)
+              for verifier in (MultiStep, Traversal) for relation in RELATIONS[1:]),
+        ],
+    ),
+)  # fmt: skip
+def test_so_it_is_of_distributions_that_are_related(name, verifier, relation, seed):
+    tree = TokenTree.load(name)
+    target, drafter, _, setting = related_case(seed, relation, [balanced([3])])
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+    assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from enumerated import (
     CONTEXT,
+    RELATIONS,
     SETTINGS,
     Mixed,
     Repetitive,
@@ -22,6 +23,7 @@ from enumerated import (
     length_of,
     plain_distribution,
     random_case,
+    related_case,
 )
 from toys import TableDrafter, TableTarget, Undrawn, tiny_model
 
@@ -43,30 +45,6 @@ BRANCHING = [
 ]  # fmt: skip
 
 
-def distributions(seed: int, trees, relation: str):
-    """A random case whose distributions have zeros or ties, are equal, or share no token."""
-    target, drafter, tree, setting = random_case(seed, trees)
-    even = torch.arange(target.shape[-1]) % 2 == 0
-    if relation == "zeros":
-        holes = torch.rand(2, *target.shape) < 0.3
-        holes[..., seed % target.shape[-1]] = False
-        target, drafter = (
-            each.masked_fill(hole, -torch.inf)
-            for each, hole in zip((target, drafter), holes, strict=True)
-        )
-    elif relation == "ties":
-        target, drafter = target.round(), drafter.round()
-    elif relation == "equal":
-        drafter = target
-    elif relation == "disjoint":
-        target, drafter = (each.masked_fill(no, -torch.inf) for each, no in
-                           ((target, even), (drafter, ~even)))  # fmt: skip
-    return target, drafter, tree, setting
-
-
-RELATIONS = ("random", "zeros", "ties", "equal", "disjoint")
-
-
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive, Mixed])
 @pytest.mark.parametrize(
     ("verifier", "trees"),
@@ -80,7 +58,7 @@ def test_output_distribution_is_the_targets(part, verifier, trees, kind):
     """Every relation of the distributions with another tree each time."""
     for index, relation in enumerate(RELATIONS):
         seed = 7 * part + index
-        target, drafter, tree, setting = distributions(seed, trees, relation)
+        target, drafter, tree, setting = related_case(seed, relation, trees)
         tables = TableTarget(target), kind(drafter)
         blocks = block_distribution(*tables, tree, setting, verifier)
         assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)

@@ -79,6 +79,30 @@ def random_case(seed: int, trees=TREES):
     return tables[0], tables[1], tree, rng.choice(SETTINGS)
 
 
+RELATIONS = ("random", "zeros", "ties", "equal", "disjoint")
+
+
+def related_case(seed: int, relation: str, trees=TREES):
+    """A random case whose distributions have zeros or ties, are equal, or share no token."""
+    target, drafter, tree, setting = random_case(seed, trees)
+    even = torch.arange(target.shape[-1]) % 2 == 0
+    if relation == "zeros":
+        holes = torch.rand(2, *target.shape) < 0.3
+        holes[..., seed % target.shape[-1]] = False
+        target, drafter = (
+            each.masked_fill(hole, -torch.inf)
+            for each, hole in zip((target, drafter), holes, strict=True)
+        )
+    elif relation == "ties":
+        target, drafter = target.round(), drafter.round()
+    elif relation == "equal":
+        drafter = target
+    elif relation == "disjoint":
+        target, drafter = (each.masked_fill(no, -torch.inf) for each, no in
+                           ((target, even), (drafter, ~even)))  # fmt: skip
+    return target, drafter, tree, setting
+
+
 def block_distribution(
     target: Any,
     drafter: Any,

@@ -58,3 +58,11 @@ class GrowingInTurn(Growing):
 
     def choose(self, forest, rows, level, logits, finite) -> None:
         self.draw(logits, level.depths, rows.sampling, level.places, forest.pool, finite)
+
+
+class Telling(GrowingInTurn):
+    """Says what it drew from."""
+
+    def draft(self, *given) -> Proposal:
+        proposal = super().draft(*given)
+        return Proposal(proposal.tokens, proposal.finite, self.logits)
