@@ -32,20 +32,21 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize(
     ("tree", "relation", "most"),
     [
-        (SIBLINGS, "random", 8),
+        (SIBLINGS, "random", 8), (SIBLINGS, "disjoint", 8),
         *(
             pytest.param(tree, relation, 48, marks=pytest.mark.long)
             for tree in (
                 TokenTree.chain(1), TokenTree.chain(2), SIBLINGS, BRANCHING,
                 TokenTree((-1, 0, 0, 2)), TokenTree((-1, 0, 0, 0)),
             )
-            for relation in ("random", "zeros", "equal")
+            for relation in ("random", "zeros", "ties", "equal", "disjoint")
         ),
     ],
 )  # fmt: skip
 def test_distribution_is_the_twins(tree, relation, rule, most):
     """In fp64, at both ends of the random numbers for each choice; some of them, by default few."""
-    wrong, count = disagreements(rule, tree, *distributions(1, tree, relation), most=most)
+    drawn = distributions(1, tree, relation, 4 if relation == "disjoint" else 3)
+    wrong, count = disagreements(rule, tree, *drawn, most=most)
     assert wrong == 0 and count >= 6
 
 

@@ -176,7 +176,8 @@ class told:
 
 @functools.cache
 def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabulary: int = 3):
-    """Logits (N, V) of a target and (I, V) of a drafter: random, with zeros, or equal."""
+    """Logits (N, V) of a target and (I, V) of a drafter: random, with zeros, with ties,
+    equal, or without a token in common."""
     generator = torch.Generator().manual_seed(seed)
     inner = sum(1 for each in tree.children if each)
 
@@ -188,6 +189,10 @@ def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabula
     if relation == "zeros":
         target[:, seed % vocabulary] = -torch.inf
         drawn[:, (seed + 1) % vocabulary] = -torch.inf
+    elif relation == "ties":
+        target, drawn = target.round(), drawn.round()
+    elif relation == "disjoint":
+        target[:, ::2], drawn[:, 1::2] = -torch.inf, -torch.inf
     elif relation == "equal":
         nodes = [node for node, each in enumerate(tree.children) if each]
         drawn = target[nodes].clone()
