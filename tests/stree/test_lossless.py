@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lanes import quick_first
 from toys import (
     TableDrafter,
     TableTarget,
@@ -85,6 +86,38 @@ def test_repeated_drafts_change_nothing(monkeypatch):
         setting = random_setting(random.Random(seed))
         got = Decoder(target, Repetitive(drafter.table), TREES[seed % 7]).generate([0, 1], setting)
         assert got.tokens == Decoder(target).generate([0, 1], setting).tokens
+
+
+KINDS = {  # the attention layers of a target's three and a drafter's two
+    "Mamba for Transformer": ((0, 1, 2), ()), "Transformer for Transformer": ((0, 1, 2), (0, 1)),
+    "Transformer for Mamba": ((), (0, 1)), "Transformer for hybrid": ((1,), (0, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backtracking"),
+    quick_first(
+        [("Mamba for Transformer", "replay"), ("Transformer for hybrid", "replay"),
+         ("Transformer for Mamba", "joint")],
+        [(kinds, backtracking) for kinds in KINDS for backtracking in ("replay", "joint")],
+    ),
+)  # fmt: skip
+def test_greedy_answers_with_drafters_of_another_kind(kinds, backtracking):
+    """Few tokens to choose from, so that models that have nothing in common agree now and then."""
+    target_layers, drafter_layers = KINDS[kinds]
+    target = tiny_model(1, attn_layers=target_layers, vocab_size=5)
+    drafter = tiny_model(2, attn_layers=drafter_layers, num_layers=2, vocab_size=5)
+    served = [Request(prompt, GenerationConfig(24)) for prompt in ([1, 2, 3], [4], [0, 3, 0, 2, 1])]
+    plain = BatchDecoder(target, num_rows=1, max_length=64).generate(served)
+    accepted = []
+    for tree in ("chain-3", "paper", "expand-2-2", "beam-3-3-9", "dyspec-3-3-9"):
+        decoder = BatchDecoder(
+            target, drafter, tree, num_rows=2, max_length=64, backtracking=backtracking
+        )
+        outputs = decoder.generate(served)
+        assert [each.tokens for each in outputs] == [each.tokens for each in plain], tree
+        accepted += [each for out in outputs for each in out.stats.accepted_per_call]
+    assert {0, 1, 2} <= set(accepted)
 
 
 @pytest.mark.parametrize("drafter_layers", [(), (1,)], ids=["recurrent", "hybrid"])
