@@ -304,7 +304,8 @@ class Drafts:
     children at each depth and their children's places (B, n, k), −1 for none. logits (B, I, V) that
     a node's children were drawn from, at its drawn_by (B, N), or both None; points (B, N) bool,
     nodes that were not drawn from logits, or None where all (without logits) or none were. finite
-    (B, …) bool, which of the drafter's logits were, or None.
+    (B, …) bool, which of the drafter's logits were, or None. independent: siblings are drawn with
+    replacement.
     """
 
     tokens: Tensor
@@ -315,6 +316,7 @@ class Drafts:
     drawn_by: Tensor | None
     points: Tensor | None
     finite: Tensor | None
+    independent: bool = False
 
     def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
         """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""

@@ -64,6 +64,7 @@ class Trees(NamedTuple):
     widest: Any
     drawn_by: Any
     points: Any
+    independent: Any
     shares: Any
     left: Any
 
@@ -118,7 +119,7 @@ def accept_drafts(
     )
     trees = Trees(
         drafts.tokens, drafts.tokens.stride(0), drafts.children, widest, drafts.drawn_by, points,
-        scratch(num_nodes), scratch(num_nodes, widest, 2, pieces),
+        int(drafts.independent), scratch(num_nodes), scratch(num_nodes, widest, 2, pieces),
     )  # fmt: skip
     options = dict(
         WIDE=tl.float64 if logits.dtype == torch.float64 else tl.float32, PIECE=PIECE, num_warps=4,
@@ -255,6 +256,12 @@ def drawn_from(token, drafted, undrawn, q, q_sum, WIDE: tl.constexpr):
 
 
 @triton.jit
+def left_to_draw(trees, token, drafted, undrawn, q):
+    """What the next sibling is drawn from: without replacement, no token that one before it is."""
+    return tl.where((token == drafted) & (undrawn == 0) & (trees.independent == 0), 0.0, q)
+
+
+@triton.jit
 def after_siblings(
     rows, trees, sequence, node, piece, count, share,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
@@ -283,7 +290,7 @@ def after_siblings(
         if RULE == TRAVERSAL:
             share = tl.where(some, rest / (rest + (1.0 - share)), 0.0)
         if rows.drawn is not None:
-            q = tl.where((token == drafted) & (undrawn == 0), 0.0, q)
+            q = left_to_draw(trees, token, drafted, undrawn, q)
             q_sum = tl.sum(load_left(rows, trees, at + 1, PIECES), axis=0)
     return token, p, q, q_sum, share
 
@@ -312,7 +319,7 @@ def siblings_kernel(
         undrawn = is_undrawn(rows, trees, sequence * rows.num_nodes + child)
         offered = drawn_from(token, drafted, undrawn, q, q_sum, WIDE)
         p *= share.to(WIDE)
-        q = tl.where((token == drafted) & (undrawn == 0), 0.0, q)
+        q = left_to_draw(trees, token, drafted, undrawn, q)
         at = trees.left + (row * trees.widest + place) * 2 * rows.pieces + piece
         tl.store(at, tl.sum(tl.maximum(p - offered, 0.0), axis=0).to(tl.float64))
         tl.store(at + rows.pieces, tl.sum(q, axis=0).to(tl.float64))

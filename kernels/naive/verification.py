@@ -134,7 +134,8 @@ def accept_multi_step(
 ) -> Accepted:
     """Walk down each tree; every level is computed, whether it counts or not.
 
-    A child x is accepted with probability min(1, p(x) / q(x)), where q is what it was drawn from;
+    A child x is accepted with probability min(1, p(x) / q(x)), where q is what it was drawn from
+    (without replacement: less the siblings before it);
     after a rejection p becomes max(p − q, 0) renormalised, and the next sibling is tried. A point
     mass is accepted with probability p(x), and a rejection leaves p without x; so is a child for
     which the drafter had no token of any probability left. Greedy rows are the limit in which p is
@@ -286,11 +287,12 @@ class Siblings:
     """What some nodes' children were drawn from, one after the other.
 
     offered (…, V), the drafter's distribution after each node, or None where all its children are
-    points; taken (…, V), its tokens that are out already.
+    points; taken (…, V), its tokens that are out already; independent siblings take none.
     """
 
     offered: Tensor | None
     taken: Tensor
+    independent: bool
 
     @classmethod
     def after(
@@ -300,7 +302,7 @@ class Siblings:
         offered = None
         if drafts.logits is not None and drafts.drawn_by is not None:
             offered = distribution(drafts.logits[at, drafts.drawn_by[at, nodes]], temperature)
-        return cls(offered, torch.zeros_like(like, dtype=torch.bool))
+        return cls(offered, torch.zeros_like(like, dtype=torch.bool), drafts.independent)
 
     def drawn_from(self, token: Tensor, is_point: Tensor) -> Tensor:
         """The next child's distribution (…, V); all of it is on its token (…, 1) where that is a
@@ -314,4 +316,6 @@ class Siblings:
 
     def take(self, token: Tensor, out: Tensor) -> None:
         """Siblings drawn later are not these tokens (…, 1), where out (…, 1)."""
+        if self.independent:
+            return
         self.taken = self.taken.scatter(-1, token, out | self.taken.gather(-1, token))

@@ -17,6 +17,7 @@ class Drawn(Enum):
 
     POINT = "each token as if from a distribution that has no other"
     WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
+    INDEPENDENT = "siblings each from all of the drafter's, some of them perhaps alike"
     MIXED = "some of the siblings without replacement, the others as points"
 
 
@@ -28,13 +29,15 @@ class Proposal:
     were none. logits (B, I, V): what each node with children, in the order of `Forest.drawn_by`,
     drew its children from, as `Rows.kept` leaves them; None where they were not asked for, or
     there are none. points (B, N) bool: nodes that were not drawn from logits; None where all or
-    none were. A point may depend on siblings before it, never on the tokens after any.
+    none were. A point may depend on siblings before it, never on the tokens after any. independent:
+    siblings that are no points were drawn with replacement.
     """
 
     tokens: Tensor
     finite: Tensor | None = None
     logits: Tensor | None = None
     points: Tensor | None = None
+    independent: bool = False
 
 
 class Drafter(Protocol):

@@ -47,6 +47,7 @@ class Judging:
             proposal.tokens, forest.parents, forest.children.contiguous(),
             forest.judged, proposal.logits,
             None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
+            proposal.independent,
         )  # fmt: skip
         logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
         ops.accept_drafts(

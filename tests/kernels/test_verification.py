@@ -22,6 +22,12 @@ SIBLINGS, BRANCHING = TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 1))
 RULES = ("naive", "multi_step", "traversal")
 
 
+def plant(line: str, instead: str, monkeypatch, tmp_path) -> None:
+    broken = edited_module(verification, line, instead, tmp_path)
+    for name in ("rows_kernel", "siblings_kernel", "walk_kernel"):
+        monkeypatch.setattr(verification, name, getattr(broken, name))
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(verification, "PIECE", 128 if DEVICE == "cuda" else 2)
@@ -59,6 +65,17 @@ def test_distribution_is_the_twins_where_drafts_are_points(rule, mixed):
     points = torch.tensor([[False, False, True]]) if mixed else None
     wrong, count = disagreements(rule, SIBLINGS, target, drawn if mixed else None, points, most=6)
     assert wrong == 0 and count >= 6
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("rule", [pytest.param(RULES[1], marks=pytest.mark.long), RULES[2]])
+def test_distribution_is_the_twins_where_siblings_are_independent(rule, monkeypatch, tmp_path):
+    """And not where the kernels take them for drawn without replacement."""
+    given = (rule, SIBLINGS, *distributions(1, SIBLINGS), None, True)
+    wrong, count = disagreements(*given, most=16)
+    assert wrong == 0 and count >= 6
+    plant(" & (trees.independent == 0)", "", monkeypatch, tmp_path)
+    assert disagreements(*given)[0]
 
 
 def large(rule: str, dtype, vocabulary: int) -> Case:
@@ -104,11 +121,10 @@ MISTAKES = {
     "a residual that is not normalised": ("/ rest.to(WIDE), p)", ", p)", 1),
     "no residual": ("piece, place, share, RULE", "piece, 0, share, RULE", 1),
     "one sibling forgotten": (
-        "(undrawn == 0), 0.0, q)\n            q_sum", "(undrawn != 0), 0.0, q)\n            q_sum",
-        1,
+        "q = left_to_draw(trees, token, drafted, undrawn, q)\n            q_sum", "q_sum", 1,
     ),
     "what is left to draw counts all": (
-        "(undrawn == 0), 0.0, q)\n        at", "(undrawn != 0), 0.0, q)\n        at", 1,
+        "q = left_to_draw(trees, token, drafted, undrawn, q)\n        at", "at", 1,
     ),
     "too generous": ("(wanted < odds", "(1.1 * wanted < odds", 1),
     "coins of the sibling before": ("place + ACCEPT", "place - 1 + ACCEPT", 1),
@@ -151,9 +167,7 @@ QUICK = {"no residual", "one sibling forgotten", "what passes below a node is no
 )
 def test_planted_mistake_is_caught(mistake, monkeypatch, tmp_path):
     line, instead, rule = MISTAKES[mistake]
-    broken = edited_module(verification, line, instead, tmp_path)
-    for name in ("rows_kernel", "siblings_kernel", "walk_kernel"):
-        monkeypatch.setattr(verification, name, getattr(broken, name))
+    plant(line, instead, monkeypatch, tmp_path)
     tree = TokenTree.chain(2) if mistake in DEEP else SIBLINGS
     wrong, _ = disagreements(RULES[rule], tree, *distributions(1, tree))
     assert wrong

@@ -23,8 +23,9 @@ from lanes import quick_first
 from toys import TableDrafter, TableTarget, Undrawn, drawing_in_turn, exact_distribution, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
-from stree.drafters import Proposal
+from stree.drafters import Drawn, Proposal
 from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
 from stree_kernels.naive import verification
 
@@ -165,6 +166,24 @@ class Claiming(Undrawn):
             self.sequences[row].pop()  # it reads its block again
         drawn = TableDrafter.draft(self, rows, forest, longest, bound, True)
         return Proposal(best.tokens, best.finite, drawn.logits)
+
+
+class ClaimingToBeIndependent(TableDrafter):
+    """Draws siblings without replacement."""
+
+    drawn = Drawn.INDEPENDENT
+
+
+@pytest.mark.parametrize("verifier", [MultiStep, Traversal])
+def test_siblings_that_claim_to_be_independent_are_caught(verifier):
+    """The other way round two siblings that are alike have odds of 0 / 0."""
+    worst = 0.0
+    for seed in range(6):
+        target, drafter, tree, _ = random_case(seed, [TokenTree((-1, 0, 0))])
+        tables = TableTarget(target), ClaimingToBeIndependent(drafter)
+        blocks = block_distribution(*tables, tree, SETTINGS[0], verifier)
+        worst = max(worst, distance(blocks, target, SETTINGS[0], tree.max_depth + 1))
+    assert worst > 1e-4
 
 
 def test_drafts_that_claim_to_be_drawn_are_caught():

@@ -16,6 +16,7 @@ from enumerated import (
     CONTEXT,
     RELATIONS,
     SETTINGS,
+    Independent,
     Mixed,
     Repetitive,
     block_distribution,
@@ -25,6 +26,7 @@ from enumerated import (
     random_case,
     related_case,
 )
+from lanes import lanes
 from toys import TableDrafter, TableTarget, Undrawn, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
@@ -45,7 +47,7 @@ BRANCHING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive, Mixed])
+@pytest.mark.parametrize("kind", [TableDrafter, Independent, Undrawn, Repetitive, Mixed])
 @pytest.mark.parametrize(
     ("verifier", "trees"),
     [(Naive, BRANCHING), (MultiStep, BRANCHING), (Traversal, BRANCHING), (Block, CHAINS)],
@@ -84,6 +86,21 @@ def test_acceptance_length_grows_from_naive_to_traversal():
         longer[0] += traversal > multi_step + 1e-3
         longer[1] += multi_step > naive + 1e-3
     assert longer[0] >= 1 and longer[1] >= 4
+
+
+@pytest.mark.parametrize("part", lanes(1, 8))
+def test_independent_siblings_are_accepted_no_more_often(part):
+    """Than those drawn without replacement, by the same rule: two alike are one chance."""
+    trees, fewer = [TokenTree((-1, 0, 0)), TokenTree((-1, 0, 0, 0)), balanced([2, 1])], 0
+    for seed in range(5 * part, 5 * part + 5):
+        target, drafter, tree, setting = random_case(seed, trees)
+        independent, without_replacement = (
+            length_of(block_distribution(TableTarget(target), each, tree, setting))
+            for each in (Independent(drafter), TableDrafter(drafter))
+        )
+        assert independent <= without_replacement + 1e-12, seed
+        fewer += independent < without_replacement - 1e-2
+    assert fewer
 
 
 def test_naive_accepts_more_where_only_a_late_sibling_has_children():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,9 @@ def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor
     sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
     for rule in ("naive", "multi_step", "traversal"):
         ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
+        if rule != "naive":
+            independent = replace(drafts, independent=True)
+            ops.accept_drafts(rule, logits, independent, sampling, active, *committed)
 
 
 def short_conv(num_nodes: int, dtype: torch.dtype) -> None:

@@ -47,6 +47,17 @@ class Repetitive(TableDrafter):
         return Proposal((rows.block[:, 1:2] + nodes // 2) % len(self.table))
 
 
+class Independent(TableDrafter):
+    """Draws siblings with replacement, as SpecInfer does."""
+
+    drawn = Drawn.INDEPENDENT
+
+    def choose(self, logits, noise_at, sampling, places, tokens, finite) -> None:
+        for place in places.split(1, -1):
+            at = noise_at + place[..., 0].clamp(min=0).int()
+            super().choose(logits, at, sampling, place.contiguous(), tokens, finite)
+
+
 class Mixed(TableDrafter):
     """Draws all nodes but the root's last child and what is below: the table's best tokens, that
     child's another than its siblings'."""

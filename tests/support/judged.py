@@ -61,20 +61,30 @@ class Case:
 
 def case(
     rule: str, trees: list[TokenTree], logits: Tensor, drawn: Tensor | None, temperature: Tensor,
-    tokens: Tensor, points: Tensor | None = None,
+    tokens: Tensor, points: Tensor | None = None, independent: bool = False,
 ) -> Case:  # fmt: skip
     """Rows that all decode, from seeds 0, 1, … at position 7."""
     forest, batch = Forest.of(trees, torch.device(DEVICE)), len(trees)
     levels = tuple((level.nodes, level.places) for level in forest.levels)
     drafts = Drafts(
-        tokens, forest.parents, forest.children, levels, drawn, forest.drawn_by, points, None
+        tokens,
+        forest.parents,
+        forest.children,
+        levels,
+        drawn,
+        forest.drawn_by,
+        points,
+        None,
+        independent,
     )
     seeds = torch.arange(batch, device=DEVICE)
     sampling = Sampling(temperature, seeds, torch.full_like(seeds, 7))
     return Case(rule, logits, drafts, sampling, torch.ones_like(seeds, dtype=torch.bool))
 
 
-def enumerated(rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None, points=None):
+def enumerated(
+    rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None, points=None, independent=False
+):  # fmt: skip
     """All steps of tree at temperature 1 whose logits are target (N, V) and drawn (I, V), and the
     numbers that lead to them.
 
@@ -103,18 +113,19 @@ def enumerated(rule: str, tree: TokenTree, target: Tensor, drawn: Tensor | None,
                     ends[int(places.flatten()[at])] = (low + EDGE, high - EDGE)
             return torch.tensor(chosen).reshape(probs.shape[:-1])
 
-        tokens = draw_tree(tree, target, drawn, points, choose)
+        tokens = draw_tree(tree, target, drawn, points, independent, choose)
         made = case(
             rule, [tree], target[None], None if drawn is None else drawn[None], one, tokens[None],
-            points,
+            points, independent,
         )  # fmt: skip
         (wanted,) = made.committed(naive, choose=choose)
         for end in (0, 1):
             yield tokens, {place: each[end] for place, each in ends.items()}, wanted
 
 
-def draw_tree(tree, target, drawn, points, choose) -> Tensor:
-    """A tree's tokens: siblings without replacement, points the target's worst tokens."""
+def draw_tree(tree, target, drawn, points, independent, choose) -> Tensor:
+    """A tree's tokens: siblings without replacement or independent, points the target's worst
+    tokens."""
     tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
     drawn_by = Forest.of([tree], torch.device("cpu")).drawn_by[0]
     for node, children in enumerate(tree.children):
@@ -124,14 +135,16 @@ def draw_tree(tree, target, drawn, points, choose) -> Tensor:
                 tokens[child] = target[node].argsort()[rank]
             elif left.sum() > 0:
                 tokens[child] = choose(left / left.sum())
-                left[tokens[child]] = 0.0
+                left[tokens[child]] *= independent
     return tokens
 
 
-def disagreements(rule, tree, target, drawn, points=None, most: int = 10**9, at_once: int = 16):
+def disagreements(
+    rule, tree, target, drawn, points=None, independent=False, most: int = 10**9, at_once: int = 16
+):
     """How many of the enumerated steps, `most` at most, the kernels commit otherwise; stops at the
     first of `at_once` rows that has any. Returns that and how many were compared."""
-    steps = list(enumerated(rule, tree, target, drawn, points))
+    steps = list(enumerated(rule, tree, target, drawn, points, independent))
     order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(0)).tolist()[:most]
     wrong = 0
     for first in range(0, len(order), at_once):
@@ -141,7 +154,7 @@ def disagreements(rule, tree, target, drawn, points=None, most: int = 10**9, at_
             rule, [tree] * batch, target.expand(batch, -1, -1),
             None if drawn is None else drawn.expand(batch, -1, -1),
             torch.ones(batch, dtype=torch.float64), torch.stack([each[0] for each in some]),
-            None if points is None else points.expand(batch, -1).contiguous(),
+            None if points is None else points.expand(batch, -1).contiguous(), independent,
         )  # fmt: skip
         numbers = [each[1] for each in some]
         with told(numbers):

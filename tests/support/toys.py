@@ -228,13 +228,17 @@ class TableDrafter:
                         before, last = (self.sequences[row] + path)[-2:]
                         logits[row, at] = self.table[before, last]
             logits = rows.kept(logits, forest.drafts_at(rows, tokens, number))
-            ops.choose_children(
+            self.choose(
                 logits, level.noise_at(keep_logits), rows.sampling, level.places,
                 tokens, finite[:, : level.nodes.shape[1]],
             )  # fmt: skip
             drawn_from.append(logits)
         logits = torch.cat(drawn_from, 1) if drawn_from and keep_logits else None
-        return Proposal(tokens, finite, logits)
+        independent = self.drawn is Drawn.INDEPENDENT
+        return Proposal(tokens, finite, logits, independent=independent)
+
+    def choose(self, *given) -> None:
+        ops.choose_children(*given)
 
 
 class Undrawn(TableDrafter):
