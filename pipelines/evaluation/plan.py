@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,9 @@ class DrafterIdentity:
                 **({"retokenised": True} if name.retokenised else {}),
                 **({"head": "float8"} if name.float8 else {}),
             }  # fmt: skip
-            return cls(str(path), config_hash(parts), model.step if model else None)
+            if model is None:
+                return cls(str(path), config_hash(parts), None)
+            return cls(str(replace(name, folder=model.path)), config_hash(parts), model.step)
         path = Path(path)
         if path.is_symlink():
             path = path.parent / path.readlink()

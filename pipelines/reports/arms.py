@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -15,7 +14,7 @@ from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
-from stree_pipelines.reports.run_data import Cell, told_shares
+from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
 from stree_pipelines.reports.settings import sampling_note
 from stree_pipelines.reports.tables import Table, figure, speed_ratio
 
@@ -94,7 +93,7 @@ def table(place: Place) -> Table:
         plain = name == AUTOREGRESSIVE
         lines.append((
             PLAIN if plain else name,
-            "" if row.checkpoint is None else _drafter(row),
+            drafter_label(row),
             _tree(row, place), row.verifier or "", row.backtracking or "",
             figure(cell["acceptance_length"], cell.interval("acceptance_length")),
             figure(cell["tokens_per_second"], cell.interval("tokens_per_second"), ".1f"),
@@ -188,10 +187,6 @@ def speedups(place: Place) -> Figure:
         axes.set_yticks(range(len(names)), names)
         axes.set_xlabel("times plain decoding")
     return drawn
-
-
-def _drafter(row: ResultRow) -> str:
-    return Path(row.checkpoint or "").name if row.step is None else f"step {row.step}"
 
 
 def _tree(row: ResultRow, place: Place) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
+from stree.drafters.naming import DrafterName
 from stree.errors import BadData, UsageError
 from stree.metrics import Timing
 from stree.plain_data import read_json
@@ -272,11 +273,26 @@ def method_label(method: str) -> str:
 def checkpoint_title(data: RunData, checkpoint: str) -> str:
     """A column's head: "step 12000"."""
     step = data.steps.get(checkpoint)
-    return checkpoint if step is None or checkpoint != step_label(step) else f"step {step}"
+    if step is None or "/" in checkpoint:  # a whole name
+        return checkpoint
+    return checkpoint.replace(step_label(step), step_title(step))
 
 
 def step_label(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def step_title(step: int) -> str:
+    return f"step {step}"
+
+
+def drafter_label(row: ResultRow, at_step: Callable[[int], str] = step_title) -> str:
+    """Its form (`float8:`, `+ngram:6`) with the step, or with the folder's name where it has none;
+    "" for the target alone."""
+    if row.checkpoint is None:
+        return ""
+    name = DrafterName.parse(row.checkpoint)
+    return name.shown(Path(name.folder or "").name if row.step is None else at_step(row.step))
 
 
 def _drafter(row: ResultRow) -> str | None:
@@ -291,20 +307,15 @@ def without_replaced(rows: Sequence[ResultRow]) -> list[ResultRow]:
 
 
 def _labels(rows: Sequence[ResultRow]) -> dict[str | None, str]:
-    """{drafter: label}, "" for the target alone: the step, or the path where it has none or another
-    drafter has the same."""
+    """{drafter: label}, "" for the target alone; the whole name where another drafter has the same
+    label."""
     drafters = {_drafter(row): row for row in rows}
-    steps = [row.step for row in drafters.values()]
-    labels: dict[str | None, str] = {}
-    for drafter, row in drafters.items():
-        if row.checkpoint is None:
-            labels[drafter] = ""
-        elif row.step is None:
-            labels[drafter] = Path(row.checkpoint).name
-        else:
-            alone = steps.count(row.step) == 1
-            labels[drafter] = step_label(row.step) if alone else row.checkpoint
-    return labels
+    short = {drafter: drafter_label(row, step_label) for drafter, row in drafters.items()}
+    labels = list(short.values())
+    return {
+        drafter: label if labels.count(label) == 1 else drafters[drafter].checkpoint or ""
+        for drafter, label in short.items()
+    }
 
 
 def speculative_methods(rows: Sequence[ResultRow]) -> list[str]:

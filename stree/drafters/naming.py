@@ -60,6 +60,18 @@ class DrafterName:
             )
         return cls(found["folder"], int(context), found["corpus"])
 
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        ngram = f"ngram:{self.context}" + (f",{self.corpus}" if self.corpus else "")
+        parts = [str(self.folder or ""), ngram if self.context else ""]
+        head, text = _FLOAT8 if self.float8 else "", _TEXT if self.retokenised else ""
+        return head + text + "+".join(filter(None, parts))
+
+    def shown(self, folder: str) -> str:
+        """For people: with the folder called so, and a corpus by its file's name alone."""
+        corpus = self.corpus and Path(self.corpus).name
+        return str(replace(self, folder=self.folder and folder, corpus=corpus))
+
     @property
     def is_folder(self) -> bool:
         """Of the target's tokenizer, and nothing beside; its head may be in 8 bits."""

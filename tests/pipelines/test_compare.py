@@ -19,7 +19,13 @@ from stree.modes import Modes
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines import compare
-from stree_pipelines.evaluation.arms import TRIED_CHAINS, Comparison, Tuning, read_comparison
+from stree_pipelines.evaluation.arms import (
+    TRIED_CHAINS,
+    Comparison,
+    Tuning,
+    read_comparison,
+    without_trials,
+)
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
 from stree_pipelines.evaluation.records import ResultStore
@@ -264,6 +270,25 @@ def test_the_table_and_the_page_hold_the_rows_figures(done):
             assert f"{row.speedup:.2f}×" in page
     assert text.count(" wins: ") == 2 and "<svg" in page
     assert not re.search(r'(?:src|href)="(?!#)', page)  # nothing from elsewhere
+
+
+def test_the_drafter_s_column_names_its_form(world, done):
+    store = ResultStore(done)
+    (place, _) = report.places_of(without_trials(store.results()), store)
+    drafter = f"{export(world, 10)}"
+    more = {
+        f"float8:{drafter}": (10, "float8:step 10"),
+        f"text:{drafter}": (10, "text:step 10"),
+        "float8:elsewhere/own+ngram:4,some/where/arms.yaml": (None, "float8:own+ngram:4,arms.yaml"),
+        "ngram:6,/some/where/arms.yaml": (None, "ngram:6,arms.yaml"),
+    }
+    for name, (step, _) in more.items():
+        place.rows[name] = place.rows["tree"].model_copy(update={"checkpoint": name, "step": step})
+        place.cells[name] = place.cells["tree"]
+    shown = {line[0]: line[1] for line in report.table(place).rows}
+    assert shown["tree"] == "step 10" and shown["both"] == "step 10+ngram:3"
+    assert shown["text"] == "ngram:3" and shown[report.PLAIN] == ""
+    assert all(shown[name] == label for name, (_, label) in more.items())
 
 
 def test_it_goes_on_where_it_was_stopped(world, done, tmp_path, monkeypatch):

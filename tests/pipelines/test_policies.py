@@ -11,6 +11,7 @@ from stree.drafters.naming import DrafterName
 from stree.errors import NotFound, UsageError
 from stree.models.convert import load_config
 from stree_pipelines.evaluation.needs import memory_of
+from stree_pipelines.evaluation.plan import DrafterIdentity
 from stree_pipelines.reports import settings
 
 
@@ -98,6 +99,13 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
+def test_a_link_is_what_it_names_now_in_every_form(world, tmp_path):
+    own, link = export(world, 10), tmp_path / "latest"
+    link.symlink_to(own)
+    for form in ("{}", "float8:{}", "{}+ngram:3"):
+        assert DrafterIdentity.at(form.format(link)) == DrafterIdentity.at(form.format(own))
+
+
 def test_load_takes_the_same_names(world, corpus):
     generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
     plain = stree.load(world / "target").generate(prompt, generation).tokens
@@ -124,5 +132,7 @@ def test_names_of_drafters(tmp_path):
     for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
         with pytest.raises(UsageError, match="wanted a whole number"):
             DrafterName.parse(wrong)
+    for name in ("a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a"):
+        assert str(DrafterName.parse(name)) == name
     with pytest.raises(NotFound, match="no corpus"):
         DrafterName.parse("ngram:3,nowhere.txt").corpus_text()
