@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,9 @@ from stree.generation import GenerationConfig, require_whole
 from stree.growths import as_growth, choice_of
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
+from stree.models.parts import has_products_in_8_bits
 from stree.modes import Modes, largest_of
-from stree.speculation_profile import load_profile
+from stree.speculation_profile import FOLDER, load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
@@ -53,7 +55,8 @@ def load(
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
             (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
             are timed here. None takes what the drafter's measured profile recommends for this kind
-            of device and temperature, which is no drafter at all where plain decoding was fastest.
+            of device and temperature, which is no drafter at all where plain decoding was fastest,
+            and may be the folder in another form, such as `float8:`, where that was.
             Where nothing was measured that fits, or other files than these two checkpoints, it
             takes the paper's tree, and a warning says which of the two; n-grams have no profile and
             no warning.
@@ -84,25 +87,22 @@ def load(
     GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target)
     tokenizer = load_tokenizer(target_folder)
-    drafting = None
+    drafting, remark = None, ""
     if drafter is not None:
         name = DrafterName.parse(drafter) if isinstance(drafter, str) else DrafterName(drafter)
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
-        if drafter_folder is not None and not name.retokenised:
-            require_same_tokenizer(target_folder, drafter_folder)
         if tree is None and drafter_folder is not None and name.is_folder:
-            found = _measured(target_folder, drafter_folder, device, temperature, dtype)
-            if name.float8 and not found.remark:
-                remark = "its profile was measured with its head as it is stored, not in 8 bits"
-                found = found._replace(remark=remark)
-            tree, verifier = found.tree, verifier or found.verifier
-            backtracking = backtracking or found.backtracking
-            if found.remark:
-                warnings.warn(f"{drafter}: {found.remark}", stacklevel=2)
+            found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
+            name, tree, verifier = found.drafter, found.tree, verifier or found.verifier
+            backtracking, remark = backtracking or found.backtracking, found.remark
         elif tree is None:
             tree = TokenTree.paper()
         else:
             tree = as_growth(tree)
+        if drafter_folder is not None and not name.retokenised:
+            require_same_tokenizer(target_folder, drafter_folder)
+        if remark:
+            warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         if largest_of(tree).num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
@@ -151,9 +151,11 @@ def _floating_point(dtype: torch.dtype | str) -> torch.dtype:
 
 
 class _Measured(NamedTuple):
-    """What to decode with: a tree, or a choice among several; verifier and backtracking that it was
-    measured with, if that is known; and what the user did not ask for in all that."""
+    """What to decode with: in which form the folder drafts; a tree, or a choice among several;
+    verifier and backtracking that it was measured with, if that is known; and what the user did not
+    ask for in all that."""
 
+    drafter: DrafterName
     tree: TokenTree | Modes
     verifier: str | None = None
     backtracking: str | None = None
@@ -161,10 +163,16 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    target: Path, drafter: Path, device: torch.device, temperature: float, dtype: torch.dtype
+    target: Path,
+    drafter: Path,
+    device: torch.device,
+    temperature: float,
+    dtype: torch.dtype,
+    asked: DrafterName,
 ) -> _Measured:
-    """What a drafter's profile recommends here, or the paper's tree."""
-    profile, unmeasured = load_profile(drafter), _Measured(TokenTree.paper())
+    """What a drafter's profile recommends here, or the paper's tree. A form other than the folder's
+    own is kept where it was asked for."""
+    profile, unmeasured = load_profile(drafter), _Measured(asked, TokenTree.paper())
     otherwise = "the paper's tree is used; measure with eval_spec.py and profile_drafter.py"
     if profile is None:
         return unmeasured._replace(remark=f"no speculation_profile.json, so {otherwise}")
@@ -187,11 +195,20 @@ def _measured(
     if found.tree is None:
         plain, reason = TokenTree.chain(0, "root"), found.reason
         remark = f"its profile says: {reason} So it is not used; name a tree to use it all the same"
-        return _Measured(plain, remark=remark)
+        return _Measured(asked, plain, remark=remark)
+    form = found.drafter or FOLDER
+    measured, remark = replace(DrafterName.parse(form), folder=asked.folder), ""
+    if asked.float8 and asked != measured:
+        measured, remark = asked, f"its profile was measured with {form}, not float8:{FOLDER}"
+    elif measured.float8 and not has_products_in_8_bits(device):
+        measured = replace(measured, float8=False)
+        remark = f"its profile recommends {form}, but GPUs of before compute capability 8.9 have "
+        remark += "no products in 8 bits: it drafts with its head as it is stored"
+    how = found.verifier, found.backtracking, remark
     if choice_of(found.tree.name) is None:
-        return _Measured(found.tree.to_token_tree(), found.verifier, found.backtracking)
+        return _Measured(measured, found.tree.to_token_tree(), *how)
     try:
-        return _Measured(as_growth(found.tree.name), found.verifier, found.backtracking)
+        return _Measured(measured, as_growth(found.tree.name), *how)
     except NotFound as error:  # a file's tree, of which a profile has no shape
         return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
 

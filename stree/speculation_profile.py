@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stree.errors import CheckpointRefused
 from stree.files import require_own_files
@@ -20,6 +21,13 @@ PROFILE_NAME = "speculation_profile.json"
 PROFILE_VERSION = 1
 
 Interval = tuple[float, float]  # 95 %, bootstrap over prompts
+# A drafter's name (`stree.drafters.naming`) where its folder is called so: the profile lies in it.
+# It names no other file to read.
+FOLDER = "FOLDER"
+Form = Annotated[
+    str,
+    Field(pattern=rf"^(float8:)?(text:{FOLDER}|{FOLDER}(\+ngram:[1-9][0-9]{{0,3}})?)$"),
+]
 
 
 class Record(BaseModel):
@@ -46,14 +54,15 @@ class Tree(Record):
 class Measurement(Record):
     """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
     draft_length is the tree's depth, 0 for plain decoding; verifier, what judged its drafts (None
-    for plain decoding, and in profiles from before it was recorded); batch_size is how many prompts
-    were decoded at once."""
+    for plain decoding, and in profiles from before it was recorded); drafter, in which form the
+    folder drafted, as in a recommendation; batch_size is how many prompts were decoded at once."""
 
     benchmark: str
     temperature: float
     method: str
     tree: Tree | None
     verifier: str | None = None
+    drafter: Form | None = None
     draft_length: int
     device: str
     dtype: str
@@ -77,9 +86,10 @@ class Measurement(Record):
 
 
 class Recommendation(Record):
-    """What to decode with under these conditions: the fastest method, by its tree, verifier and
-    backtracking; plain decoding (all three None) when none is faster beyond noise. The figures are
-    the fastest speculation's."""
+    """What to decode with under these conditions: the fastest method, by its tree, verifier,
+    backtracking and the form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`); plain
+    decoding (all four None) when none is faster beyond noise. Profiles from before forms were
+    recorded have None: the folder as it is. The figures are the fastest speculation's."""
 
     device: str
     device_type: str
@@ -92,6 +102,7 @@ class Recommendation(Record):
     tree: Tree | None
     verifier: str | None = None
     backtracking: str | None = None
+    drafter: Form | None = None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None

@@ -145,6 +145,17 @@ def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
     return tree.choices if isinstance(tree, ChosenTree) else (tree,)
 
 
+def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -> str:
+    """What identifies a drafter that is not just its folder: by the files of its model, if any, the
+    corpus' text, and how they draft."""
+    return config_hash({
+        "model": model_sha256, "context": name.context,
+        "corpus": hashlib.sha256(corpus.encode()).hexdigest(),
+        **({"retokenised": True} if name.retokenised else {}),
+        **({"head": "float8"} if name.float8 else {}),
+    })  # fmt: skip
+
+
 @dataclass(frozen=True)
 class DrafterIdentity:
     """What drafts in an evaluation: a checkpoint at a path, or n-grams of a name."""
@@ -162,16 +173,11 @@ class DrafterIdentity:
         """
         name = DrafterName.parse(str(path))
         if not name.is_folder or name.float8:
-            model = None if name.folder is None else cls.at(str(name.folder))
-            parts = {
-                "model": model and model.sha256, "context": name.context,
-                "corpus": hashlib.sha256(name.corpus_text().encode()).hexdigest(),
-                **({"retokenised": True} if name.retokenised else {}),
-                **({"head": "float8"} if name.float8 else {}),
-            }  # fmt: skip
-            if model is None:
-                return cls(str(path), config_hash(parts), None)
-            return cls(str(replace(name, folder=model.path)), config_hash(parts), model.step)
+            if name.folder is None:
+                return cls(str(path), form_sha256(name, None, name.corpus_text()), None)
+            model = cls.at(str(name.folder))
+            sha256 = form_sha256(name, model.sha256, name.corpus_text())
+            return cls(str(replace(name, folder=model.path)), sha256, model.step)
         path = Path(path)
         if path.is_symlink():
             path = path.parent / path.readlink()

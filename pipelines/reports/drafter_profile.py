@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stree.drafters.naming import DrafterName
 from stree.speculation_profile import (
+    FOLDER,
     Measurement,
     Recommendation,
     SpeculationProfile,
@@ -14,6 +16,7 @@ from stree.speculation_profile import (
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.arms import without_trials
 from stree_pipelines.evaluation.context import is_cpu_name
+from stree_pipelines.evaluation.plan import METHODS, form_sha256
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
 from stree_pipelines.reports.settings import chosen, dtype_of
@@ -58,6 +61,8 @@ def profile_of(
     Raises UsageError when the rows of a place are of several decoding settings.
     """
     rows = _rows_of(store, shown)
+    own = [row for row in rows if row.checkpoint_sha256 == sha256]
+    rows = [_as_of_folder(row, sha256) for row in rows]
     mine = [row for row in rows if row.checkpoint_sha256 == sha256]
     if not mine:
         return None
@@ -70,7 +75,7 @@ def profile_of(
     for place in dict.fromkeys(map(place_of, rows)):
         places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
         arrange(places[-1], store)
-    last = [row for row in mine if place_of(row) == place_of(mine[-1])]
+    last = [row for row in own if place_of(row) == place_of(mine[-1])]
     return SpeculationProfile(
         step=mine[-1].step,
         checkpoint_sha256=sha256,
@@ -82,6 +87,21 @@ def profile_of(
         recommendations=tuple(each for data in places for each in _recommendations(data)),
         suggested_trees=tuple(_suggestions(store, last, num_nodes)),
     )
+
+
+def _as_of_folder(row: ResultRow, sha256: str) -> ResultRow:
+    """A comparison's row of this folder in another form, such as `float8:FOLDER`, as a row of the
+    folder: arms are told apart by name. Others as they are, and forms with a corpus, too: a profile
+    names no file elsewhere."""
+    name = DrafterName.parse(row.checkpoint or "")
+    is_form = name.folder and name.corpus is None and (name.float8 or not name.is_folder)
+    if row.method in METHODS or not is_form or row.checkpoint_sha256 != form_sha256(name, sha256):
+        return row
+    return row.model_copy(update={"checkpoint_sha256": sha256})
+
+
+def _form(row: ResultRow) -> str | None:
+    return None if row.checkpoint is None else DrafterName.parse(row.checkpoint).shown(FOLDER)
 
 
 def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
@@ -102,11 +122,12 @@ def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
 
 def _measurement(row: ResultRow) -> Measurement:
     device, dtype, _ = place_of(row)
-    fields = Measurement.model_fields.keys() - {"verifier"}
+    fields = Measurement.model_fields.keys() - {"verifier", "drafter"}
     same = {name: getattr(row, name) for name in fields if hasattr(row, name)}
     return Measurement(
         **same,
         verifier=_verifier(row),
+        drafter=_form(row),
         draft_length=row.tree.to_token_tree().max_depth if row.tree else 0,
         device=device,
         dtype=dtype,
@@ -131,6 +152,8 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
         if cell is None:
             continue
         won = data.row_of(advice.method)
+        form = None if won is None else _form(won)
+        drafts = "" if form in (None, FOLDER) else f" It drafts with {form}."
         yield Recommendation(
             device=device,
             device_type="cpu" if is_cpu_name(device) else "cuda",
@@ -143,10 +166,11 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             tree=None if won is None else won.tree,
             verifier=None if won is None else _verifier(won),
             backtracking=None if won is None else won.backtracking,
+            drafter=form,
             acceptance_length=cell["acceptance_length"],
             speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),
-            reason=f"{advice.headline}. {advice.reason}",
+            reason=f"{advice.headline}. {advice.reason}{drafts}",
         )
 
 

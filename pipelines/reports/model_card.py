@@ -12,7 +12,7 @@ from stree.description import counted
 from stree.errors import BadData
 from stree.models.convert import load_config
 from stree.plain_data import parse_yaml, read_text
-from stree.speculation_profile import Measurement, SpeculationProfile
+from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.reports.run_data import RunData, in_batches, method_label
@@ -180,6 +180,8 @@ def _method(measurement: Measurement) -> str:
         parts.append(measurement.tree.name)
     if measurement.method not in METHODS and measurement.verifier is not None:
         parts.append(measurement.verifier)  # each arm has its own
+    if measurement.drafter not in (None, FOLDER):
+        parts.append(measurement.drafter)
     return ", ".join(parts)
 
 

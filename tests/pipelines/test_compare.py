@@ -110,12 +110,12 @@ def test_a_drafter_s_profile_has_its_arms_and_the_verifiers_that_they_had(world,
     sha256 = checkpoint_sha256(export(world, 10))
     profile = profile_of(ResultStore(done), done, sha256)
     drafted = [each for each in profile.measurements if each.tree and each.temperature == 0]
-    measured = {each.method: (each.tree.name, each.verifier) for each in drafted}
+    measured = {each.method: (each.tree.name, each.verifier, each.drafter) for each in drafted}
     tuned = measured.pop("tuned")
     assert tuned[0] in TRIED_CHAINS
     assert measured == {
-        "chain": ("chain-2", "block"), "tree": ("paper", "traversal"),
-        "grown": ("beam-2-2-4", "coupled"),
+        "chain": ("chain-2", "block", "FOLDER"), "tree": ("paper", "traversal", "FOLDER"),
+        "both": ("paper", "coupled", "FOLDER+ngram:3"), "grown": ("beam-2-2-4", "coupled", "FOLDER"),
     }  # fmt: skip
 
 

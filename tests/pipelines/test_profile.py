@@ -14,10 +14,12 @@ from toys import tiny_model
 
 from stree import metrics
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.drafters.naming import DrafterName
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
 from stree.speculation_profile import PROFILE_NAME, load_profile
+from stree_pipelines.evaluation.plan import form_sha256
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.profile_drafter import main
 from stree_pipelines.reports.drafter_profile import profile_of
@@ -208,6 +210,49 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
         profile_of(store, run, profile.checkpoint_sha256)
 
 
+@pytest.mark.parametrize("form", ["float8:{}", "{}+ngram:6", "float8:{}+ngram:4"])
+def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form, capsys):
+    """Its rows have a hash of their own, which is of the folder's files; forms with a corpus and
+    other folders' are none of this drafter."""
+    store, folder = ResultStore(run / "eval"), run / "drafter/step-00010000"
+    other = run / "drafter/step-00001000"
+    sha256 = checkpoint_sha256(folder)
+    names = {form.format(folder): sha256, f"float8:{other}": checkpoint_sha256(other)}
+    names[f"float8:{folder}+ngram:6,some.txt"] = "of a corpus"
+    rows = [
+        row.model_copy(update={"method": "as it is"}) if row.method == "vanilla_sd" else row
+        for row in store.results()
+        if row.checkpoint_sha256 in (None, sha256)
+    ]
+    more = []
+    for row in (row for row in rows if row.method == "stree"):
+        for number, (name, model) in enumerate(names.items()):
+            identity = form_sha256(DrafterName.parse(name), model)
+            changes = {"method": f"arm {number}", "checkpoint": name, "checkpoint_sha256": identity}
+            more.append(row.model_copy(update=changes))
+    write_rows(
+        store.directory / RESULTS_NAME, [*(row for row in rows if row.method != "stree"), *more]
+    )
+    main([str(run), "--drafter", str(folder)])
+    recommended = form.format("FOLDER")
+    assert f"It drafts with {recommended}." in capsys.readouterr().out
+    profile = load_profile(folder)
+    for won in profile.recommendations:
+        assert (won.method, won.drafter) == ("arm 0", recommended)
+    measured = {(each.method, each.drafter) for each in profile.measurements}
+    assert measured == {("autoregressive", None), ("as it is", "FOLDER"), ("arm 0", recommended)}
+
+
+def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(run):
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    content = json.loads(path.read_text())
+    for each in (*content["recommendations"], *content["measurements"]):
+        del each["drafter"]
+    path.write_text(json.dumps(content))
+    assert {each.drafter for each in load_profile(path.parent).recommendations} == {None}
+
+
 def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):
     make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
     store = ResultStore(tmp_path / "eval")
@@ -344,6 +389,8 @@ def test_the_targets_licence_is_passed_on(run, monkeypatch):
         (lambda p: json.dumps({**p, "version": 9}), "version 9"),
         (lambda p: json.dumps({**p, "more": 1}), "more"),
         (lambda p: json.dumps(spoil_tree(p)), "parent"),
+        (lambda p: json.dumps(spoil_drafter(p, "FOLDER+ngram:6,/etc/hosts")), "drafter: String"),
+        (lambda p: json.dumps(spoil_drafter(p, "elsewhere")), "drafter: String"),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_one_clear_line(run, change, reason):
@@ -353,6 +400,11 @@ def test_a_profile_that_cannot_be_used_is_one_clear_line(run, change, reason):
     with pytest.raises(CheckpointRefused, match=reason) as got:
         load_profile(path.parent)
     assert str(path) in str(got.value) and "\n" not in str(got.value)
+
+
+def spoil_drafter(profile, name):
+    profile["recommendations"][0]["drafter"] = name
+    return profile
 
 
 def spoil_tree(profile):

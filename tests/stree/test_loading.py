@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stree
-from stree import Bandit, Modes
+from stree import Bandit, Modes, loading
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import add_files
@@ -137,9 +137,35 @@ def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, dra
 
 def test_with_its_head_in_8_bits_the_profile_is_followed_and_that_is_said(workspace, drafter):
     give_profile(workspace, drafter, recommendation(WIDE))
-    with pytest.warns(UserWarning, match="measured with its head as it is stored, not in 8 bits"):
+    with pytest.warns(UserWarning, match="measured with FOLDER, not float8:FOLDER"):
         decoder = stree.load(workspace / "target", f"float8:{drafter}", max_length=64)
     assert decoder.tree.parents == WIDE.parents
+
+
+@pytest.mark.parametrize(
+    ("form", "in_8_bits", "context"),
+    [("FOLDER", False, 0), ("float8:FOLDER", True, 0), ("float8:FOLDER+ngram:3", True, 3)],
+)
+def test_the_form_of_drafter_that_won_is_taken(workspace, drafter, form, in_8_bits, context):
+    give_profile(workspace, drafter, recommendation(WIDE, drafter=form))
+
+    def taken(decoder):
+        text = getattr(decoder.drafter, "text", None)
+        return decoder.drafter.model.head_in_8_bits is not None, text.context if text else 0
+
+    decoder = load_quietly(workspace / "target", drafter, max_length=64)
+    assert taken(decoder) == (in_8_bits, context) and decoder.tree.parents == WIDE.parents
+    named = load_quietly(workspace / "target", drafter, tree="chain-2", max_length=64)
+    assert taken(named) == (False, 0)
+
+
+def test_a_gpu_without_products_in_8_bits_takes_the_head_as_it_is(workspace, drafter, monkeypatch):
+    give_profile(workspace, drafter, recommendation(WIDE, drafter="float8:FOLDER"))
+    load_quietly(workspace / "target", f"float8:{drafter}", max_length=64)
+    monkeypatch.setattr(loading, "has_products_in_8_bits", lambda device: False)
+    with pytest.warns(UserWarning, match="recommends float8:FOLDER, but GPUs of before"):
+        decoder = stree.load(workspace / "target", drafter, device="cpu", max_length=64)
+    assert decoder.drafter.model.head_in_8_bits is None and decoder.tree.parents == WIDE.parents
 
 
 def test_the_profiles_verifier_comes_with_its_tree(workspace, drafter):
