@@ -15,17 +15,18 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from stree.errors import exit_with_reason
+from stree.drafters.naming import DRAFTERS, DrafterName
+from stree.errors import UsageError, exit_with_reason
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, TREE, EvaluationSettings
 from stree_pipelines.gate import gate, summary
-from stree_pipelines.gate.baseline import Baseline, folder_of
+from stree_pipelines.gate.baseline import Baseline, folder_of, names_form
 from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
 from stree_pipelines.terminal.command_line import CommandParser
-from stree_pipelines.terminal.inputs import of_evaluation, require_there
+from stree_pipelines.terminal.inputs import drafter, of_evaluation, require_there
 
 EXAMPLE = (
     "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "
@@ -38,11 +39,11 @@ def build_parser() -> CommandParser:
     parser = CommandParser("benchmark_checkpoint.py", description=__doc__)
     parser.example = EXAMPLE
     add = parser.add_argument
-    add("checkpoint", type=str, help="drafter folder to judge")
+    add("checkpoint", type=str, help=f"drafter to judge: {DRAFTERS}")
     add("--config", action="config", help="YAML file with any of these options")
     add("--baseline", type=str, required=True,
-        help="drafter folder, results of one (an --out, RUN/eval), or symlink or text file that "
-        "names either")  # fmt: skip
+        help="drafter, as above, results of one (an --out, RUN/eval), or symlink or text file that "
+        "names a folder of either")  # fmt: skip
     add("--baseline_step", "--baseline-step", type=int | None, help="which one of the results")
     add("--fail_below", "--fail-below", type=str, nargs="+", required=True,
         help=f"{gate.SYNTAX}; METRIC: {', '.join(gate.METRICS)}")  # fmt: skip
@@ -58,19 +59,23 @@ def build_parser() -> CommandParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = build_parser().parse_args(arguments).as_dict()
-    require_there([
-        *of_evaluation(options, [options["checkpoint"]], "checkpoint"),
-        ("--baseline", partial(folder_of, Path(options["baseline"]))),
-    ])  # fmt: skip
+    given, checkpoint, out = options["baseline"], options["checkpoint"], Path(options["out"])
+    look = ("--baseline", partial(folder_of, Path(given)))
+    looks = drafter("--baseline", given) if names_form(given) else [look]
+    require_there([*of_evaluation(options, [checkpoint], "checkpoint"), *looks])
+    if options["promote"] and not DrafterName.parse(checkpoint).is_plain:
+        raise UsageError(
+            f"--promote lets the baseline lead to a folder, and {checkpoint} is a drafter's name: "
+            "give its folder, or leave --promote out"
+        )
     thresholds = [gate.Threshold.parse(text) for text in options["fail_below"]]
-    checkpoint, out = options["checkpoint"], Path(options["out"])
     baseline = Baseline.at(options["baseline"], options["baseline_step"], options["promote"])
     names = {field.name for field in fields(EvaluationSettings)}
     settings = EvaluationSettings(**{n: value for n, value in options.items() if n in names})
     if options["dry_run"]:
         evaluation = Evaluation(settings, workers=Workers.unconnected())
         stored = stored_rows(evaluation, checkpoint, baseline, thresholds)
-        measured = [checkpoint] if stored else [checkpoint, str(baseline.folder)]
+        measured = [checkpoint] if stored else [checkpoint, baseline.drafter]
         more = {"baseline": options["baseline"], "fail_below": options["fail_below"]}
         for line in describe_evaluation(evaluation, measured, more):
             if evaluation.workers.is_main:

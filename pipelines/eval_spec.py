@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from stree.drafters.naming import DRAFTERS
 from stree.errors import CannotWrite, StreeError, exit_with_reason
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -29,9 +30,7 @@ def build_parser() -> CommandParser:
     add("--config", action="config", help="YAML file with any of these options")
     add("--run", type=str | None, help="run folder: evaluates every drafter/step-* of it")
     add("--checkpoint", type=str, nargs="+", default=[],
-        help="drafters to evaluate: folders; ngram, ngram:CONTEXT or ngram:CONTEXT,FILE for drafts "
-        "from the text (and a corpus); FOLDER+ngram for both in one tree; float8:FOLDER for one "
-        "that drafts with its head in 8 bits")  # fmt: skip
+        help=f"drafters to evaluate: {DRAFTERS}")  # fmt: skip
     add("--target", type=str | None, help="target folder (default: what the run was made with)")
     add("--out", type=str | None, help="folder of results.jsonl and samples (default: RUN/eval)")
     add_options(parser, DEFAULTS)

@@ -22,24 +22,31 @@ import torch
 from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.description import counted
+from stree.drafters.naming import DRAFTERS, DrafterName
+from stree.drafters.ngram import NGram
+from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, exit_with_reason
 from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
-from stree.modes import Costs, Modes, context_of, deepest_of, largest_of, room_to_time
-from stree.tokenizer import fingerprint, load_tokenizer, require_same_tokenizer
+from stree.models.hybrid import HybridModel
+from stree.modes import Costs, Modes, context_of, deepest_of, largest_of, room_to_time, trees_of
+from stree.tokenizer import fingerprint, load_tokenizer
 from stree.tree import TokenTree
+from stree.verifiers import NAMES as VERIFIERS
+from stree.verifiers import named, require_tree
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
-from stree_pipelines.evaluation.plan import tree_of
+from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable, tree_of
 from stree_pipelines.resources.dry_run import (
     MemoryNeeds,
     model_line,
     require_disk,
     require_writable,
 )
-from stree_pipelines.resources.estimates import cache_bytes, num_parameters
+from stree_pipelines.resources.estimates import cache_bytes, head_in_8_bits_bytes, num_parameters
 from stree_pipelines.terminal.command_line import CommandParser, input_path
+from stree_pipelines.terminal.inputs import drafter as drafter_there
 from stree_pipelines.terminal.inputs import folder, require_there, source, template
 from stree_pipelines.terminal.inputs import tree as tree_there
 from stree_pipelines.terminal.progress import EvaluationProgress
@@ -53,7 +60,7 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     add("--config", action="config", help="YAML file with any of these options")
     add("--target", type=str, required=True, help="folder of the target")
-    add("--drafter", type=str | None, help="folder of a drafter of it (default: plain decoding)")
+    add("--drafter", type=str | None, help=f"{DRAFTERS} (default: plain decoding)")
     add("--prompts", type=str, required=True,
         help="conversations as distill.py reads them (their own answers are left out), or JSONL of "
         "benchmark prompts")  # fmt: skip
@@ -70,6 +77,7 @@ def build_parser() -> CommandParser:
     add("--max_length", "--max-length", type=int, default=2048,
         help="tokens of prompt and answer; longer prompts are left out")  # fmt: skip
     add("--tree", type=str, default="paper", help=f"that the drafter fills: {GROWTHS}")
+    add("--verifier", type=str, default="coupled", help=", ".join(VERIFIERS))
     add("--num_rows", "--num-rows", type=int, default=16, help="answers decoded at once")
     add("--chat_template", "--chat-template", type=str | None,
         help="name or .jinja file (default: the tokenizer's own)")  # fmt: skip
@@ -105,11 +113,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     tokenizer = load_tokenizer(options["target"])
     target = load_model(options["target"], device, dtype)
-    drafter = options["drafter"] and load_model(options["drafter"], device, dtype)
+    drafter = None
+    if options["drafter"] is not None:
+        drafter = load_drafter(options["drafter"], device, dtype, tokenizer)
     sizes: dict[str, Any] = dict(
         num_rows=options["num_rows"], max_length=options["max_length"], tokenizer=tokenizer
     )
-    decoder = BatchDecoder(target, drafter, generation.growth, **sizes)
+    decoder = BatchDecoder(target, drafter, generation.growth, verifier=spec.verifier, **sizes)
     progress.say(str(decoder.room))
     if decoder.modes is not None:
         progress.say(f"measuring what steps cost, plain and with {decoder.modes}, to choose by")
@@ -141,6 +151,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
+def load_drafter(
+    called: str, device: torch.device, dtype: torch.dtype, tokenizer: Any
+) -> HybridModel | NGram | Retokenised:
+    name = DrafterName.parse(called)
+    model = None if name.folder is None else load_model(name.folder, device, dtype)
+    return name.make(model, tokenizer)
+
+
 def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     """Whatever can be refused is refused here, before a model is loaded."""
     if options["compare"] < 0:
@@ -149,16 +167,22 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         raise UsageError(f"limit is {options['limit']}, wanted at least 1 prompt")
     target, drafter = options["target"], options["drafter"]
     require_there([
-        folder("--target", target), *([] if drafter is None else [folder("--drafter", drafter)]),
+        folder("--target", target),
+        *([] if drafter is None else drafter_there("--drafter", drafter)),
         source("--prompts", options["prompts"]), tree_there("--tree", options["tree"]),
         *template("--chat_template", options["chat_template"]),
     ])  # fmt: skip
     config = load_config(target)
     tokenizer = load_tokenizer(target)
+    growth: TokenTree | Modes = TokenTree.chain(0, "root")
+    identity, verifier = None, GenerationSpec.verifier
     if drafter is not None:
-        require_same_tokenizer(target, drafter)
-        load_config(drafter)
-    growth = as_growth(options["tree"], input_path) if drafter else TokenTree.chain(0, "root")
+        identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
+        identity.require_fit(target)
+        growth = as_growth(options["tree"], input_path)
+        for each in trees_of(growth):
+            require_tree(named(verifier), each)
+        require_fillable(tree_of(growth), identity.name)
     deepest = deepest_of(growth)
     prompts = read_prompts(
         options["prompts"], tokenizer, options["turn"], options["limit"], options["chat_template"]
@@ -175,13 +199,14 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     tree = tree_of(growth)
     spec = GenerationSpec(
         target_sha256=checkpoint_sha256(target),
-        drafter_sha256=None if drafter is None else checkpoint_sha256(drafter),
+        drafter_sha256=None if identity is None else identity.sha256,
         tokenizer_fingerprint=fingerprint(tokenizer),
         vocab_size=config.vocab_size,
         prompts_sha256=prompts_sha256(kept),
         num_prompts=len(kept),
         temperatures=tuple(options["temperatures"]),
         tree=f"{tree.name} {tree.parents}",
+        verifier=verifier,
         **{name: options[name] for name in (
             "samples", "top_k", "top_p", "max_new_tokens", "seed", "dtype", "shard_samples"
         )},
@@ -198,13 +223,17 @@ def describe(
     """What it takes; raises CannotWrite or OutOfMemory when that is not there."""
     spec, growth = generation.spec, generation.growth
     nodes = largest_of(growth).num_nodes
-    models = {name: load_config(options[name]) for name in ("target", "drafter") if options[name]}
+    drafter = DrafterName.parse(options["drafter"] or "ngram")
+    folders = {"target": options["target"], "drafter": drafter.folder}
+    models = {name: load_config(each) for name, each in folders.items() if each}
     needs: dict[str, int] = {}
     for name, config in models.items():
         print(model_line(name, config))
         needs[name] = dtype.itemsize * num_parameters(config)
         rows = cache_bytes(config, options["max_length"], nodes, dtype) * options["num_rows"]
         needs[f"{name}'s caches"] = rows
+    if drafter.float8:
+        needs["head in 8 bits"] = head_in_8_bits_bytes(models["drafter"])
     if options["drafter"] and options["compare"]:
         plain = cache_bytes(models["target"], options["max_length"], 1, dtype)
         needs["plain decoding's caches"] = plain * options["num_rows"]

@@ -26,11 +26,13 @@ from rich.text import Text
 import stree
 from stree.batch import BatchDecoder
 from stree.description import described, placed
+from stree.drafters.naming import DRAFTERS
 from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
 from stree.growths import GROWTHS, as_growth
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
+from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
@@ -204,8 +206,10 @@ def build_parser() -> PlainParser:
     parser = PlainParser("terminal_chat.py", description=__doc__)
     add = parser.add_argument
     add("target", help="checkpoint folder, or a name on the hub")
-    add("--drafter", help="checkpoint folder, or a name on the hub")
+    add("--drafter", help=f"{DRAFTERS}; a folder may be a name on the hub")
     add("--tree", help=f"{GROWTHS} (default: as the drafter's profile says)")
+    add("--verifier", help=f"{', '.join(VERIFIERS)} (default: as the profile says, else coupled)")
+    add("--backtracking", help="replay or joint (default: as the profile says, else replay)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", "--top-k", type=int, default=0, help="0 is off")
     add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
@@ -233,6 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
             input_path(options.target), options.drafter and input_path(options.drafter),
             tree=tree, temperature=options.temperature, device=options.device,
             dtype=options.dtype, max_length=options.max_length, num_prefixes=2,
+            verifier=options.verifier, backtracking=options.backtracking,
         )  # fmt: skip
         chat = Chat(decoder, generation, console)
     for note in dict.fromkeys(str(each.message) for each in told):

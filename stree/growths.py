@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stree.bandit import Bandit
@@ -10,6 +10,7 @@ from stree.errors import UsageError
 from stree.modes import Modes, trees_of
 from stree.tree import FORMS, BeamTree, TokenTree, as_tree
 
+GROWTH_IS_TREE = "growth is called tree"  # to those who have the word from a paper
 OR, BANDIT = " or ", "bandit "
 # Of what `as_growth` takes
 GROWTHS = (
@@ -38,6 +39,15 @@ def require_growth_of(decoder: TokenTree | Modes, asked: TokenTree | Modes) -> N
             f"{', '.join(each.name for each in others)}: trees that grow are the decoder's, the "
             "same for all its requests"
         )
+
+
+def refuse_unknown(caller: str, unknown: Mapping[str, object]) -> None:
+    """Raises `UsageError` for `growth`, and what Python raises for any other argument that a
+    function does not have."""
+    if "growth" in unknown:
+        raise UsageError(f"{GROWTH_IS_TREE}: {caller}(…, tree={unknown['growth']!r})")
+    for name in unknown:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
 
 
 def as_growth(

@@ -7,7 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 
@@ -17,7 +17,7 @@ from stree.drafters.naming import DrafterName
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, require_whole
-from stree.growths import as_growth, choice_of
+from stree.growths import as_growth, choice_of, refuse_unknown
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
 from stree.models.parts import has_products_in_8_bits
@@ -43,6 +43,7 @@ def load(
     verifier: str | Verifier | None = None,
     backtracking: str | None = None,
     num_prefixes: int = 0,
+    **unknown: Never,
 ) -> Decoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
@@ -77,6 +78,7 @@ def load(
         CheckpointRefused: For what cannot be read, and for a drafter with another tokenizer than
             the target's.
     """
+    refuse_unknown("load", unknown)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, one_line
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
-from stree.growths import as_growth
+from stree.growths import as_growth, refuse_unknown
 from stree.loading import checkpoint_folder
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
@@ -58,6 +58,7 @@ def from_transformers(
     verifier: str | Verifier = "coupled",
     backtracking: str = "replay",
     num_prefixes: int = 0,
+    **unknown: Never,
 ) -> TransformersDecoder:
     """A decoder whose `generate` is `model.generate`, with drafts.
 
@@ -79,6 +80,7 @@ def from_transformers(
         UsageError: When model, drafter and tree do not fit.
         CheckpointRefused: For a model of no known family.
     """
+    refuse_unknown("from_transformers", unknown)
     target = shared_model(model)
     tree = None if tree is None else as_growth(tree)
     return TransformersDecoder(

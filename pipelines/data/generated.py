@@ -22,6 +22,7 @@ from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import verify_manifest
 from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
+from stree.verifiers import named
 from stree_pipelines.evaluation.records import config_hash
 
 SPEC_NAME, TABLE_NAME = "generation.json", "samples.parquet"
@@ -51,8 +52,10 @@ class GenerationSpec:
     seed: int
     dtype: str
     shard_samples: int
+    verifier: str = "coupled"  # not named by folders from before it was an option
 
     def __post_init__(self) -> None:
+        named(self.verifier)
         for name in ("samples", "max_new_tokens", "shard_samples"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least 1")
@@ -86,6 +89,7 @@ class GenerationSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> GenerationSpec:
+        content = {"verifier": cls.verifier, **content}
         values = {each.name: content[each.name] for each in fields(cls)}
         values["temperatures"] = tuple(values["temperatures"])
         for name in ("num_prompts", "samples", "shard_samples", "vocab_size"):
@@ -94,7 +98,10 @@ class GenerationSpec:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
+        content = {"version": VERSION, **asdict(self), "temperatures": list(self.temperatures)}
+        if self.verifier == GenerationSpec.verifier:
+            del content["verifier"]  # so that the hash is what it always was
+        return content
 
     @property
     def sha256(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
-from stree.tree import BeamTree
+from stree.growths import GROWTH_IS_TREE
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.context import device_name
 from stree_pipelines.evaluation.evaluate import Evaluation
@@ -20,8 +20,8 @@ from stree_pipelines.evaluation.plan import (
     DrafterIdentity,
     EvaluationSettings,
     Job,
-    choices_of,
     make_job,
+    require_fillable,
 )
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
@@ -57,6 +57,8 @@ class Arm:
             raise UsageError(
                 f"arm {number} is {content!r:.80}, wanted {', '.join(_KEYS)}, each a text"
             )
+        if "growth" in content:
+            raise UsageError(f"arm {number} has a growth: {GROWTH_IS_TREE}: tree: paper")
         unknown, missing = content.keys() - set(_KEYS), {"name", "drafter"} - content.keys()
         if unknown or missing:
             raise UsageError(
@@ -83,12 +85,10 @@ class Arm:
         )  # fmt: skip
         chosen = settings.method_tree(TREE)
         assert chosen is not None
-        grown = any(isinstance(each, BeamTree) for each in choices_of(chosen))
-        if grown and not DrafterName.parse(self.drafter).is_folder:
-            raise UsageError(
-                f"arm {self.name} grows {tree} with {self.drafter}: n-grams fill trees of one "
-                "shape, and drafters of another tokenizer do, take paper, chain-N or png-N-D"
-            )
+        try:
+            require_fillable(chosen, DrafterName.parse(self.drafter))
+        except UsageError as error:
+            raise UsageError(f"arm {self.name}: {error}") from error
         return settings
 
 

@@ -23,7 +23,12 @@ from stree_pipelines.resources.dry_run import (
     require_disk,
     require_writable,
 )
-from stree_pipelines.resources.estimates import cache_bytes, decoding_memory, num_parameters
+from stree_pipelines.resources.estimates import (
+    cache_bytes,
+    decoding_memory,
+    head_in_8_bits_bytes,
+    num_parameters,
+)
 
 # Of a line of samples, measured on a run of configs/eval/quickstart.yaml: numbers of the prompt and
 # of a turn, and text, id and acceptance of a token.
@@ -228,10 +233,10 @@ def memory_of(evaluation: Evaluation, jobs: Sequence[Job], together: bool = Fals
 
 
 def _heads_in_8_bits(jobs: Sequence[Job]) -> list[int]:
-    """Bytes of those that drafters have beside their own, but for the scales."""
+    """Bytes of those that drafters have beside their own."""
     names = dict.fromkeys(job.drafter.name for job in jobs if job.drafter)
     configs = [load_config(name.folder) for name in names if name.float8 and name.folder]
-    return [each.head_size * (each.head_rank or each.d_model) for each in configs]
+    return [head_in_8_bits_bytes(each) for each in configs]
 
 
 def _num_turns(job: Job) -> int:

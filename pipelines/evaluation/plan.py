@@ -21,7 +21,7 @@ from stree.models.joint import require_backtracking
 from stree.modes import Modes
 from stree.plain_data import read_json
 from stree.tokenizer import require_same_tokenizer
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 from stree.verifiers import named, require_tree
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
@@ -145,6 +145,15 @@ def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
     return tree.choices if isinstance(tree, ChosenTree) else (tree,)
 
 
+def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
+    """Raises UsageError for a tree that grows with what fills trees of one shape."""
+    if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.is_folder:
+        raise UsageError(
+            f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and drafters of "
+            "another tokenizer do, take paper, chain-N or png-N-D"
+        )
+
+
 def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -> str:
     """What identifies a drafter that is not just its folder: by the files of its model, if any, the
     corpus' text, and how they draft."""
@@ -172,7 +181,7 @@ class DrafterIdentity:
         are of what it was.
         """
         name = DrafterName.parse(str(path))
-        if not name.is_folder or name.float8:
+        if not name.is_plain:
             if name.folder is None:
                 return cls(str(path), form_sha256(name, None, name.corpus_text()), None)
             model = cls.at(str(name.folder))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stree.drafters.naming import DrafterName
 from stree.errors import CannotWrite, NotFound, UsageError
 from stree.files import write_atomically
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
@@ -21,14 +22,14 @@ class Baseline:
 
     Attributes:
         given: a checkpoint or results folder, a symlink to one, or a text file of one line that
-            names one, relative to itself.
-        folder: the folder in the end.
+            names one, relative to itself; or another drafter's name, such as float8:FOLDER.
+        drafter: the folder in the end, or that name.
         results: where its rows are, None for a checkpoint that is yet to be measured.
         step: which checkpoint of the results.
     """
 
     given: Path
-    folder: Path
+    drafter: str
     results: Path | None
     step: int | None = None
 
@@ -39,6 +40,13 @@ class Baseline:
         Raises what `folder_of` raises, and UsageError when it cannot be moved (`movable`) because
         it is a folder and no pointer.
         """
+        if names_form(given):
+            if movable or step is not None:
+                raise UsageError(
+                    f"--baseline {given} is a drafter's name: it cannot be moved by --promote, and "
+                    "--baseline_step chooses among results, of which it has none"
+                )
+            return cls(Path(given), str(given), None)
         given = Path(given)
         folder = folder_of(given)
         if movable and not given.is_symlink() and not given.is_file():
@@ -50,7 +58,7 @@ class Baseline:
         results = candidates[0] if candidates else None
         if step is not None and results is None:
             raise UsageError(f"--baseline_step chooses among results, and {folder} holds none")
-        return cls(given, folder, results, step)
+        return cls(given, str(folder), results, step)
 
     def rows(self, jobs: Sequence[Job]) -> list[ResultRow]:
         """The row of its results for each job that drafts: same target, prompts and decoding.
@@ -97,6 +105,11 @@ class Baseline:
             raise CannotWrite(
                 f"cannot move {self.given}: {error.strerror}; the old baseline stays"
             ) from error
+
+
+def names_form(given: str | Path) -> bool:
+    """Whether it is no path, but the name of n-grams, or of a folder's drafter in another form."""
+    return not os.path.lexists(given) and not DrafterName.parse(str(given)).is_plain
 
 
 def folder_of(given: Path) -> Path:

@@ -48,7 +48,7 @@ def compare(
     evaluation.announce(1 if theirs else 2)
     mine = evaluation.evaluate(checkpoint)
     if not theirs:
-        theirs = evaluation.evaluate(baseline.folder)
+        theirs = evaluation.evaluate(baseline.drafter)
     pairs = _pair_samples(
         mine, ResultStore(settings.out), theirs, ResultStore(baseline.results or settings.out)
     )
@@ -71,7 +71,7 @@ def stored_rows(
     gate.require_measurable(thresholds, jobs)
     theirs = baseline.rows(jobs) if baseline.results else []
     if not theirs:
-        DrafterIdentity.at(baseline.folder)
+        DrafterIdentity.at(baseline.drafter)
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
         _require_same_machine(theirs, evaluation)
     return theirs

@@ -94,7 +94,7 @@ def _as_of_folder(row: ResultRow, sha256: str) -> ResultRow:
     folder: arms are told apart by name. Others as they are, and forms with a corpus, too: a profile
     names no file elsewhere."""
     name = DrafterName.parse(row.checkpoint or "")
-    is_form = name.folder and name.corpus is None and (name.float8 or not name.is_folder)
+    is_form = name.folder and name.corpus is None and not name.is_plain
     if row.method in METHODS or not is_form or row.checkpoint_sha256 != form_sha256(name, sha256):
         return row
     return row.model_copy(update={"checkpoint_sha256": sha256})

@@ -49,6 +49,11 @@ def checkpoint_bytes(
     return 4 * (weights + moments) + averaged * AVERAGE_BYTES * weights
 
 
+def head_in_8_bits_bytes(config: HybridConfig) -> int:
+    """Of the copy beside the head, but for the scales."""
+    return config.head_size * (config.head_rank or config.d_model)
+
+
 def activation_bytes(
     config: HybridConfig, shape: tuple[int, int], precision: str, compiled: bool = False
 ) -> int:

@@ -17,6 +17,11 @@ from stree.plain_data import read_text
 from stree.tokenizer import encode_text, load_tokenizer
 
 _NGRAM = re.compile(r"(?:(?P<folder>.+)\+)?ngram(?::(?P<context>[^,]*)(?:,(?P<corpus>.+))?)?", re.S)
+# Of what `DrafterName.parse` takes
+DRAFTERS = (
+    "FOLDER; float8:FOLDER (its head in 8 bits); text:FOLDER (of another tokenizer); ngram:6 or "
+    "ngram:6,FILE (from the text, and a corpus); FOLDER+ngram:6 (both in one tree)"
+)
 _TEXT, _FLOAT8 = "text:", "float8:"
 
 
@@ -71,6 +76,11 @@ class DrafterName:
         """For people: with the folder called so, and a corpus by its file's name alone."""
         corpus = self.corpus and Path(self.corpus).name
         return str(replace(self, folder=self.folder and folder, corpus=corpus))
+
+    @property
+    def is_plain(self) -> bool:
+        """A folder as it is."""
+        return self.is_folder and not self.float8
 
     @property
     def is_folder(self) -> bool:

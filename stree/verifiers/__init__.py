@@ -50,7 +50,11 @@ def named(verifier: str | Verifier) -> Verifier:
     if not isinstance(verifier, str) and callable(getattr(verifier, "accept", None)):
         return verifier
     if verifier not in NAMES:
-        raise UsageError(f"verifier is {verifier!r}, wanted one of {', '.join(NAMES)}")
+        greedy = "; at T = 0 each of them is greedy, and coupled is the default"
+        raise UsageError(
+            f"verifier is {verifier!r}, wanted one of {', '.join(NAMES)}"
+            + (greedy if verifier == "greedy" else "")
+        )
     return dict(zip(NAMES, (Coupled, Naive, MultiStep, Block, Traversal), strict=True))[verifier]()
 
 

@@ -115,7 +115,8 @@ def test_a_drafter_s_profile_has_its_arms_and_the_verifiers_that_they_had(world,
     assert tuned[0] in TRIED_CHAINS
     assert measured == {
         "chain": ("chain-2", "block", "FOLDER"), "tree": ("paper", "traversal", "FOLDER"),
-        "both": ("paper", "coupled", "FOLDER+ngram:3"), "grown": ("beam-2-2-4", "coupled", "FOLDER"),
+        "both": ("paper", "coupled", "FOLDER+ngram:3"),
+        "grown": ("beam-2-2-4", "coupled", "FOLDER"),
     }  # fmt: skip
 
 
@@ -362,6 +363,7 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
         ({"arms": []}, "wanted at least one"),
         ({"arms": [{"name": "x"}]}, "wanted name and drafter"),
         ({"arms": [{"name": "x", "drafter": "d", "size": "2"}]}, "wanted name and drafter"),
+        ({"arms": [{"name": "x", "drafter": "d", "growth": "paper"}]}, "growth is called tree: "),
         ({"arms": [{"name": "x", "drafter": 3}]}, "each a text"),
         ({"arms": [{"name": "x/y", "drafter": "d"}]}, "wanted a name without /"),
         ({"arms": [{"name": "autoregressive", "drafter": "d"}]}, "takes part anyhow"),

@@ -17,7 +17,7 @@ from damage import flip_last_byte
 from tiny_run import make_workspace
 
 from stree import Decoder, metrics
-from stree.errors import BadData, CheckpointRefused, UsageError
+from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.models.convert import load_model, save_model
 from stree.modes import PLAIN, Costs
 from stree.tokenizer import load_tokenizer
@@ -257,6 +257,28 @@ def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_
     benchmark_checkpoint(arguments(world, "fair", "--fail_below", TAU, baseline=old))
     (line,) = (text for text in summary(world).splitlines() if text.startswith("- measured apart"))
     assert "7 threads, code old; this on" in line and "1 threads" in line
+
+
+def test_a_drafter_s_name_is_judged_and_a_baseline_and_never_a_pointer_s(world, tmp_path):
+    fair, out = world / "drafter/fair", ("--out", str(tmp_path / "out"), "--limit", "2")
+    given = arguments(world, "fair", "--fail_below", TAU, *out)
+    given[given.index("--baseline") + 1] = f"float8:{fair}"
+    benchmark_checkpoint([*given, "--dry_run"])
+    benchmark_checkpoint(given)
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert f"- baseline: `float8:{fair}`, step 10" in summary
+    assert f"- checkpoint: `{fair}`, step 10" in summary
+    with pytest.raises(UsageError, match="cannot be moved by --promote"):
+        benchmark_checkpoint([*given, "--promote"])
+    (tmp_path / "pointer").symlink_to(fair)
+    given = arguments(
+        world, "fair", "--fail_below", TAU, "--promote", baseline=tmp_path / "pointer"
+    )
+    with pytest.raises(UsageError, match="--promote lets the baseline lead to a folder"):
+        benchmark_checkpoint([f"float8:{fair}", *given[1:]])
+    with pytest.raises(NotFound, match="--baseline: no folder nowhere"):
+        given = arguments(world, "fair", "--fail_below", TAU, baseline="float8:nowhere")
+        benchmark_checkpoint(given)
 
 
 def test_trend_json_is_what_github_action_benchmark_reads(world):

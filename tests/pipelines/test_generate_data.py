@@ -229,6 +229,8 @@ def test_processes_share_the_shards_and_need_not_meet(
         (["--top_p", "2", "--out", "new"], "top_p is 2.0"),
         (["--compare", "-1"], "compare is -1, wanted 0 or more"),
         (["--limit", "0"], "limit is 0, wanted at least 1"),
+        (["--verifier", "block"], "judges chains only"),
+        (["--drafter", "ngram:3", "--tree", "beam-2-2-4"], "n-grams fill trees of one shape"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options, message, workspace, whole, tmp_path, monkeypatch):
@@ -283,6 +285,49 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     assert [row["answer_tokens"] for row in rows_of(data)] == [
         row["answer_tokens"] for row in rows_of(whole)
     ]
+
+
+@pytest.mark.parametrize(
+    "form", ["ngram:3", "float8:{}", "text:{}", "{}+ngram:3", "float8:{}+ngram:3"]
+)
+def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, whole, tmp_path):
+    name = form.format(workspace / "drafter")
+    generate(workspace, tmp_path / "data", "--drafter", name, "--dry_run")
+    data = generate(workspace, tmp_path / "data", "--drafter", name)
+    answers = [[row["answer_tokens"] for row in rows_of(each)] for each in (data, whole)]
+    assert answers[0] == answers[1]
+    described, plain = (
+        json.loads((each / "generation.json").read_text()) for each in (data, whole)
+    )
+    assert described["drafter_sha256"] != plain["drafter_sha256"]
+    assert described["made_with"]["drafter"] == name
+
+
+def test_a_verifier_is_of_the_description_and_greedy_answers_are_the_same(
+    workspace, whole, tmp_path
+):
+    """Folders from before it was an option name none, and are of the first one."""
+    data = generate(workspace, tmp_path / "data", "--verifier", "multi_step")
+    described, first = (
+        json.loads((each / "generation.json").read_text()) for each in (data, whole)
+    )
+    assert described["verifier"] == "multi_step" and "verifier" not in first
+    greedy, sampled = (
+        [
+            [
+                row["answer_tokens"]
+                for row in rows_of(each)
+                if (row["temperature"] == 0) == is_greedy
+            ]
+            for each in (data, whole)
+        ]
+        for is_greedy in (True, False)
+    )
+    assert greedy[0] == greedy[1] and sampled[0] != sampled[1]
+    with pytest.raises(UsageError, match="verifier was 'coupled', now 'multi_step'"):
+        generate(workspace, whole, "--verifier", "multi_step")
+    with pytest.raises(UsageError, match="verifier was 'multi_step', now 'coupled'"):
+        generate(workspace, data)
 
 
 def test_a_choice_that_cannot_be_timed_is_refused(workspace, tmp_path, monkeypatch):
@@ -449,7 +494,7 @@ def test_a_description_of_another_form_is_refused(changes, reason, workspace, co
 
 
 def test_greedy_samples_are_counted_without_listing_them():
-    values = dict.fromkeys(GenerationSpec.__dataclass_fields__, 1)
+    values = {**dict.fromkeys(GenerationSpec.__dataclass_fields__, 1), "verifier": "coupled"}
     spec = GenerationSpec(**{**values, "temperatures": (1.0,) * 5 + (0.0,), "samples": 11})
     assert [spec.temperature(n) for n in range(11)].count(0) == 1
     with pytest.raises(UsageError, match="more than one sample is greedy"):

@@ -141,6 +141,9 @@ def test_wrong_settings_are_one_line(tmp_path):
         (["--dtype", "int8"], "dtype is 'int8', wanted"),
         (["--tree", "paper"], "needs a drafter"),
         (["--drafter", str(tmp_path / "absent")], "no folder"),
+        (["--verifier", "greedy"], "coupled is the default"),
+        (["--drafter", "ngram:3", "--tree", "paper", "--verifier", "block"], "chains only"),
+        (["--backtracking", "copies"], "wanted one of replay, joint"),
     ):
         with pytest.raises(ValueError, match=message):
             main([str(SHIPPED), *more])
