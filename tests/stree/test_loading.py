@@ -269,6 +269,21 @@ def test_a_drafter_with_another_tokenizer_is_refused(workspace, drafter, tmp_pat
         stree.load(workspace / "target", tmp_path / "other", device="cpu")
 
 
+def test_a_profile_may_say_that_drafts_go_over_as_text(workspace, drafter, tmp_path):
+    """So that another tokenizer is no obstacle."""
+    tokenizer = load_tokenizer(workspace / "target")
+    tokenizer.chat_template = "{{ messages }}"
+    other = tmp_path / "other"
+    save_model(load_model(drafter), other, tokenizer)
+    give_profile(workspace, other, recommendation(WIDE, drafter="text:FOLDER"))
+    decoder = load_quietly(workspace / "target", other, max_length=64)
+    generation, prompt = stree.GenerationConfig(9, ignore_eos=True), [5, 6, 7]
+    plain = load_quietly(workspace / "target", max_length=64).generate(prompt, generation)
+    assert decoder.generate(prompt, generation).tokens == plain.tokens
+    with pytest.raises(CheckpointRefused, match="chat templates differ"):
+        load_quietly(workspace / "target", other, tree="chain-2")
+
+
 def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(workspace, drafter, monkeypatch):
     asked = []
 
