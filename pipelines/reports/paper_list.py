@@ -13,6 +13,7 @@ from stree_pipelines.reports.paper_tables import Made
 from stree_pipelines.terminal.command_line import input_path
 
 STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
+H100 = "docs/results/h100-step"
 CHATS, LENGTHS = "docs/results/h200-sharegpt/c156214", "docs/results/h200-long"
 DRAFTING = f"{LENGTHS}/drafting"
 POLICIES = "docs/results/h200-policies"
@@ -119,7 +120,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "graphs of a sampled step, without what the host adds. They accept nothing, so τ is "
               "the paper's, and speed is what a step would make of it; speed-up/τ, a plain step "
               "over a drafted one, does not depend on it",
-              decode("graphs", "8b", "8b-25", "8b-0", options='--verifiers "[multi_step]"'), STEP,
+              decode("graphs", "8b", "8b-25", "8b-0", options='--verifiers "[multi_step]"'), H100,
               paper_benches.stree_5),
         Entry("stree-table-6", "speed and τ against distillation steps", RTX_3090,
               CHAT_PAIR + "; ours is MT-Bench at T = 1, the paper names neither. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,7 @@ STEP = REPOSITORY / "docs/results/h200-step"
 CHATS = REPOSITORY / "docs/results/h200-sharegpt/c156214"
 COMMITTED = [
     "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
-    "stree-table-7", "snakes-table-1", "snakes-table-3", "snakes-figure-4",
+    "stree-table-5", "stree-table-7", "snakes-table-1", "snakes-table-3", "snakes-figure-4",
 ]  # fmt: skip
 COMPARED = [
     "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
@@ -91,7 +92,7 @@ def line_of(text: str, label: str) -> list[str]:
 @pytest.mark.parametrize("name", COMMITTED)
 def test_tables_of_committed_rows_are_made(name, capsys):
     text = printed(capsys, name)
-    assert "Ours: NVIDIA H200, commit " in text and "What differs: " in text
+    assert re.search("Ours: NVIDIA H[12]00", text) and "What differs: " in text
     if ENTRIES[name].hardware:
         assert f"Theirs: {ENTRIES[name].hardware}" in text
 
