@@ -57,18 +57,18 @@ def replay_and_convolve(
     topology: Topology,
     steering: Steering,
     first: int,
-    scan_replays: bool = False,
+    leave_state: bool = False,
 ) -> Tensor:
     """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
 
     Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S). With
-    scan_replays the state is left as it is: the scan replays.
+    leave_state it does not write the state: the scan replays.
     """
     x_conv, b_conv, _ = shape.scan_groups
     heads = shape.num_heads
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
     return _launch(
-        kept, rows, derived, None if scan_replays else state,
+        kept, rows, derived, None if leave_state else state,
         weights, shape, topology, steering, first,
         columns=shape.xbc_dims, dt_limit=shape.dt_limit,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
