@@ -75,14 +75,14 @@ def folder(tmp_path_factory):
     prompt = {"id": f"{CORPUS_PREFIX}json.loads", "turns": ["What does `json.loads` do?"]}
     (data / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
     target = REPOSITORY / TARGET
-    for step in (182, 480):
+    for step in (135, 320):
         torch.manual_seed(step)
         drafter = HybridModel(drafter_config_from(load_config(target)))
         save_model(
             drafter, run / f"drafter/step-{step:08d}", load_tokenizer(target),
             extra_files={"provenance.json": json.dumps({"step": step})},
         )  # fmt: skip
-    (run / "drafter/latest").symlink_to("step-00000480")
+    (run / "drafter/latest").symlink_to("step-00000320")
     (run / "command.json").write_text(json.dumps({"target": TARGET}))
     return folder
 
@@ -106,11 +106,11 @@ def test_readme_s_commands_run(evaluated):
     rows = ResultStore(run / "eval").results()
     assert {(row.step, row.method) for row in rows} == {
         (None, "autoregressive"),
-        *((step, method) for step in (182, 480) for method in ("vanilla_sd", "stree")),
+        *((step, method) for step in (135, 320) for method in ("vanilla_sd", "stree")),
     }
     for made in (
         "report.html",
-        "drafter/step-00000480/speculation_profile.json",
+        "drafter/step-00000320/speculation_profile.json",
         "gate/summary.md",
     ):
         assert (run / made).is_file(), made
