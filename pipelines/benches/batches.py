@@ -191,10 +191,10 @@ def _memory_bytes(decoder: BatchDecoder, context: int) -> tuple[int, int]:
     return states, keys
 
 
-def _bytes_per_us(device: torch.device, size: int = 2**28) -> tuple[float, float]:
+def _bytes_per_us(device: torch.device) -> tuple[float, float]:
     """Reading a GiB of numbers, or what fits a test on the CPU; and reading and writing them in
     place, both counted."""
-    x = torch.ones(size if device.type == "cuda" else 2**20, device=device)
+    x = torch.ones(2**28 if device.type == "cuda" else 2**20, device=device)
     functions: dict[str, Callable[[], object]] = {
         "read": lambda: x.sum(),
         "in place": lambda: x.mul_(1.0),

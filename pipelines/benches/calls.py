@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
-from stree.models.cache import ConvCache, GatedDeltaCache, HybridCache, RecurrentCache
+from stree.models.cache import HybridCache, RecurrentCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.layer import Layer
@@ -207,15 +207,13 @@ def memory(target: HybridModel, num_nodes: int) -> list[Row]:
 
 def kept_bytes(cache: HybridCache) -> int:
     """What a cache holds for trees in layers with a conv: all but states, keys and values."""
-    buffers: list[Tensor | None] = []
-    for layer in cache.layers:
-        if isinstance(layer, ConvCache):
-            buffers += [layer.rows, layer.own_tail]
-        if isinstance(layer, RecurrentCache) and layer.derived is not None:
-            buffers += [layer.derived.xb, layer.derived.steps]
-        if isinstance(layer, GatedDeltaCache):
-            buffers.append(layer.updates)
-    return sum({each.data_ptr(): each.nbytes for each in buffers if each is not None}.values())
+    remembered = {
+        id(tensor): tensor.nbytes
+        for layer in cache.layers
+        for name, tensor in vars(layer).items()
+        if name in REMEMBERED
+    }
+    return cache_bytes(cache) - sum(remembered.values())
 
 
 def cache_bytes(cache: HybridCache) -> int:
