@@ -2,9 +2,9 @@
 
 python pipelines/compare.py configs/compare/quickstart.yaml
 python pipelines/compare.py configs/compare/quickstart.yaml --limit 2 --max_new_tokens 16 --out try
-The file holds options of eval_spec.py and `arms`, each a name, a drafter, a tree (chain-tuned: the
-fastest of chain-1 to chain-6 there; A or B: chosen step by step, by measured cost; bandit A or B),
-a verifier and a way to backtrack.
+The file holds options of eval_spec.py and `arms`, each a name, a drafter (if not that of the file),
+a tree (chain-tuned: the fastest of chain-1 to chain-6 there; A or B: chosen step by step, by
+measured cost; bandit A or B), a verifier and a way to backtrack.
 Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
 stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
 """
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("config", help="YAML file of options and arms")
     add("--out", help="folder of the rows and the pages (default: the file's `out`)")
     add("--target", help="folder of the target (default of this and of what follows: the file's)")
+    add("--drafter", help="of the arms that name none (default: the file's)")
     add_options(parser, {}, [name for name in OPTIONS if name not in DRAFTING])
     options = vars(parser.parse_args(arguments))
     dry_run = options.pop("dry_run")

@@ -62,8 +62,9 @@ class Arm:
         unknown, missing = content.keys() - set(_KEYS), {"name", "drafter"} - content.keys()
         if unknown or missing:
             raise UsageError(
-                f"arm {number} has {sorted(map(str, content))}, wanted name and drafter, and tree, "
-                "verifier and backtracking where they are not the paper's, coupled and replay"
+                f"arm {number} has {sorted(map(str, content))}, wanted name and drafter (or a "
+                "drafter beside the arms, for all that name none), and tree, verifier and "
+                "backtracking where they are not the paper's, coupled and replay"
             )
         if "/" in content["name"]:
             raise UsageError(
@@ -103,15 +104,21 @@ def read_comparison(
 def comparison_of(
     content: Any, path: Path, more: Mapping[str, Any]
 ) -> tuple[EvaluationSettings, list[Arm]]:
-    """Settings and arms of what stands at a path: `arms`, and options of `eval_spec.py`; `more`
-    goes first.
+    """Settings and arms of what stands at a path: `arms`, the `drafter` of those that name none,
+    and options of `eval_spec.py`; `more` goes first.
 
     Raises UsageError when it is none, names an option that no comparison has, or arms of one name.
     """
     if not isinstance(content, dict) or not isinstance(content.get("arms"), list):
         raise UsageError(f"{path} must hold `arms: [{{name: …, drafter: …}}, …]`")
-    arms = [Arm.of(each, number) for number, each in enumerate(content["arms"], start=1)]
-    content = {name: value for name, value in content.items() if name != "arms"}
+    options = {**content, **{name: value for name, value in more.items() if value is not None}}
+    given, drafter = options.pop("arms"), options.pop("drafter", None)
+    arms = [
+        Arm.of(
+            {"drafter": drafter, **each} if drafter and isinstance(each, Mapping) else each, number
+        )
+        for number, each in enumerate(given, start=1)
+    ]
     names = [arm.name for arm in arms]
     if not arms or len({AUTOREGRESSIVE, *names}) <= len(names):
         raise UsageError(
@@ -119,7 +126,6 @@ def comparison_of(
             f"called {AUTOREGRESSIVE}: plain decoding takes part anyhow"
         )
     known = {each.name for each in fields(EvaluationSettings)}
-    options = {**content, **{name: value for name, value in more.items() if value is not None}}
     unknown = sorted(map(str, options.keys() - known | options.keys() & {"methods", *_KEYS}))
     if unknown:
         raise UsageError(f"{path} has {unknown}, which are no options of a comparison")

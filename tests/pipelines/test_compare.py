@@ -380,6 +380,14 @@ def test_a_file_that_is_no_comparison_is_one_line(world, tmp_path, changes, said
     assert "\n" not in str(got.value)
 
 
+def test_arms_that_name_no_drafter_have_the_files_or_the_one_that_is_asked_for(world, tmp_path):
+    drafter, other = str(export(world, 10)), str(export(world, 20))
+    arms = [{"name": "x"}, {"name": "y", "drafter": "ngram:3", "tree": "chain-2"}]
+    path = written(tmp_path, content(world, tmp_path, arms=arms, drafter=drafter))
+    for more, wanted in (({}, drafter), ({"drafter": other}, other)):
+        assert [arm.drafter for arm in read_comparison(path, more)[1]] == [wanted, "ngram:3"]
+
+
 def test_an_arm_whose_verifier_does_not_fit_its_tree_is_refused_at_once(world, tmp_path):
     refused = {
         "judges chains only": {"tree": "paper", "verifier": "block"},
