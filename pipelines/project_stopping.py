@@ -1,7 +1,7 @@
 """Work out whether it pays to stop a tree by the drafter's probabilities of this very step.
 
 python pipelines/project_stopping.py checkpoints/python-docs-hybrid DRAFTER \\
-    --times "8B on an H200=4.23,0.141,0.011,0.02"
+    --times "8B on an H200=4.23,0.141,0.011"
 Answers prompts on the CPU with trees all of whose drafts are verified, and prints what the best
 fixed number of levels and nodes would make of such steps, and who stops in the step: computed, not
 measured.
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("target", help="its folder")
     add("drafter", help="its folder")
     add("--times", nargs="+", required=True,
-        help="NAME=PLAIN,LEVEL,NODE[,READ]: ms of a plain step, a level of drafts, each further "
-        "node of a call, and of reading a value on the host in a step")  # fmt: skip
+        help="NAME=PLAIN,LEVEL,NODE: ms of a plain step, of a level of drafts, and of each further "
+        "node of a call")  # fmt: skip
     add("--benchmark", default="data/python-docs/prompts.jsonl", help="its first turns are asked")
     add("--limit", type=int, default=40, help="how many prompts")
     add("--temperature", type=float, default=0.0, help="0 is greedy")

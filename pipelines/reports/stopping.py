@@ -38,27 +38,26 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a plain step, a level of drafts, each further node of a call, and of what the
-    host takes to read a value in the middle of a step."""
+    """Milliseconds of a plain step, of a level of drafts, and of each further node of a call. That
+    the host looks in the middle of a step is taken to cost nothing."""
 
     name: str
     plain: float
     level: float
     node: float
-    read: float = 0.0
 
     @classmethod
     def named(cls, text: str) -> Times:
-        """Of "NAME=PLAIN,LEVEL,NODE" or "NAME=PLAIN,LEVEL,NODE,READ"."""
+        """Of "NAME=PLAIN,LEVEL,NODE"."""
         name, _, values = text.rpartition("=")
         try:
             found = [float(value) for value in values.split(",")]
         except ValueError:
             found = []
-        if not name or len(found) not in (3, 4) or min(found) < 0 or found[0] == 0:
+        if not name or len(found) != 3 or min(found) < 0 or found[0] == 0:
             raise UsageError(
-                f"times are {text!r}, wanted NAME=PLAIN,LEVEL,NODE or NAME=PLAIN,LEVEL,NODE,READ "
-                "in milliseconds"
+                f"times are {text!r}, wanted NAME=PLAIN,LEVEL,NODE in milliseconds, such as "
+                "8B=4.2,0.14,0.011"
             )
         return cls(name, *found)
 
@@ -194,20 +193,15 @@ class Stopping:
         return Outcome.of([self._step(each) for each in steps])
 
     def _step(self, step: Drafted) -> tuple[float, float, int, int]:
-        expected, levels, ms = self._expected(step), 0, 0.0
+        expected, levels = self._expected(step), 0
         while levels < self.deepest and self._goes_on(step, expected, levels):
-            ms += self._ms_of_another(levels)
             levels += 1
         _, nodes = self._worth(step, expected, levels)
-        ms += self.times.call(nodes) + (self.times.read if levels else 0.0)
+        ms = levels * self.times.level + self.times.call(nodes)
         return _tokens(step, levels, nodes), ms, levels, nodes
 
     def _goes_on(self, step: Drafted, expected: Floats, levels: int) -> bool:
         return bool(self.gains[levels].at(self._hope(step, expected, levels)) > 0)
-
-    def _ms_of_another(self, levels: int) -> float:
-        """The first needs no value of this step."""
-        return self.times.level + (self.times.read if levels else 0.0)
 
     def _expected(self, step: Drafted) -> Floats:
         """How often such nodes are accepted (N,)."""
@@ -238,7 +232,7 @@ class Stopping:
             pairs = zip(steps, all_expected, strict=True)
             hopes = np.array([self._hope(step, each, levels) for step, each in pairs])
             stopped = worths(levels)
-            going_on = value - self.speed * self._ms_of_another(levels)
+            going_on = value - self.speed * self.times.level
             curve = Curve.of(hopes, going_on - stopped)
             value = np.where(curve.at(hopes) > 0, going_on, stopped)
             curves.append(curve)
