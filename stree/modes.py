@@ -9,6 +9,7 @@ accepted lately, and changed seldom.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.description import counted
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
@@ -47,11 +49,23 @@ class Costs:
     """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
     what the larger number costs.
 
-    catch_up, seconds a row that a drafter takes to read what plain decoding left it.
+    catch_up, seconds a row that a drafter takes to read what plain decoding left it; took_s, how
+    long all was measured, the capture of graphs included.
     """
 
     seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
     catch_up: float = 0.0
+    took_s: float = 0.0
+
+    def __str__(self) -> str:
+        most = max((rows for rows, _ in self.seconds), default=0)
+        times = (
+            f"{tree.name} {1e3 * seconds:.1f} ms"
+            for (rows, tree), seconds in self.seconds.items() if rows == most
+        )  # fmt: skip
+        return (
+            f"a step of {counted(most, 'row')}: {', '.join(times)}; measured in {self.took_s:.1f} s"
+        )
 
     def are_of(self, num_rows: int) -> bool:
         """Whether steps of so many rows were measured."""
@@ -395,6 +409,7 @@ def measure_costs(
     trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
     its turns: what disturbs the machine for a while must not decide for one and against another.
     """
+    began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
     first = decoder.cache.narrow(0, 1)
@@ -424,6 +439,7 @@ def measure_costs(
         costs.catch_up = min(readings)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     decoder.rows.active.zero_()
+    costs.took_s = time.perf_counter() - began
     return costs
 
 

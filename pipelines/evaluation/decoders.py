@@ -15,7 +15,7 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import length_to_time, row_counts
+from stree.modes import Costs, length_to_time, row_counts
 from stree.requests import Request
 from stree.room import Room
 from stree_kernels.naive import accumulation_dtype
@@ -28,6 +28,7 @@ from stree_pipelines.evaluation.plan import (
     growth_of,
 )
 from stree_pipelines.evaluation.sampling import sampling_of
+from stree_pipelines.terminal.progress import measured_costs
 
 WARMUP_TOKENS = 16
 BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
@@ -43,6 +44,7 @@ class Decoders:
         make_decoder: `stree.engine.Decoder`, with a batch size `BatchDecoder` of that many
             rows, or what stands in for it in a test.
         target_model: loaded from `settings.target` unless given.
+        say: what tells users what takes long.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Decoders:
         num_prefixes: int,
         target_model: Any = None,
         make_decoder: Callable[..., Any] | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
+        self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.max_length, self.num_prefixes = max_length, num_prefixes
         if make_decoder is None:
             make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
@@ -67,6 +70,8 @@ class Decoders:
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
+        # By drafter and method, of those that choose a tree: what they choose by
+        self._costs: dict[tuple[DrafterIdentity | None, str], Costs] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
@@ -114,6 +119,12 @@ class Decoders:
         where prompts are answered one at a time."""
         batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
         return Room.of(batches) if batches else None
+
+    def measuring_costs_s(self, job: Job) -> float | None:
+        """How long the costs were measured by which the job's trees are chosen; None where none
+        are."""
+        costs = self._costs.get(job.decoder_key)
+        return None if costs is None else costs.took_s
 
     def is_warm(self, job: Job) -> bool:
         """Whether the job's tree and drafter have decoded by its sampling rule before."""
@@ -184,7 +195,7 @@ class Decoders:
                 num_prefixes=self.num_prefixes,
             )
             if isinstance(job.tree, ChosenTree):
-                decoder.measure_costs()
+                self._costs[key] = measured_costs(decoder, job.tree.name, self.say)
             self._decoders[key] = room, decoder
         return decoder
 
