@@ -227,11 +227,12 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
             self.drafter.clear(row)
         self.rows.set(row, generation, prompt, self.target.config.vocab_size)
+        # Last: whatever fails before, the row is still free
+        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
         return row
 
     @torch.no_grad()

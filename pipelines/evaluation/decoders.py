@@ -234,9 +234,11 @@ def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
     decoder.generate([request] * num_rows)
     for count in row_counts(num_rows):
         rows = [decoder.admit(request) for _ in range(count)]
-        decoder.prepare()
-        for row in rows:
-            decoder.release(row)
+        try:
+            decoder.prepare()
+        finally:  # graphs may not fit in memory, and others decode with it then
+            for row in rows:
+                decoder.release(row)
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:
