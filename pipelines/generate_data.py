@@ -124,7 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }  # fmt: skip
     if decoder.modes is not None:
-        costs = measured_costs(decoder, str(decoder.modes), progress.say)
+        hottest = max(range(spec.samples), key=spec.temperature)
+        asked = generation.request(hottest).generation
+        costs = measured_costs(decoder, str(decoder.modes), asked, progress.say)
         made_with["measuring_costs_s"] = costs.took_s
     if drafter is not None and options["compare"] > 0 and workers.is_main:
         plain = BatchDecoder(target, **sizes)

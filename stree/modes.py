@@ -401,13 +401,16 @@ def measure_costs(
     context: int,
     num_steps: int,
     counts: Sequence[int] | None = None,
+    generation: GenerationConfig = GenerationConfig(),
 ) -> Costs:
     """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
     each tree.
 
-    context, how many tokens come before; num_steps, how many are timed, after NUM_UNTIMED more. The
-    trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
-    its turns: what disturbs the machine for a while must not decide for one and against another.
+    generation, what rows ask for: sampled tokens take longer, with a top-k or top-p much longer for
+    each node. context, how many tokens come before; num_steps, how many are timed, after
+    NUM_UNTIMED more. The trees have NUM_TIMINGS turns, after one that captures their graphs, and a
+    time is the least of its turns: what disturbs the machine for a while must not decide for one
+    and against another.
     """
     began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
@@ -428,9 +431,9 @@ def measure_costs(
                     f"{context} tokens: raise it, or lower the context"
                 )
             timed = min(num_steps, room) if turn else 0
-            readings.append(_begin_after(decoder, count, prefix, tokens))
+            readings.append(_begin_after(decoder, count, prefix, tokens, generation))
             forest = Forest.of([tree] * count, decoder.target.device)
-            rows = decoder.rows.narrow(0, count, [GenerationConfig()])
+            rows = decoder.rows.narrow(0, count, [generation])
             _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
             started = decoder.now()
             _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
@@ -454,14 +457,20 @@ def _run_steps(
         decoder.executor.drop()
 
 
-def _begin_after(decoder: BatchDecoder, count: int, prefix: SavedPrefix, tokens: Tensor) -> float:
+def _begin_after(
+    decoder: BatchDecoder,
+    count: int,
+    prefix: SavedPrefix,
+    tokens: Tensor,
+    generation: GenerationConfig,
+) -> float:
     """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
     seconds = 0.0
     for row in range(count):
         cache = decoder.cache.narrow(row, 1)
         cache.reset()
         cache.load(prefix)
-        decoder.rows.set(row, GenerationConfig())
+        decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = decoder.now()

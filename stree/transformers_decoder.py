@@ -278,7 +278,7 @@ class TransformersDecoder:
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
             if isinstance(self.tree, Modes) and not self.tree.costs.are_of(num_rows):
-                batch.measure_costs()
+                batch.measure_costs(generation=requests[0].generation)
             self._batch = batch
         return batch
 

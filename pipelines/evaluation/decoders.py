@@ -70,8 +70,8 @@ class Decoders:
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
-        # By drafter and method, of those that choose a tree: what they choose by
-        self._costs: dict[tuple[DrafterIdentity | None, str], Costs] = {}
+        # By drafter, method and temperature, of those that choose a tree: what they choose by
+        self._costs: dict[tuple[DrafterIdentity | None, str, float], Costs] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
@@ -123,7 +123,7 @@ class Decoders:
     def measuring_costs_s(self, job: Job) -> float | None:
         """How long the costs were measured by which the job's trees are chosen; None where none
         are."""
-        costs = self._costs.get(job.decoder_key)
+        costs = self._costs.get((*job.decoder_key, job.temperature))
         return None if costs is None else costs.took_s
 
     def is_warm(self, job: Job) -> bool:
@@ -143,6 +143,8 @@ class Decoders:
         warmed up with the first one only.
         """
         decoder = self._decoder(job, len(prompt_ids))
+        if isinstance(job.tree, ChosenTree):
+            self._choose_by_costs(job, job.tree, decoder)
         what = {("temperature", job.temperature)}
         if self.settings.batch_size == 1:
             reused = decoder.num_reusable(prompt_ids)
@@ -194,10 +196,18 @@ class Decoders:
                 backtracking=job.backtracking,
                 num_prefixes=self.num_prefixes,
             )
-            if isinstance(job.tree, ChosenTree):
-                self._costs[key] = measured_costs(decoder, job.tree.name, self.say)
             self._decoders[key] = room, decoder
         return decoder
+
+    def _choose_by_costs(self, job: Job, tree: ChosenTree, decoder: Any) -> None:
+        """By those of steps at the job's temperature, which are measured when first asked for."""
+        key = (*job.decoder_key, job.temperature)
+        if key not in self._costs:
+            generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
+            self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
+        modes = getattr(decoder, "batch", decoder).modes
+        if modes.costs is not self._costs[key]:
+            modes.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:
@@ -225,6 +235,7 @@ class Decoders:
         if any(map(condemned, self._decoders)):
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
+            self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
             gc.collect()
 
 

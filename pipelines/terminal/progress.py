@@ -15,6 +15,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
     from stree.engine import Decoder
+    from stree.generation import GenerationConfig
     from stree.modes import Costs
 
 LINE_EVERY_S = 10.0
@@ -106,12 +107,18 @@ class _LineTask(_Task):
 
 
 def measured_costs(
-    decoder: Decoder | BatchDecoder, choice: str, say: Callable[[str], None]
+    decoder: Decoder | BatchDecoder,
+    choice: str,
+    generation: GenerationConfig,
+    say: Callable[[str], None],
 ) -> Costs:
     """`measure_costs`, told before and after: with graphs of many rows and trees it takes long.
-    choice, the trees by their names."""
-    say(f"measuring what steps cost, plain and with {choice}, to choose by")
-    costs = decoder.measure_costs()
+    choice, the trees by their names; generation, what is going to be asked for."""
+    say(
+        f"measuring what steps cost, plain and with {choice}, at T = {generation.temperature:g}, "
+        "to choose by"
+    )
+    costs = decoder.measure_costs(generation=generation)
     say(str(costs))
     return costs
 

@@ -629,7 +629,7 @@ def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name, capsys):
     assert sum(rows["stree"].tree_shares.values()) == pytest.approx(1.0)
     assert rows["vanilla_sd"].tree_shares == {} and rows["vanilla_sd"].measuring_costs_s is None
     said = capsys.readouterr().err
-    assert f"measuring what steps cost, plain and with {name}, to choose by" in said
+    assert f"measuring what steps cost, plain and with {name}, at T = 0, to choose by" in said
     took_s = rows["stree"].measuring_costs_s
     assert re.search(rf"a step of 1 row: plain .* ms; measured in {took_s:.1f} s\n", said)
     (told,) = [note for note in load_run(tmp_path).notes if name in note]

@@ -279,7 +279,9 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     name = "chain-2 or paper"
     data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
     said = capsys.readouterr().err
-    assert "measuring what steps cost, plain and with chain-2 or paper, to choose by" in said
+    assert (
+        "measuring what steps cost, plain and with chain-2 or paper, at T = 1, to choose by" in said
+    )
     made = json.loads((data / "generation.json").read_text())
     took_s = made["made_with"]["measuring_costs_s"]
     assert re.search(
