@@ -21,7 +21,6 @@ import torch
 
 from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.description import counted
 from stree.drafters.naming import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
@@ -29,7 +28,7 @@ from stree.errors import UsageError, exit_with_reason
 from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import HybridModel
-from stree.modes import Costs, Modes, context_of, deepest_of, largest_of, room_to_time, trees_of
+from stree.modes import Modes, context_of, deepest_of, largest_of, room_to_time, trees_of
 from stree.tokenizer import fingerprint, load_tokenizer
 from stree.tree import TokenTree
 from stree.verifiers import NAMES as VERIFIERS
@@ -49,7 +48,7 @@ from stree_pipelines.terminal.command_line import CommandParser, input_path
 from stree_pipelines.terminal.inputs import drafter as drafter_there
 from stree_pipelines.terminal.inputs import folder, require_there, source, template
 from stree_pipelines.terminal.inputs import tree as tree_there
-from stree_pipelines.terminal.progress import EvaluationProgress
+from stree_pipelines.terminal.progress import EvaluationProgress, measured_costs
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 
@@ -121,12 +120,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     decoder = BatchDecoder(target, drafter, generation.growth, verifier=spec.verifier, **sizes)
     progress.say(str(decoder.room))
-    if decoder.modes is not None:
-        progress.say(f"measuring what steps cost, plain and with {decoder.modes}, to choose by")
-        progress.say(costs_line(decoder.measure_costs(), decoder.modes, decoder.num_rows))
     made_with: dict[str, Any] = {
         **{name: options[name] for name in ("target", "drafter", "prompts")}, **describe_code()
     }  # fmt: skip
+    if decoder.modes is not None:
+        hottest = max(range(spec.samples), key=spec.temperature)
+        asked = generation.request(hottest).generation
+        costs = measured_costs(decoder, str(decoder.modes), asked, progress.say)
+        made_with["measuring_costs_s"] = costs.took_s
     if drafter is not None and options["compare"] > 0 and workers.is_main:
         plain = BatchDecoder(target, **sizes)
         ways = generation.compare(decoder, plain, options["compare"])
@@ -243,11 +244,6 @@ def describe(
     most = 4 * (ids + spec.num_samples * spec.max_new_tokens)
     print(require_disk(options["out"], {"answers, uncompressed, at most": most}), flush=True)
     memory.require(SMALLER)
-
-
-def costs_line(costs: Costs, modes: Modes, num_rows: int) -> str:
-    times = (f"{each.name} {1e3 * costs.of(num_rows, each):.1f} ms" for each in modes.trees)
-    return f"a step of {counted(num_rows, 'row')}: {', '.join(times)}"
 
 
 def comparison_line(speculation: Tally, plain: Tally) -> str:

@@ -27,6 +27,7 @@ from stree.executors import executor_of
 from stree.forest import Forest
 from stree.generation import (
     DecodingStats,
+    GenerationConfig,
     GenerationOutput,
     StopRule,
     not_finite,
@@ -227,11 +228,12 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
         self.cache.narrow(row, 1).reset()
         if self.drafter is not None:
             self.drafter.clear(row)
         self.rows.set(row, generation, prompt, self.target.config.vocab_size)
+        # Last: whatever fails before, the row is still free
+        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
         return row
 
     @torch.no_grad()
@@ -372,17 +374,21 @@ class BatchDecoder:
         context: int | None = None,
         num_steps: int = 8,
         counts: Sequence[int] | None = None,
+        generation: GenerationConfig = GenerationConfig(),
     ) -> Costs:
         """Time steps of so many rows (1, 2, 4, … unless told) with each tree that may be chosen,
-        after `context` tokens (32, or a quarter of max_length where that is less);
-        what is chosen from now on rests on it. Raises `UsageError` while rows are taken."""
+        after `context` tokens (32, or a quarter of max_length where that is less), for requests
+        such as `generation` (greedy ones, unless told); what is chosen from now on rests on it.
+        Raises `UsageError` while rows are taken."""
         if self.modes is None or self._sequences:
             raise UsageError(
                 "costs are measured of a decoder that was made with Modes, while no row is taken"
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
-            self.modes.costs = measure_costs(self, self.modes.trees, after, num_steps, counts)
+            self.modes.costs = measure_costs(
+                self, self.modes.trees, after, num_steps, counts, generation
+            )
         return self.modes.costs
 
     @property

@@ -217,9 +217,14 @@ class Decoder:
                 output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
             return output
 
-    def measure_costs(self, context: int | None = None, num_steps: int = 8) -> Costs:
+    def measure_costs(
+        self,
+        context: int | None = None,
+        num_steps: int = 8,
+        generation: GenerationConfig = GenerationConfig(),
+    ) -> Costs:
         """As `BatchDecoder.measure_costs`."""
-        return self.batch.measure_costs(context, num_steps)
+        return self.batch.measure_costs(context, num_steps, generation=generation)
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""

@@ -7,6 +7,7 @@ replay.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,8 @@ class Graphs:
         self.step = step
         self.bucket = ops.bucket(step.cache.num_slots, step.target.device, step.target.dtype)
         self.envelopes: LastUsed[Any, Envelope] = LastUsed(MAX_KEPT)
+        self.captured: set[Any] = set()  # keys of all that were, dropped ones included
+        self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
 
@@ -109,8 +112,22 @@ class Graphs:
         chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
         key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
         if key not in self.envelopes:
+            self._warn_of_more(key)
             self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)
         return self.envelopes[key]
+
+    def _warn_of_more(self, key: Any) -> None:
+        """Once, when what was dropped is asked for again: so it goes on, and takes much time."""
+        if key in self.captured and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"steps of this decoder take more shapes than the {self.envelopes.most} whose CUDA "
+                "graphs are kept, so graphs are dropped and captured again while it decodes: "
+                "choose among fewer trees, take fewer rows, or give requests with and without "
+                "sampling, top-k, top-p, min-p or a penalty decoders of their own",
+                stacklevel=2,
+            )
+        self.captured.add(key)
 
     def collect(self) -> list[list[int]]:
         report, arrived = self.launched.popleft()
@@ -127,11 +144,15 @@ class Graphs:
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
         models = [self.step.target, getattr(self.step.drafter, "model", None)]
+        for model in models:
+            if isinstance(model, HybridModel):  # now, or the next call would move them again
+                model.pack_what_moved()
         weights = [
             each.data_ptr() for model in models if model is not None for each in model.parameters()
         ]
         if weights != self.weights:
             self.envelopes.clear()
+            self.captured.clear()
             self.weights = weights
 
 

@@ -15,12 +15,25 @@ import torch
 
 
 def free_memory_bytes(on_cuda: bool) -> int:
-    """Of the GPU, or of the host as far as this process may use it."""
+    """Of the current GPU, with what PyTorch holds of it but does not use; or of the host as far as
+    this process may use it."""
     if on_cuda:
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info()[0] + _unused_bytes(torch.cuda.current_device())
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return min([free, *granted_memory_bytes()])
+
+
+def _unused_bytes(device: int) -> int:
+    """Of the segments that PyTorch's allocator would use again for any tensor. Those of CUDA graphs
+    stay theirs."""
+    if torch.cuda.get_allocator_backend() != "native":  # others cannot list what they hold
+        return 0
+    return sum(
+        each["total_size"] - each["active_size"]
+        for each in torch.cuda.memory_snapshot()
+        if each["device"] == device and each["segment_pool_id"] == (0, 0)
+    )
 
 
 def granted_memory_bytes(

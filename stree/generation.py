@@ -296,11 +296,18 @@ def require_room(
             f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
             f"with {max_length}"
         )
-    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise UsageError(f"prompt tokens must lie in [0, {vocabulary}); wrong tokenizer?")
+    beyond = [each for each in (min(prompt), max(prompt)) if not 0 <= each < vocabulary]
+    if beyond:
+        raise UsageError(
+            f"the prompt has the token {beyond[0]}, wanted 0 to {vocabulary - 1}: encode it with "
+            "the target's own tokenizer"
+        )
     beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
     if beyond:
-        raise UsageError(f"eos_token_id {beyond[0]} is not among {vocabulary} tokens")
+        raise UsageError(
+            f"eos_token_id is {beyond[0]}, wanted 0 to {vocabulary - 1}: name one of the target's "
+            "own tokens"
+        )
 
 
 def require_target(target: Any) -> None:

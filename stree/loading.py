@@ -86,7 +86,7 @@ def load(
     verifier = None if verifier is None else named(verifier)
     if backtracking is not None:
         require_backtracking(backtracking)
-    GenerationConfig(temperature=temperature)  # refuses what no decoding could use
+    generation = GenerationConfig(temperature=temperature)  # refuses what no decoding could use
     target_folder = checkpoint_folder(target)
     tokenizer = load_tokenizer(target_folder)
     drafting, remark = None, ""
@@ -124,7 +124,7 @@ def load(
         num_prefixes=num_prefixes,
     )  # fmt: skip
     if isinstance(tree, Modes) and not tree.costs.seconds:
-        decoder.measure_costs()
+        decoder.measure_costs(generation=generation)
     return decoder
 
 

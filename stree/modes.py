@@ -9,6 +9,7 @@ accepted lately, and changed seldom.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.description import counted
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
@@ -47,11 +49,23 @@ class Costs:
     """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
     what the larger number costs.
 
-    catch_up, seconds a row that a drafter takes to read what plain decoding left it.
+    catch_up, seconds a row that a drafter takes to read what plain decoding left it; took_s, how
+    long all was measured, the capture of graphs included.
     """
 
     seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
     catch_up: float = 0.0
+    took_s: float = 0.0
+
+    def __str__(self) -> str:
+        most = max((rows for rows, _ in self.seconds), default=0)
+        times = (
+            f"{tree.name} {1e3 * seconds:.1f} ms"
+            for (rows, tree), seconds in self.seconds.items() if rows == most
+        )  # fmt: skip
+        return (
+            f"a step of {counted(most, 'row')}: {', '.join(times)}; measured in {self.took_s:.1f} s"
+        )
 
     def are_of(self, num_rows: int) -> bool:
         """Whether steps of so many rows were measured."""
@@ -387,14 +401,18 @@ def measure_costs(
     context: int,
     num_steps: int,
     counts: Sequence[int] | None = None,
+    generation: GenerationConfig = GenerationConfig(),
 ) -> Costs:
     """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
     each tree.
 
-    context, how many tokens come before; num_steps, how many are timed, after NUM_UNTIMED more. The
-    trees have NUM_TIMINGS turns, after one that captures their graphs, and a time is the least of
-    its turns: what disturbs the machine for a while must not decide for one and against another.
+    generation, what rows ask for: sampled tokens take longer, with a top-k or top-p much longer for
+    each node. context, how many tokens come before; num_steps, how many are timed, after
+    NUM_UNTIMED more. The trees have NUM_TIMINGS turns, after one that captures their graphs, and a
+    time is the least of its turns: what disturbs the machine for a while must not decide for one
+    and against another.
     """
+    began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
     first = decoder.cache.narrow(0, 1)
@@ -413,9 +431,9 @@ def measure_costs(
                     f"{context} tokens: raise it, or lower the context"
                 )
             timed = min(num_steps, room) if turn else 0
-            readings.append(_begin_after(decoder, count, prefix, tokens))
+            readings.append(_begin_after(decoder, count, prefix, tokens, generation))
             forest = Forest.of([tree] * count, decoder.target.device)
-            rows = decoder.rows.narrow(0, count, [GenerationConfig()])
+            rows = decoder.rows.narrow(0, count, [generation])
             _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
             started = decoder.now()
             _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
@@ -424,6 +442,7 @@ def measure_costs(
         costs.catch_up = min(readings)
         costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
     decoder.rows.active.zero_()
+    costs.took_s = time.perf_counter() - began
     return costs
 
 
@@ -438,14 +457,20 @@ def _run_steps(
         decoder.executor.drop()
 
 
-def _begin_after(decoder: BatchDecoder, count: int, prefix: SavedPrefix, tokens: Tensor) -> float:
+def _begin_after(
+    decoder: BatchDecoder,
+    count: int,
+    prefix: SavedPrefix,
+    tokens: Tensor,
+    generation: GenerationConfig,
+) -> float:
     """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
     seconds = 0.0
     for row in range(count):
         cache = decoder.cache.narrow(row, 1)
         cache.reset()
         cache.load(prefix)
-        decoder.rows.set(row, GenerationConfig())
+        decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = decoder.now()

@@ -21,7 +21,8 @@ class Room:
 
     parts: bytes that a sequence takes in all decoders' caches, target's by part, then drafters'.
     free_bytes: of the device, or of the host as far as this process may use it, beside the rows
-    that are there, models and graphs; graphs of more rows need some of it, too.
+    that are there, models and graphs (`free_memory_bytes`); graphs of more rows need some of it,
+    too.
     """
 
     num_rows: int

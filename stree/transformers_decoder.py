@@ -223,9 +223,11 @@ class TransformersDecoder:
         batch = self._batch_for(requests)
         tokens: list[list[int]] = [[] for _ in requests]
         ends: list[int | None] = [None] * len(requests)  # after so many tokens
-        served = {batch.admit(request): index for index, request in enumerate(requests)}
+        served: dict[int, int] = {}
         outputs: dict[int, GenerationOutput] = {}
         try:
+            for index, request in enumerate(requests):
+                served[batch.admit(request)] = index
             while served:
                 for report in batch.step():
                     if report.error is not None:
@@ -276,7 +278,7 @@ class TransformersDecoder:
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
             if isinstance(self.tree, Modes) and not self.tree.costs.are_of(num_rows):
-                batch.measure_costs()
+                batch.measure_costs(generation=requests[0].generation)
             self._batch = batch
         return batch
 

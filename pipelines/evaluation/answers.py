@@ -55,7 +55,7 @@ class Conversation:
 
 class Answerer:
     """Holds the conversations of an evaluation by its methods, with `Decoders` of its own, whose
-    arguments are the last three; without a tokenizer the target's is loaded."""
+    arguments are the last four; without a tokenizer the target's is loaded."""
 
     def __init__(
         self,
@@ -64,13 +64,15 @@ class Answerer:
         target_model: Any = None,
         tokenizer: Any = None,
         make_decoder: Callable[..., Any] | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.settings = settings
         self.benchmarks = benchmarks
         self.tokenizer = tokenizer or load_tokenizer(settings.target)
         self.decoders = Decoders(
-            settings, self.tokenizer, self.max_length, self.num_prefixes, target_model, make_decoder
-        )
+            settings, self.tokenizer, self.max_length, self.num_prefixes,
+            target_model, make_decoder, say,
+        )  # fmt: skip
 
     def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
         """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,

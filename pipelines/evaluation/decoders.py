@@ -15,7 +15,7 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import length_to_time, row_counts
+from stree.modes import Costs, length_to_time, row_counts
 from stree.requests import Request
 from stree.room import Room
 from stree_kernels.naive import accumulation_dtype
@@ -28,6 +28,7 @@ from stree_pipelines.evaluation.plan import (
     growth_of,
 )
 from stree_pipelines.evaluation.sampling import sampling_of
+from stree_pipelines.terminal.progress import measured_costs
 
 WARMUP_TOKENS = 16
 BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
@@ -43,6 +44,7 @@ class Decoders:
         make_decoder: `stree.engine.Decoder`, with a batch size `BatchDecoder` of that many
             rows, or what stands in for it in a test.
         target_model: loaded from `settings.target` unless given.
+        say: what tells users what takes long.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Decoders:
         num_prefixes: int,
         target_model: Any = None,
         make_decoder: Callable[..., Any] | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
+        self.settings, self.tokenizer, self.say = settings, tokenizer, say
         self.max_length, self.num_prefixes = max_length, num_prefixes
         if make_decoder is None:
             make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
@@ -67,6 +70,8 @@ class Decoders:
         # By drafter and method, with the length that each has room for.
         self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
         self._drafters: dict[DrafterIdentity, Any] = {}
+        # By drafter, method and temperature, of those that choose a tree: what they choose by
+        self._costs: dict[tuple[DrafterIdentity | None, str, float], Costs] = {}
         # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
         self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
         if target_model is not None:
@@ -115,6 +120,12 @@ class Decoders:
         batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
         return Room.of(batches) if batches else None
 
+    def measuring_costs_s(self, job: Job) -> float | None:
+        """How long the costs were measured by which the job's trees are chosen; None where none
+        are."""
+        costs = self._costs.get((*job.decoder_key, job.temperature))
+        return None if costs is None else costs.took_s
+
     def is_warm(self, job: Job) -> bool:
         """Whether the job's tree and drafter have decoded by its sampling rule before."""
         return (*job.decoder_key, ("temperature", job.temperature)) in self._warm
@@ -132,6 +143,8 @@ class Decoders:
         warmed up with the first one only.
         """
         decoder = self._decoder(job, len(prompt_ids))
+        if isinstance(job.tree, ChosenTree):
+            self._choose_by_costs(job, job.tree, decoder)
         what = {("temperature", job.temperature)}
         if self.settings.batch_size == 1:
             reused = decoder.num_reusable(prompt_ids)
@@ -183,10 +196,18 @@ class Decoders:
                 backtracking=job.backtracking,
                 num_prefixes=self.num_prefixes,
             )
-            if isinstance(job.tree, ChosenTree):
-                decoder.measure_costs()
             self._decoders[key] = room, decoder
         return decoder
+
+    def _choose_by_costs(self, job: Job, tree: ChosenTree, decoder: Any) -> None:
+        """By those of steps at the job's temperature, which are measured when first asked for."""
+        key = (*job.decoder_key, job.temperature)
+        if key not in self._costs:
+            generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
+            self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
+        modes = getattr(decoder, "batch", decoder).modes
+        if modes.costs is not self._costs[key]:
+            modes.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
         if drafter not in self._drafters:
@@ -214,6 +235,7 @@ class Decoders:
         if any(map(condemned, self._decoders)):
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
+            self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
             gc.collect()
 
 
@@ -223,9 +245,11 @@ def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
     decoder.generate([request] * num_rows)
     for count in row_counts(num_rows):
         rows = [decoder.admit(request) for _ in range(count)]
-        decoder.prepare()
-        for row in rows:
-            decoder.release(row)
+        try:
+            decoder.prepare()
+        finally:  # graphs may not fit in memory, and others decode with it then
+            for row in rows:
+                decoder.release(row)
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:

@@ -96,7 +96,9 @@ class Evaluation:
         self.target_sha256 = checkpoint_sha256(settings.target)
         self.workers = workers or Workers.start(settings.device)
         self.progress = progress or EvaluationProgress(enabled=self.workers.is_main)
-        self.answerer = Answerer(settings, self.benchmarks, target_model, tokenizer, make_decoder)
+        self.answerer = Answerer(
+            settings, self.benchmarks, target_model, tokenizer, make_decoder, self.progress.say
+        )
         self.decoders = self.answerer.decoders
         self.answerer.require_end()
         self.answerer.require_positions()
@@ -360,6 +362,7 @@ class Evaluation:
             seed=job.seed,
             decoding_hash=job.decoding_hash,
             chat_template_sha256=self.chat_template_sha256,
+            measuring_costs_s=self.decoders.measuring_costs_s(job),
             lossless=summarise_lossless(samples),
             environment=environment,
             samples=job.samples_name,

@@ -119,6 +119,9 @@ class ResultRow(Record):
     end_nodes: dict[Node, Count] = Field(default_factory=dict)
     nodes_per_call: NonNegative | None
     tree_shares: dict[str, Share] = Field(default_factory=dict)  # of steps, where they were chosen
+    # Where trees were chosen, before anything was timed; None for rows that a resumed run completed
+    # without it
+    measuring_costs_s: NonNegative | None = None
     rows_per_call: NonNegative | None = None  # rows from before it was recorded: 1
     tokens_per_second: NonNegative | None
     tokens_per_second_e2e: NonNegative | None

@@ -49,7 +49,7 @@ class Place:
     def remarks(self) -> list[str]:
         """How chains were tuned, and what each step was given where trees were chosen."""
         chosen = (
-            f"Steps of {arm} by tree: {told_shares(row)}."
+            f"Steps of {arm} by tree: {told_shares(row)}{_told_measuring(row)}."
             for arm, row in self.rows.items()
             if row.tree_shares
         )
@@ -193,6 +193,12 @@ def _tree(row: ResultRow, place: Place) -> str:
     if row.tree is None:
         return ""
     return f"{row.tree.name}, tuned" if row.method in place.tunings else row.tree.name
+
+
+def _told_measuring(row: ResultRow) -> str:
+    if row.measuring_costs_s is None:
+        return ""
+    return f"; what they cost was measured before, in {row.measuring_costs_s:.1f} s"
 
 
 def _is_chain(tree: Tree | None) -> bool:

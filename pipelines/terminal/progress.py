@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from stree.batch import BatchDecoder
+    from stree.engine import Decoder
+    from stree.generation import GenerationConfig
+    from stree.modes import Costs
 
 LINE_EVERY_S = 10.0
 
@@ -22,10 +28,15 @@ class EvaluationProgress:
     def __init__(self, stream: TextIO | None = None, enabled: bool = True) -> None:
         self.stream = stream or sys.stderr
         self.enabled = enabled
+        self._console: Console | None = None  # of the bar, while there is one
 
     def say(self, message: str) -> None:
-        if self.enabled:
+        if not self.enabled:
+            return
+        if self._console is None:
             print(message, file=self.stream, flush=True)
+        else:  # above the bar, which would be drawn over it
+            self._console.print(message, markup=False, highlight=False, emoji=False)
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[_Task]:
@@ -33,8 +44,12 @@ class EvaluationProgress:
         if not self.enabled or total == 0:
             yield _Task()
         elif self.stream.isatty():
-            with _Bar(Console(file=self.stream)) as progress:
-                yield _BarTask(progress, label, total)
+            self._console = Console(file=self.stream)
+            try:
+                with _Bar(self._console) as progress:
+                    yield _BarTask(progress, label, total)
+            finally:
+                self._console = None
         else:
             yield _LineTask(self.stream, label, total)
 
@@ -89,6 +104,23 @@ class _LineTask(_Task):
         left_s = (now - self.started) / self.done * (self.total - self.done)
         line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {clock(left_s)}"
         print(line, file=self.stream, flush=True)
+
+
+def measured_costs(
+    decoder: Decoder | BatchDecoder,
+    choice: str,
+    generation: GenerationConfig,
+    say: Callable[[str], None],
+) -> Costs:
+    """`measure_costs`, told before and after: with graphs of many rows and trees it takes long.
+    choice, the trees by their names; generation, what is going to be asked for."""
+    say(
+        f"measuring what steps cost, plain and with {choice}, at T = {generation.temperature:g}, "
+        "to choose by"
+    )
+    costs = decoder.measure_costs(generation=generation)
+    say(str(costs))
+    return costs
 
 
 @contextmanager

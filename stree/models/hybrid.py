@@ -309,6 +309,11 @@ class HybridModel(nn.Module):
         ]
         self._packed_at = self._addresses()
 
+    def pack_what_moved(self) -> None:
+        """`pack`, where weights were moved since."""
+        if self._addresses() != self._packed_at:
+            self.pack()
+
     def _addresses(self) -> list[int]:
         """Where the weights lie that are packed."""
         return [
@@ -442,8 +447,7 @@ class HybridModel(nn.Module):
         names; bound as in `tree_forward`; inputs (B, Q, D) are added to the embeddings, and
         features takes what a drafter reads of the nodes.
         """
-        if self._addresses() != self._packed_at:
-            self.pack()
+        self.pack_what_moved()
         used = cache.num_committed + first + (tokens if nodes is None else nodes).shape[-1]
         model: dict[str, Any] = dict(
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,

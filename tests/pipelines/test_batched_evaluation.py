@@ -358,6 +358,26 @@ def test_what_does_not_fit_names_the_batch(world, tmp_path):
         evaluation.evaluate(export(world, 10))
 
 
+def test_graphs_that_do_not_fit_leave_no_row_taken(world, tmp_path):
+    """Plain decoding's decoder goes on with the next checkpoint."""
+
+    class Large(BatchDecoder):
+        is_full = True
+
+        def prepare(self):
+            if Large.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    evaluation = quiet(
+        settings_for(world, tmp_path, batch_size=2, limit=1),
+        make_decoder=partial(Large, num_rows=2),
+    )
+    with pytest.raises(OutOfMemory, match="warm-up, batch_size 2"):
+        evaluation.evaluate(export(world, 1))
+    Large.is_full = False
+    assert len(evaluation.evaluate(export(world, 10))) == 3
+
+
 def test_a_conversation_that_outgrows_its_room_gets_more(world, tmp_path, batched, monkeypatch):
     """When those that are under way are finished."""
     made = []

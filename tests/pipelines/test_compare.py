@@ -11,6 +11,7 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree import metrics
+from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
 from stree.models.convert import load_config, save_model
@@ -171,6 +172,12 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
     monkeypatch.setattr(
         Modes, "choose", lambda self, rows: asked.append(rows) or choose(self, rows)
     )
+    timed, measure = [], BatchDecoder.measure_costs
+    monkeypatch.setattr(
+        BatchDecoder, "measure_costs", lambda self, **options: (
+            timed.append(options["generation"].temperature) or measure(self, **options)
+        ),
+    )  # fmt: skip
     drafter = str(export(world, 100))
     arms = [
         {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
@@ -186,6 +193,9 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
     assert {row.batch_size for row in rows} == {2} and rows[1].lossless.share == 1.0
     assert any(row.rows_per_call > 1 for row in rows if row.method == "chosen")
     assert set(asked) == {1, 2}
+    assert timed == [0.0, 1.0]  # of steps as they are then made
+    took_s = {row.measuring_costs_s for row in rows if row.method == "chosen"}
+    assert len(took_s) == 2 and None not in took_s
 
 
 def test_what_is_recorded_of_several_trees_holds_all_of_them():

@@ -617,7 +617,7 @@ def test_another_template_under_the_same_name_is_another_decoding(world, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["chain-2 or paper", "bandit chain-2 or paper"])
-def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name):
+def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name, capsys):
     eval_spec([
         "--target", str(world / "target"), "--checkpoint", str(export(world, 10)), "--tree", name,
         "--benchmarks", str(world / "talk.jsonl"), "--limit", "1", "--max_new_tokens", "8",
@@ -627,7 +627,11 @@ def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name):
     assert rows["stree"].tree.name == name and rows["stree"].lossless.share == 1.0
     assert rows["stree"].tree_shares.keys() <= {"plain", "chain-2", "paper"}
     assert sum(rows["stree"].tree_shares.values()) == pytest.approx(1.0)
-    assert rows["vanilla_sd"].tree_shares == {}
+    assert rows["vanilla_sd"].tree_shares == {} and rows["vanilla_sd"].measuring_costs_s is None
+    said = capsys.readouterr().err
+    assert f"measuring what steps cost, plain and with {name}, at T = 0, to choose by" in said
+    took_s = rows["stree"].measuring_costs_s
+    assert re.search(rf"a step of 1 row: plain .* ms; measured in {took_s:.1f} s\n", said)
     (told,) = [note for note in load_run(tmp_path).notes if name in note]
     assert all(tree in told for tree in rows["stree"].tree_shares)
 

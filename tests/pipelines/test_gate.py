@@ -199,8 +199,9 @@ def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
     def measured(decoder, *_):
         costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.modes.trees}
         decoder.modes.costs = Costs(costs)
+        return decoder.modes.costs
 
-    monkeypatch.setattr(Decoder, "measure_costs", lambda decoder: measured(decoder.batch))
+    monkeypatch.setattr(Decoder, "measure_costs", lambda each, **_: measured(each.batch))
     more = ["--tree", "chain-2 or chain-3", "--fail_below", TAU]
     benchmark_checkpoint(arguments(world, "fair", *more))
     told = summary(world)

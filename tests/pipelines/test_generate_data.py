@@ -279,9 +279,17 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     name = "chain-2 or paper"
     data = generate(workspace, tmp_path / "data", "--tree", name, "--compare", "1")
     said = capsys.readouterr().err
-    assert "measuring what steps cost, plain and with chain-2 or paper, to choose by" in said
-    assert re.search(r"a step of 4 rows: plain [\d.]+ ms, chain-2 [\d.]+ ms, paper [\d.]+ ms", said)
-    assert json.loads((data / "generation.json").read_text())["tree"].startswith(name)
+    assert (
+        "measuring what steps cost, plain and with chain-2 or paper, at T = 1, to choose by" in said
+    )
+    made = json.loads((data / "generation.json").read_text())
+    took_s = made["made_with"]["measuring_costs_s"]
+    assert re.search(
+        r"a step of 4 rows: plain [\d.]+ ms, chain-2 [\d.]+ ms, paper [\d.]+ ms; "
+        rf"measured in {took_s:.1f} s\n",
+        said,
+    )
+    assert made["tree"].startswith(name)
     assert [row["answer_tokens"] for row in rows_of(data)] == [
         row["answer_tokens"] for row in rows_of(whole)
     ]

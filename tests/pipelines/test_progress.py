@@ -24,8 +24,9 @@ label, detail = sys.argv[1:]
 progress = EvaluationProgress()
 progress.say("3 checkpoints")
 with progress.task(label, 4) as task:
-    for _ in range(3):
+    for number in range(3):
         task.advance(detail)
+        progress.say(f"said [b]during {number}[/b]")
 """
 
 
@@ -43,6 +44,8 @@ def test_a_terminal_shows_bar_count_time_left_and_the_figures(columns):
     assert shown.code == 0 and shown.lines[0] == "3 checkpoints"
     assert max(map(len, shown.lines)) <= columns
     at = max(index for index, line in enumerate(shown.lines) if line.startswith(LABEL))
+    said = [line for line in shown.lines if "during" in line]
+    assert said == [f"said [b]during {number}[/b]" for number in range(3)]
     bar, figures = shown.lines[at:]
     assert bar.count("━") + bar.count("╸") + bar.count("╺") == 20
     assert re.search(r" 3/4 ETA \d:\d\d:\d\d$", bar)

@@ -385,7 +385,7 @@ def test_settings_are_numbers(wrong):
 
 
 def test_an_eos_that_is_no_token_is_refused():
-    with pytest.raises(UsageError, match="eos_token_id 99999 is not among"):
+    with pytest.raises(UsageError, match="eos_token_id is 99999, wanted 0 to"):
         Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
 
 
@@ -509,7 +509,7 @@ def test_what_cannot_work_is_refused_at_start():
         decoder.generate([])
     with pytest.raises(UsageError, match="max_length of 260"):
         decoder.generate([1, 2, 3])
-    with pytest.raises(UsageError, match="wrong tokenizer"):
+    with pytest.raises(UsageError, match="the prompt has the token 61, wanted 0 to 60"):
         decoder.generate([61], GenerationConfig(4))
     with pytest.raises(UsageError, match="siblings"):
         Decoder(target, tiny_model(2, attn_layers=()), balanced([62]), max_length=99).generate(

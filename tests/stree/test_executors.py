@@ -4,6 +4,8 @@ Graphs and events need CUDA, so here a captured function simply runs whenever it
 the kernels run in Triton's interpreter.
 """
 
+import warnings
+
 import pytest
 import torch
 from captures import living_captures
@@ -105,6 +107,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
     assert len(decoder.executor.envelopes) > 3
 
 
+@pytest.mark.filterwarnings("ignore:steps of this decoder")
 def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
     before = living_captures()
     target = tiny_model(1, num_layers=1, attn_layers=())
@@ -121,6 +124,29 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
         assert living_captures() == kept  # what is used all the time stays
         request_of_another = Request([1], GenerationConfig(3), TokenTree.chain(8 + other))
         decoder.generate([request_of_another])
+
+
+def test_graphs_that_are_captured_again_are_warned_of_once(captured_on_cpu, monkeypatch):
+    """Not for shapes that come once, however many, nor for weights that moved."""
+    target = tiny_model(1, num_layers=1, attn_layers=())
+    monkeypatch.setattr("stree.executors.MAX_KEPT", MAX_KEPT)
+    decoder = BatchDecoder(target, target, num_rows=1, max_length=64, max_nodes=20)
+
+    def decode(depth: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            decoder.generate([Request([1, 2, 3], GenerationConfig(4), TokenTree.chain(depth))])
+        return [str(each.message) for each in caught]
+
+    assert [decode(depth) for depth in range(1, 2 * MAX_KEPT)] == [[]] * (2 * MAX_KEPT - 1)
+    for weight in target.parameters():
+        weight.data = weight.data.clone()
+    assert decode(1) == []
+    for depth in range(2, MAX_KEPT + 2):
+        assert decode(depth) == []
+    (warning,) = decode(1)
+    assert f"more shapes than the {MAX_KEPT} whose CUDA graphs are kept" in warning
+    assert decode(2) == [] and len(decoder.executor.envelopes) == MAX_KEPT
 
 
 def test_one_envelope_serves_all_settings_and_all_trees_of_a_shape(captured_on_cpu):
@@ -157,6 +183,8 @@ def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
         assert not now & old and len(now) == 2
         old = now
         assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
+        decoder.generate([1, 2, 3], generation)
+        assert living_captures() - before == now  # once
         del held
 
 

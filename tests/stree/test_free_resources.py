@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stree import free_resources
 from stree.free_resources import free_memory_bytes, granted_memory_bytes
@@ -58,3 +59,18 @@ def test_the_host_has_no_more_than_its_groups_grant(monkeypatch):
     assert free_memory_bytes(False) > 7
     monkeypatch.setattr(free_resources, "granted_memory_bytes", lambda: iter([2**60, 7]))
     assert free_memory_bytes(False) == 7
+
+
+def test_what_the_allocator_holds_without_using_it_is_free(monkeypatch):
+    """But not what it holds for graphs, nor what another GPU has."""
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": 8 * GIB, "active_size": GIB}
+        for device, pool in ((0, (0, 0)), (1, (0, 0)), (1, (0, 2)))
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert free_memory_bytes(True) == GIB + 7 * GIB
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert free_memory_bytes(True) == GIB

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,6 +231,22 @@ def test_no_graph_is_captured_while_an_answer_is_timed(captured_on_cpu, trees):
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
     assert {len(made[0]), len(set(envelopes))} == {2 * len(modes.trees) - 1}
     assert made == [set(envelopes)] and out.stats.num_calls > 3 * len(modes.trees)
+
+
+def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
+    """Sampling and what goes with it takes time for each node, so that a large tree loses by it."""
+    target, generation = tiny_model(1), GenerationConfig(20)
+    sampled = replace(generation, temperature=1.0, top_p=0.9, repetition_penalty=1.3)
+    asked = Request([1, 2, 3], sampled)
+    plain = Decoder(target).generate(asked.prompt_ids, sampled)
+    for measured, is_so in ((sampled, True), (generation, False)):
+        decoder = BatchDecoder(
+            target, right_now_and_then(target), Modes([CHAIN, WIDE]), num_rows=1, max_length=96
+        )
+        decoder.measure_costs(num_steps=1, generation=measured)
+        # sampled, leaving tokens out, putting them in order, penalised
+        assert {key[3:7] for key in decoder.executor.envelopes} == {(is_so,) * 4}
+        assert decoder.generate([asked])[0].tokens == plain.tokens
 
 
 def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):

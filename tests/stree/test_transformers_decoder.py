@@ -550,3 +550,13 @@ def test_buffers_serve_calls_that_fit_them(granite):
         torch.cat([ids, ids]), attention_mask=torch.cat([mask, mask]), max_new_tokens=4
     )
     assert decoder._batch is not kept and decoder._batch.num_rows == 6
+
+
+def test_a_prompt_that_is_refused_leaves_no_row_taken(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((6, 6))
+    foreign = ids.clone()
+    foreign[1, 2] = VOCAB
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"the prompt has the token {VOCAB}"):
+            decoder.generate(foreign, max_new_tokens=4)
+    assert_same(granite, decoder, ids, max_new_tokens=4, do_sample=False)
