@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from stree.batch import BatchDecoder
+from stree.drafters.model import Drawing
 from stree.engine import Decoder
 from stree.errors import UsageError
 from stree.generation import GenerationConfig
@@ -111,7 +112,7 @@ class Decoders:
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """The model that drafts, alone and by the target's tokens; None where none does."""
         made = self._drafter(drafter) if drafter is not None else None
-        return made if isinstance(made, HybridModel) else None
+        return made.model if isinstance(made, Drawing) else None
 
     @property
     def room(self) -> Room | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stree.drafters.naming import DrafterName
 from stree.errors import NotFound
 from stree.growths import BANDIT
 from stree_pipelines.bench_report import read_rows
@@ -341,9 +342,8 @@ def _tree_name(row: ResultRow) -> str | None:
 
 def _is_model(row: ResultRow) -> bool:
     """Whether a model alone drafts, and nothing but the row's verifier is out of the ordinary."""
-    drafter = row.checkpoint or "ngram"
-    others = "ngram" in drafter or drafter.startswith(("text:", "float8:"))
-    return not others and row.backtracking != "joint"
+    is_plain = row.checkpoint is not None and DrafterName.parse(row.checkpoint).is_plain
+    return is_plain and row.backtracking != "joint"
 
 
 def _is_png(row: ResultRow) -> bool:
