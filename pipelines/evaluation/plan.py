@@ -149,9 +149,9 @@ def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
     """Raises UsageError for a tree that grows with what fills trees of one shape."""
     if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.grows:
         raise UsageError(
-            f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and drafters of "
-            "another tokenizer and independent siblings, which may be alike, do, take paper, "
-            "chain-N or png-N-D"
+            f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and so do "
+            "drafters of another tokenizer and independent siblings, which may be alike; take "
+            "paper, chain-N or png-N-D"
         )
 
 

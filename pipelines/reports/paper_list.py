@@ -107,9 +107,10 @@ PAPERS: dict[str, Sequence[Entry]] = {
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_3, "STree, Table 3: speed in tokens/s, and τ")),
         Entry("stree-figure-4", "speed and τ against temperature", RTX_3090,
-              CHAT_PAIR + "; the figure's values are not in the text. Ours draws the drafts that "
-              "`naive` judges: of a chain it accepts Σ p·q, where the paper's drafts are the "
-              "drafter's top k, accepted with the sum of their p", COMPARE, POLICIES,
+              CHAT_PAIR + "; the figure's values are not in the text. The paper's `naive` judges "
+              "the drafter's top k, accepted with the sum of their p: so do rows of `top:FOLDER`, "
+              "in columns of their own where there are any; the others' drafts are drawn, and of a "
+              "chain Σ p·q is accepted", COMPARE, POLICIES,
               paper_tables.stree_figure_4),
         Entry("stree-table-4", "five static trees", RTX_3090,
               CHAT_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
