@@ -152,9 +152,9 @@ class BatchDecoder:
             verifiers.require_tree(self.verifier, each)
             if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
                 raise UsageError(
-                    f"{type(drafter).__name__} fills trees of one shape, {each} grows by how "
-                    "probable siblings are that a model draws, no two alike: take paper, chain-N "
-                    "or png-N-D"
+                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
+                    "whose siblings are no two alike, and grows by their probabilities: take "
+                    "paper, chain-N or png-N-D"
                 )
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
