@@ -11,9 +11,11 @@ CHAT_DATA  := --data.train $(CHAT_TRAIN) --data.valid $(CHAT_VALID) --data.limit
 
 # What a file's tests share is made once when one worker has them all; in tests/conftest.py's order
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-# Every process of a test imports hundreds of modules: none compiles them anew, even where the
-# environment forbids to keep what was compiled, as in many containers
-QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+QUICK := OMP_NUM_THREADS=1
+# Python compiles a module when it is first imported: all that is imported is a quarter of what is
+# installed, and pip would compile it all. It is kept even where the environment forbids to, as in
+# many containers, or every process would compile it anew
+export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:  # two of them would set up the same environment
 
@@ -59,11 +61,9 @@ check: $(VENV)/ready-dev  ## lint and types
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0 --editable .
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable .
 	touch $@
 
-# Python compiles what the tests import when they do, which is a quarter of all modules: pip would
-# compile them all, as it does above for commands of whoever may keep nothing that was compiled
 $(VENV)/ready-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable '.[dev]'

@@ -21,11 +21,15 @@ KERNELS = {
 }  # fmt: skip
 
 
-def test_all_kernels_compile(tmp_path):
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["--more"], marks=pytest.mark.long)], ids=["quick", "more"]
+)
+def test_all_kernels_compile(more, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
+    options = ["--nodes", "16", "--spills", "gated_delta|pairs|scaled|_scan", *more]
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled|_scan"],
+        [sys.executable, SCRIPT, *options],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

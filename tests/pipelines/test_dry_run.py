@@ -540,7 +540,13 @@ def test_of_the_target_s_pass_and_the_drafter_s_the_fuller_counts():
     assert "activations" in later and "target's activations" not in later
 
 
-@pytest.mark.parametrize("config", [CONFIG, GATED_DELTA], ids=["mamba", "gated-delta"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONFIG, id="mamba"),
+        pytest.param(GATED_DELTA, id="gated-delta", marks=pytest.mark.long),
+    ],
+)
 def test_compiled_layers_keep_what_pytorch_s_partition_keeps(config):
     """The same count on the model itself, with real tensors."""
     torch._dynamo.reset()

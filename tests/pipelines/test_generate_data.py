@@ -295,11 +295,15 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
     ]
 
 
+def in_the_long_lane(form: str):
+    return pytest.param(form, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "form",
     [
-        "ngram:3", "float8:{}", "text:{}", "{}+ngram:3", "float8:{}+ngram:3", "independent:{}",
-        "top:{}",
+        "ngram:3", "float8:{}", "{}+ngram:3", "independent:{}", in_the_long_lane("text:{}"),
+        in_the_long_lane("float8:{}+ngram:3"), in_the_long_lane("top:{}"),
     ],
 )  # fmt: skip
 def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, whole, tmp_path):

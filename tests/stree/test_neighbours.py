@@ -102,7 +102,7 @@ def in_company(kernels, model, num_rows, num_nodes, mine):
     return one[mine], other[mine]
 
 
-@pytest.mark.parametrize("num_rows", long_in_the_interpreter(2, 4, 8, 16, quick=[4]))
+@pytest.mark.parametrize("num_rows", long_in_the_interpreter(2, 4, 8, 16, quick=[2]))
 @pytest.mark.parametrize("num_nodes", [1, 5], ids=["plain", "tree"])
 @each_model
 def test_at_one_envelope_nothing_depends_on_what_neighbours_hold(
