@@ -72,7 +72,7 @@ def test_a_history_decides_alone():
     assert first == second != played(Bandit(TREES, COSTS), accepted, 300, seed=1)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whatever_it_takes_tokens_are_plain_decodings(graphs, request):
     """Trees that grow among them; with graphs, a step is chosen before the last one is known."""
     if graphs:

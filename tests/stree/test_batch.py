@@ -100,7 +100,7 @@ class AnyTree(Modes):
 
 
 @pytest.mark.parametrize(
-    ("count", "num_rows"), [(40, 9), pytest.param(200, 32, marks=pytest.mark.long)]
+    ("count", "num_rows"), [(24, 9), pytest.param(200, 32, marks=pytest.mark.long)]
 )
 def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
     """Of all temperatures, lengths and arrival times: token for token as one after the other."""

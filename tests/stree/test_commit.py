@@ -49,7 +49,7 @@ PROMPT_LENGTHS = [1, 2, 7, 8, 9]  # below the conv; around a chunk of 8
 @pytest.mark.parametrize(
     "prompt_length, dtype",
     quick_first(
-        [(1, torch.float64), (8, torch.float64), (9, torch.float64), (8, torch.float32)],
+        [(9, torch.float64), (8, torch.float32)],
         [(length, dtype) for length in PROMPT_LENGTHS for dtype in TOLERANCE],
     ),
 )

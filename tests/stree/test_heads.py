@@ -68,12 +68,11 @@ def drafters() -> tuple[HybridModel, HybridModel, HybridModel]:
 
 @pytest.mark.parametrize(
     "tree, verifier",
-    [
-        (TokenTree.paper(), "coupled"), (BeamTree.of(3, 3, 9), "coupled"),
-        (TokenTree((-1, 0, 0, 1)), "multi_step"), (TokenTree.chain(3), "traversal"),
-    ],
-    ids=["paper", "grown", "multi-step", "chain"],
-)  # fmt: skip
+    quick_first(
+        [(BeamTree.of(3, 3, 9), "coupled"), (TokenTree((-1, 0, 0, 1)), "multi_step")],
+        [(TokenTree.paper(), "coupled"), (TokenTree.chain(3), "traversal")],
+    ),
+)
 def test_it_drafts_as_its_masked_twin_does(tree, verifier):
     """Token for token and call for call, in batches of all settings; `coupled` gives plain
     decoding's text. Noise of a column in place of its token's would show in what is accepted."""

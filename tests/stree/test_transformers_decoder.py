@@ -450,7 +450,10 @@ def test_drafters(granite, kind, tmp_path):
     assert isinstance(decoder.target, HybridModel)
 
 
-@pytest.mark.parametrize("name", ["chain-2 or paper", "bandit chain-2 or paper"])
+@pytest.mark.parametrize(
+    "name",
+    ["chain-2 or paper", pytest.param("bandit chain-2 or paper", marks=pytest.mark.long)],
+)
 def test_a_tree_may_be_chosen_step_by_step(granite, name):
     drafter = slice_drafter(shared_model(granite), [0, 2])
     decoder = stree.from_transformers(granite, drafter, name)
