@@ -34,6 +34,7 @@ from stree.models.shared import shared_model
 from stree.modes import Modes, deepest_of, length_to_time
 from stree.prompts import prompts_of
 from stree.requests import Request
+from stree.room import Room
 from stree.settings import end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
@@ -145,6 +146,12 @@ class TransformersDecoder:
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree)
         return f"TransformersDecoder({models}, {placed(self.target)})"
+
+    @property
+    def room(self) -> Room | None:
+        """How many sequences the last call had buffers for, how many more there is memory for, and
+        why; None before the first. A call with more, or longer ones, makes larger buffers."""
+        return None if self._batch is None else self._batch.room
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Any:
         """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
