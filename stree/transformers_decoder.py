@@ -284,8 +284,11 @@ class TransformersDecoder:
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
-            if isinstance(self.tree, Modes) and not self.tree.costs.are_of(num_rows):
-                batch.measure_costs(generation=requests[0].generation)
+            asked = requests[0].generation
+            if isinstance(self.tree, Modes) and self.tree.costs.misfit(
+                self.target, self.tree.trees, asked.temperature, num_rows
+            ):
+                batch.measure_costs(generation=asked)
             self._batch = batch
         return batch
 
