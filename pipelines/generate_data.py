@@ -21,13 +21,13 @@ import torch
 
 from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.drafters.model import Drawing
 from stree.drafters.naming import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, exit_with_reason
 from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
-from stree.models.hybrid import HybridModel
 from stree.modes import Modes, context_of, deepest_of, largest_of, room_to_time, trees_of
 from stree.tokenizer import fingerprint, load_tokenizer
 from stree.tree import TokenTree
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def load_drafter(
     called: str, device: torch.device, dtype: torch.dtype, tokenizer: Any
-) -> HybridModel | NGram | Retokenised:
+) -> Drawing | NGram | Retokenised:
     name = DrafterName.parse(called)
     model = None if name.folder is None else load_model(name.folder, device, dtype)
     return name.make(model, tokenizer)

@@ -20,7 +20,7 @@ from stree.clock import PhaseClock
 from stree.costs import Costs
 from stree.description import counted, described, placed
 from stree.drafters import Drafter
-from stree.drafters.model import ModelDrafter
+from stree.drafters.model import Drawing, ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
@@ -91,7 +91,7 @@ class BatchDecoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | Modes | str | None = None,
         *,
         num_rows: int = 8,
@@ -110,9 +110,11 @@ class BatchDecoder:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         else:
             tree = as_growth(tree)
-        model = drafter.model if isinstance(drafter, NGram) else drafter
+        if isinstance(drafter, HybridModel):
+            drafter = Drawing(drafter)
+        model = drafter.model if isinstance(drafter, Drawing | NGram) else None
         self._num_drafted = target.config.vocab_size
-        if isinstance(model, HybridModel):
+        if model is not None:
             require_partners(target, model)
             self._num_drafted = model.config.head_size
         self.modes = tree if isinstance(tree, Modes) else None
@@ -137,12 +139,10 @@ class BatchDecoder:
             f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
             f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
         ):
-            if isinstance(drafter, HybridModel):
+            if isinstance(drafter, Drawing | NGram | Retokenised):
                 read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
                 most = max([self.max_nodes, *read])
-                drafter = ModelDrafter(drafter, num_rows, max_length, most)
-            elif isinstance(drafter, NGram | Retokenised):
-                drafter = drafter.for_decoder(target, num_rows, max_length, self.max_nodes)
+                drafter = drafter.for_decoder(target, num_rows, max_length, most)
             self.cache = new_cache(max_length, self.max_nodes, num_rows)
         self.cache.variant.copy_(torch.arange(num_rows))
         if drafter is not None and not hasattr(drafter, "draft"):
@@ -152,8 +152,9 @@ class BatchDecoder:
             verifiers.require_tree(self.verifier, each)
             if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
                 raise UsageError(
-                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model: "
-                    "take paper, chain-N or png-N-D"
+                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
+                    "whose siblings are no two alike, and grows by their probabilities: take "
+                    "paper, chain-N or png-N-D"
                 )
         self.target, self.drafter, self.tree = target, drafter, tree
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer

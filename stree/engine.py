@@ -16,6 +16,7 @@ from stree.clock import PAUSED, PhaseClock
 from stree.costs import Costs
 from stree.description import described, placed
 from stree.drafters import Drafter
+from stree.drafters.model import Drawing
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
@@ -57,7 +58,7 @@ class Decoder:
     def __init__(
         self,
         target: Any,
-        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | Modes | str | None = None,
         *,
         max_length: int = 2048,
@@ -243,7 +244,7 @@ def generate(
     inputs: Any,
     generation_config: Any = None,
     *,
-    drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
     tree: TokenTree | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

@@ -49,6 +49,12 @@ class Level:
         in no step."""
         return self.nodes.clamp(min=0).int() * FAR if unshared else self.depths
 
+    def noise_of_each(self, unshared: bool) -> Tensor:
+        """(B, n, k) int32, the same where siblings are drawn independently: each where no other
+        node has it, in no step, but the first, if shared, where the target's own is."""
+        noise = self.places.clamp(min=0).int() * FAR
+        return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
+
 
 @dataclass
 class Forest:

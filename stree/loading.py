@@ -22,10 +22,10 @@ from stree.growths import as_growth, choice_of, refuse_unknown
 from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
 from stree.models.parts import has_products_in_8_bits
-from stree.modes import Modes, largest_of
+from stree.modes import Modes, largest_of, trees_of
 from stree.speculation_profile import FOLDER, load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
-from stree.tree import TokenTree
+from stree.tree import BeamTree, TokenTree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -53,7 +53,9 @@ def load(
         drafter: The same; or n-grams, alone or with a checkpoint: `ngram`, `ngram:CONTEXT`,
             `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or `text:FOLDER`, a
             checkpoint with another tokenizer (`stree.drafters.retokenised`). Ahead of a name with a
-            folder, `float8:` has the model draft with its head in 8 bits. None decodes plainly.
+            folder, `float8:` has the model draft with its head in 8 bits, `independent:` has it
+            draw each sibling from all of its distribution, and `top:` has it draft its best tokens
+            (`stree.drafters.model.Drawing`). None decodes plainly.
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
             (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
             are timed here, unless the choice has costs of such steps: of this device, in this
@@ -208,22 +210,25 @@ def _measured(
         return _Measured(asked, plain, remark=remark)
     form = found.drafter or FOLDER
     measured, remark = replace(DrafterName.parse(form), folder=asked.folder), ""
-    if asked.float8 and asked != measured:
-        measured, remark = asked, f"its profile was measured with {form}, not float8:{FOLDER}"
+    if not asked.is_plain and asked != measured:
+        measured = asked
+        remark = f"its profile was measured with {form}, not {asked.shown(FOLDER)}"
     elif measured.float8 and not has_products_in_8_bits(device):
         measured = replace(measured, float8=False)
         remark = f"its profile recommends {form}, but GPUs of before compute capability 8.9 have "
         remark += "no products in 8 bits: it drafts with its head as it is stored"
-    how = found.verifier, found.backtracking, remark
-    if choice_of(found.tree.name) is None:
-        return _Measured(measured, found.tree.to_token_tree(), *how)
-    try:
-        growth = as_growth(found.tree.name)
-    except NotFound as error:  # a file's tree, of which a profile has no shape
-        return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
-    if isinstance(growth, Modes) and found.costs is not None and not remark:
-        growth.costs = Costs.of_record(found.costs)
-    return _Measured(measured, growth, *how)
+    tree: TokenTree | Modes = found.tree.to_token_tree()
+    if choice_of(found.tree.name) is not None:
+        try:
+            tree = as_growth(found.tree.name)
+        except NotFound as error:  # a file's tree, of which a profile has no shape
+            return unmeasured._replace(remark=f"its profile recommends {error}; {otherwise}")
+    if not measured.grows and any(isinstance(each, BeamTree) for each in trees_of(tree)):
+        remark += f", and {found.tree.name} grows, for siblings no two of which are alike"
+        return unmeasured._replace(remark=f"{remark}: {otherwise}")
+    if isinstance(tree, Modes) and found.costs is not None and not remark:
+        tree.costs = Costs.of_record(found.costs)
+    return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:

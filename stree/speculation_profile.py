@@ -26,7 +26,10 @@ Interval = tuple[float, float]  # 95 %, bootstrap over prompts
 FOLDER = "FOLDER"
 Form = Annotated[
     str,
-    Field(pattern=rf"^(float8:)?(text:{FOLDER}|{FOLDER}(\+ngram:[1-9][0-9]{{0,3}})?)$"),
+    Field(
+        pattern=rf"^(float8:)?(text:{FOLDER}|(independent:|top:)?{FOLDER}"
+        r"(\+ngram:[1-9][0-9]{0,3})?)$"
+    ),
 ]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from stree.batch import BatchDecoder
 from stree.description import described, placed
 from stree.drafters import Drafter
+from stree.drafters.model import Drawing
 from stree.drafters.naming import DrafterName
 from stree.drafters.ngram import NGram
 from stree.drafters.retokenised import Retokenised
@@ -66,8 +67,8 @@ def from_transformers(
     Args:
         model: Of any supported family, loaded by transformers on one device. Its tensors are shared
             (`stree.models.shared`).
-        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams), a model of ours
-            or of transformers. None decodes plainly.
+        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams, `top:FOLDER`), a
+            model of ours or of transformers. None decodes plainly.
         tree: A tree, a choice among several, or a name of either, as in `stree.load` (default with
             a drafter: the paper's).
         verifier: As in `stree.load`.
@@ -100,14 +101,16 @@ def _require_tensor(ids: Any) -> None:
     )
 
 
-def _drafter(given: Any, target: HybridModel) -> HybridModel | NGram | Retokenised | Drafter | None:
+def _drafter(
+    given: Any, target: HybridModel
+) -> HybridModel | Drawing | NGram | Retokenised | Drafter | None:
     if isinstance(given, str | os.PathLike):
         name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
         own = None
         if name.folder is not None:
             own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
         return name.make(own, None)
-    made = HybridModel | NGram | Retokenised
+    made = HybridModel | Drawing | NGram | Retokenised
     if given is None or isinstance(given, made) or hasattr(given, "draft"):
         return given
     return shared_model(given)
@@ -123,7 +126,7 @@ class TransformersDecoder:
         self,
         model: Any,
         target: HybridModel,
-        drafter: HybridModel | NGram | Retokenised | Drafter | None = None,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
         tree: TokenTree | Modes | None = None,
         verifier: str | Verifier = "coupled",
         *,

@@ -84,11 +84,11 @@ def load_benchmark(
 
 
 def _name(path: Path, prompts: list[BenchmarkPrompt]) -> str:
+    if path.name != CORPUS_PROMPTS:
+        return path.stem
     if all(prompt.id.startswith(CORPUS_PREFIX) for prompt in prompts):
         return CORPUS_BENCHMARK
-    if path.name == CORPUS_PROMPTS:  # everybody's name for such a file
-        return f"{path.resolve().parent.name}_{path.stem}"
-    return path.stem
+    return f"{path.resolve().parent.name}_{path.stem}"  # everybody's name for such a file
 
 
 def find_benchmark(name_or_path: str, directory: str | Path | None = None) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from stree.batch import BatchDecoder
 from stree.costs import Costs
 from stree.description import dtype_name
+from stree.drafters.model import Drawing
 from stree.engine import Decoder
 from stree.errors import UsageError
 from stree.generation import GenerationConfig
@@ -113,7 +114,7 @@ class Decoders:
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
         """The model that drafts, alone and by the target's tokens; None where none does."""
         made = self._drafter(drafter) if drafter is not None else None
-        return made if isinstance(made, HybridModel) else None
+        return made.model if isinstance(made, Drawing) else None
 
     @property
     def room(self) -> Room | None:

@@ -147,10 +147,11 @@ def choices_of(tree: TokenTree) -> tuple[TokenTree, ...]:
 
 def require_fillable(tree: TokenTree, drafter: DrafterName) -> None:
     """Raises UsageError for a tree that grows with what fills trees of one shape."""
-    if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.is_folder:
+    if any(isinstance(each, BeamTree) for each in choices_of(tree)) and not drafter.grows:
         raise UsageError(
-            f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and drafters of "
-            "another tokenizer do, take paper, chain-N or png-N-D"
+            f"{tree.name} grows, with {drafter}: n-grams fill trees of one shape, and so do "
+            "drafters of another tokenizer and independent siblings, which may be alike; take "
+            "paper, chain-N or png-N-D"
         )
 
 
@@ -162,6 +163,7 @@ def form_sha256(name: DrafterName, model_sha256: str | None, corpus: str = "") -
         "corpus": hashlib.sha256(corpus.encode()).hexdigest(),
         **({"retokenised": True} if name.retokenised else {}),
         **({"head": "float8"} if name.float8 else {}),
+        **({} if name.draws_in_turn else {"siblings": name.siblings.name}),
     })  # fmt: skip
 
 

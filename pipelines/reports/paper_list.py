@@ -17,10 +17,15 @@ H100 = "docs/results/h100-step"
 CHATS, LENGTHS = "docs/results/h200-sharegpt/c156214", "docs/results/h200-long"
 DRAFTING = f"{LENGTHS}/drafting"
 POLICIES = "docs/results/h200-policies"
-PAPER_TREES = f"{POLICIES}/paper-trees"
+PAPER_TREES = "docs/results/cpu-policies/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
-TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml",)
+TREES = (
+    "python pipelines/compare.py configs/compare/paper-trees.yaml "
+    "--target checkpoints/python-docs-hybrid --drafter runs/quickstart/drafter/latest "
+    "--dtype float32 --device cpu --repetition_penalty 1.2 --max_new_tokens 64 --limit 10 "
+    "--out OUT",
+)
 TOKENIZERS = ("python pipelines/compare.py configs/compare/tokenizers.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
 LONG = (
@@ -36,6 +41,11 @@ LENGTHS_OF_DRAFTS = (
     '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"',
 )
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is named below"
+CPU_PAIR = (
+    "ours is the quickstart's 7 M hybrid and its drafter on two CPU cores, up to 64 tokens, with a "
+    "repetition penalty of 1.2 (without `--target` and what follows the command is of the 73 M "
+    "hybrid of `make chat` on a GPU)"
+)
 RANDOM = "ours has random weights of those shapes"
 RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
 A100, RTX_4090 = "A100 40GB", "RTX 4090"
@@ -107,12 +117,13 @@ PAPERS: dict[str, Sequence[Entry]] = {
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_3, "STree, Table 3: speed in tokens/s, and τ")),
         Entry("stree-figure-4", "speed and τ against temperature", RTX_3090,
-              CHAT_PAIR + "; the figure's values are not in the text. Ours draws the drafts that "
-              "`naive` judges: of a chain it accepts Σ p·q, where the paper's drafts are the "
-              "drafter's top k, accepted with the sum of their p", COMPARE, POLICIES,
+              CHAT_PAIR + "; the figure's values are not in the text. The paper's `naive` judges "
+              "the drafter's top k, accepted with the sum of their p: so do rows of `top:FOLDER`, "
+              "in columns of their own where there are any; the others' drafts are drawn, and of a "
+              "chain Σ p·q is accepted", COMPARE, POLICIES,
               paper_tables.stree_figure_4),
         Entry("stree-table-4", "five static trees", RTX_3090,
-              CHAT_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
+              CPU_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
               "figure of their shapes is not in the text: configs/trees has ours", TREES,
               PAPER_TREES, paper_tables.stree_4),
         Entry("stree-table-5", "shares of attention layers in the target", RTX_3090, RANDOM +
@@ -131,7 +142,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_7, "STree, Table 7: speed in tokens/s, and τ")),
         Entry("stree-table-8", "static and grown trees", RTX_3090,
-              CHAT_PAIR + f". {paper_tables.ALL_BEAMS} has M = 3 and N = 4 and verifies all that "
+              CPU_PAIR + f". {paper_tables.ALL_BEAMS} has M = 3 and N = 4 and verifies all that "
               "was drawn, 9 tokens a level after the first; the paper keeps all, too, and says "
               "that a level has M. The bracket of its static tree is 1.75x here and 1.74× in "
               "Table 3", TREES, PAPER_TREES, paper_tables.stree_8),
@@ -198,13 +209,14 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "is the first one whose drafts are handed over as text all the same", TOKENIZERS,
               "docs/results/cpu-tokenizers", paper_tables.drafters_4),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
-              CHAT_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
+              CPU_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),
         Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
-              CHAT_PAIR + "; ours on MT-Bench, which the paper does not name here; no Transformer "
-              "drafter is distilled here", TREES, PAPER_TREES, paper_tables.drafters_6),
+              CPU_PAIR + "; ours on MT-Bench, which the paper does not name here. A "
+              "Transformer drafter is [beside a Mamba-2 one](results/cpu-rival/README.md) with "
+              "another tree", TREES, PAPER_TREES, paper_tables.drafters_6),
         Entry("drafters-table-7", "a search over trees", RTX_4090,
-              CHAT_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
+              CPU_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
               "the paper's has a constant, and it goes on from prompt to prompt. The fixed tree is "
               "(3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its Table 7. "
               "Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stree.drafters import Drawn
+from stree.drafters.naming import DrafterName
 from stree.errors import NotFound
 from stree.growths import BANDIT
 from stree_pipelines.bench_report import read_rows
@@ -160,18 +162,21 @@ def stree_8(folder: Path) -> Made:
 
 
 def stree_figure_4(folder: Path) -> Made:
+    drawn, top = Drawn.WITHOUT_REPLACEMENT, Drawn.POINT
     ways = {
-        "Vanilla SD": ("chain-4", "multi_step"), "STree, MSS": ("paper", "multi_step"),
-        "STree, naive": ("paper", "naive"),
+        "Vanilla SD": ("chain-4", "multi_step", drawn),
+        "STree, MSS": ("paper", "multi_step", drawn),
+        "STree, naive": ("paper", "naive", drawn), "STree, naive, top k": ("paper", "naive", top),
     }  # fmt: skip
-    rows = [row for row in _arms(folder) if row.benchmark == "mt_bench" and _is_model(row)]
     found = {
         (name, row.temperature): row
-        for name, way in ways.items()
-        for row in rows
-        if row.tree and (row.tree.name, row.verifier) == way
-    }
+        for name, (*way, siblings) in ways.items()
+        for row in _arms(folder)
+        if row.benchmark == "mt_bench" and _is_model(row, siblings)
+        and [_tree_name(row), row.verifier] == way
+    }  # fmt: skip
     require_rows(found, "mt_bench", folder)
+    ways = {name: way for name, way in ways.items() if name in {each for each, _ in found}}
     lines: list[Cells] = [("T", *(f"{name}, {w}" for name in ways for w in ("speed", "τ")))]
     for temperature in sorted({temperature for _, temperature in found}):
         cells = [_speed_and_tau(found.get((name, temperature))) for name in ways]
@@ -339,11 +344,12 @@ def _tree_name(row: ResultRow) -> str | None:
     return row.tree.name if row.tree else None
 
 
-def _is_model(row: ResultRow) -> bool:
-    """Whether a model alone drafts, and nothing but the row's verifier is out of the ordinary."""
-    drafter = row.checkpoint or "ngram"
-    others = "ngram" in drafter or drafter.startswith(("text:", "float8:"))
-    return not others and row.backtracking != "joint"
+def _is_model(row: ResultRow, siblings: Drawn = Drawn.WITHOUT_REPLACEMENT) -> bool:
+    """Whether a model alone drafts that draws siblings so, and nothing but the row's verifier is
+    out of the ordinary."""
+    name = DrafterName.parse(row.checkpoint or "ngram")
+    alone = name == DrafterName(name.folder, siblings=siblings)
+    return alone and row.backtracking != "joint"
 
 
 def _is_png(row: ResultRow) -> bool:

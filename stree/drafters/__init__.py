@@ -18,7 +18,7 @@ class Drawn(Enum):
     POINT = "each token as if from a distribution that has no other"
     WITHOUT_REPLACEMENT = "siblings one after the other from what is left of the drafter's"
     INDEPENDENT = "siblings each from all of the drafter's, some of them perhaps alike"
-    MIXED = "some of the siblings without replacement, the others as points"
+    MIXED = "some of the siblings from the drafter's distribution, the others as points"
 
 
 @dataclass

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
-from stree.forest import Forest
+from stree.forest import Forest, Level
 from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
-from stree_kernels.shapes import Stream, Topology
+from stree_kernels.shapes import Sampling, Stream, Topology
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A model drafter to be, for any decoder.
+
+    Args: model, of the target's vocabulary; siblings, how it draws them: without replacement;
+    independently, each from all of its distribution (SpecInfer); or as points, its most probable
+    tokens whatever the temperature (STree).
+    """
+
+    model: HybridModel
+    siblings: Drawn = Drawn.WITHOUT_REPLACEMENT
+
+    def for_decoder(
+        self, target: Any, num_rows: int, max_length: int, max_nodes: int
+    ) -> ModelDrafter:
+        return ModelDrafter(self.model, num_rows, max_length, max_nodes, self.siblings)
 
 
 class ModelDrafter:
@@ -22,14 +43,24 @@ class ModelDrafter:
     nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
     certain tokens reaches its states. A model that reads features (`stree.models.features`) has
     those of the target at certain tokens, further down the draft its own hidden states or none.
+
+    At temperature 0 siblings are its most probable tokens, however they are drawn else.
     """
 
-    drawn = Drawn.WITHOUT_REPLACEMENT
     capturable = True
-    grows = True
 
-    def __init__(self, model: HybridModel, num_rows: int, max_length: int, max_nodes: int) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: HybridModel,
+        num_rows: int,
+        max_length: int,
+        max_nodes: int,
+        siblings: Drawn = Drawn.WITHOUT_REPLACEMENT,
+    ) -> None:
+        self.model, self.siblings = model, siblings
+        self.drawn = siblings
+        # What trees grow by are values of siblings that differ
+        self.grows = siblings is not Drawn.INDEPENDENT
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
@@ -97,6 +128,9 @@ class ModelDrafter:
         self, rows: Rows, forest: Forest, longest: int, bound: int, keep_logits: bool
     ) -> Proposal:
         batch, model = len(rows.active), self.model
+        if self.siblings is Drawn.POINT:  # the best tokens; what sampling leaves out is no matter
+            rows, keep_logits = replace(rows, sampled=False, filtered=False), False
+        independent = self.siblings is Drawn.INDEPENDENT
         cache, width = self.cache.narrow(0, batch), model.config.d_conv
         bound = min(bound + max(longest, forest.num_drawn_from), cache.num_slots)
         chains = self._chains_of(batch, longest)
@@ -124,7 +158,8 @@ class ModelDrafter:
                 hidden = model.tree_stream(call)
                 read += count
             chosen = (
-                level.noise_at(keep_logits), rows.sampling, level.places, tokens,
+                level.noise_at(keep_logits), None if independent else rows.sampling, level.places,
+                tokens,
                 finite[:, drawn : drawn + count], level.nodes, forest.values,
             )  # fmt: skip
             if rows.leaves_out:
@@ -133,13 +168,33 @@ class ModelDrafter:
                 ops.choose_children(logits, *chosen, model.head_ids)
             else:
                 logits = model.draw_children(hidden, *chosen)
+            if independent and rows.sampling is not None:
+                self._draw_each(logits, level, rows, rows.sampling, tokens, keep_logits)
             forest.rate(number, logits, rows, tokens, model.head_ids)
             drawn += count
             drawn_from.append(logits)
         all_logits = None
         if keep_logits:
             all_logits = model.over_vocabulary(torch.cat(drawn_from, dim=1))
-        return Proposal(forest.finish(tokens), finite, all_logits)
+        points = None
+        if independent:  # greedy rows have the best tokens, which differ
+            points = (rows.temperature == 0)[:, None].repeat(1, forest.num_nodes)
+        return Proposal(forest.finish(tokens), finite, all_logits, points, independent)
+
+    def _draw_each(
+        self, logits: Tensor, level: Level, rows: Rows, sampling: Sampling, tokens: Tensor,
+        unshared: bool,
+    ) -> None:  # fmt: skip
+        """Let rows that sample draw each child of a level's nodes from all of logits (B, n, K)."""
+        count = level.places.shape[2]
+        places = level.places.masked_fill((rows.temperature == 0)[:, None, None], -1)
+        noise = level.noise_of_each(unshared).flatten(1)
+        each = logits[:, :, None].expand(-1, -1, count, -1).flatten(1, 2)
+        finite = torch.empty_like(noise, dtype=torch.bool)  # the level's own is known
+        ops.choose_children(
+            each, noise, sampling, places.flatten(1)[..., None], tokens, finite,
+            ids=self.model.head_ids,
+        )  # fmt: skip
 
     def _chains_of(self, batch: int, length: int) -> Topology:
         """As many chains, which certain tokens are read as."""

@@ -8,7 +8,7 @@ children of each at most, L slots of text, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,14 +30,15 @@ class NGram:
     """An n-gram drafter to be, for any decoder.
 
     Args: context, how many of the last tokens a place in the text is compared by; corpus, tokens of
-    a text to draft from beside the sequence's own. model, a drafter for the rest of the tree: then
-    the n-grams fill the root's last child and what is below it. Raises `UsageError` for a context
-    that is no whole number of at least 1.
+    a text to draft from beside the sequence's own. model, a drafter for the rest of the tree, and
+    how it draws siblings (as of `Drawing`): then the n-grams fill the root's last child and what is
+    below it. Raises `UsageError` for a context that is no whole number of at least 1.
     """
 
     context: int = 6
     corpus: Sequence[int] = ()
     model: HybridModel | None = None
+    siblings: Drawn = Drawn.WITHOUT_REPLACEMENT
 
     def __post_init__(self) -> None:
         require_whole("context", self.context)
@@ -51,7 +52,7 @@ class NGram:
         )  # fmt: skip
         if self.model is None:
             return NGramDrafter(text)
-        return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes)
+        return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes, self.siblings)
 
 
 class Text:
@@ -207,14 +208,14 @@ class GraftingDrafter(ModelDrafter):
     the text has after the root, and begin with another token than the model's children. Where the
     root has one child only, the tree is the model's."""
 
-    drawn = Drawn.MIXED
-    grows = False
-
     def __init__(
-        self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int
-    ) -> None:
-        super().__init__(model, num_rows, max_length, max_nodes)
-        self.text = text
+        self, model: HybridModel, text: Text, num_rows: int, max_length: int, max_nodes: int,
+        siblings: Drawn = Drawn.WITHOUT_REPLACEMENT,
+    ) -> None:  # fmt: skip
+        super().__init__(model, num_rows, max_length, max_nodes, siblings)
+        self.text, self.grows = text, False
+        if siblings is not Drawn.POINT:
+            self.drawn = Drawn.MIXED
 
     def clear(self, row: int) -> None:
         super().clear(row)
@@ -242,4 +243,7 @@ class GraftingDrafter(ModelDrafter):
         for _ in range(forest.max_depth - 1):
             points = points | points.gather(1, parents)
         tokens = torch.where(points, drafts, tokens)
-        return Proposal(tokens, proposal.finite, proposal.logits, points)
+        if proposal.points is not None:
+            points = points | proposal.points
+        everywhere = self.siblings is Drawn.POINT
+        return replace(proposal, tokens=tokens, points=None if everywhere else points)

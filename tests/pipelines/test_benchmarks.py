@@ -45,6 +45,13 @@ def test_other_prompts_are_not_called_python_docs(tmp_path):
     assert load_benchmark(str(write(tmp_path / "mine.jsonl", mixed))).name == "mine"
 
 
+def test_questions_of_the_corpus_in_other_files_are_called_as_those(tmp_path):
+    """Asked at several lengths, say: several benchmarks of one name would be refused."""
+    rows = [{"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    for name in ("long-512", "long-1024"):
+        assert load_benchmark(str(write(tmp_path / f"{name}.jsonl", rows))).name == name
+
+
 def test_one_ships(tmp_path, monkeypatch):
     """So that a command without --benchmarks runs in any folder of anybody's."""
     monkeypatch.chdir(tmp_path)

@@ -294,6 +294,7 @@ def test_the_drafter_s_column_names_its_form(world, done):
     more = {
         f"float8:{drafter}": (10, "float8:step 10"),
         f"text:{drafter}": (10, "text:step 10"),
+        f"float8:independent:{drafter}": (10, "float8:independent:step 10"),
         "float8:elsewhere/own+ngram:4,some/where/arms.yaml": (None, "float8:own+ngram:4,arms.yaml"),
         "ngram:6,/some/where/arms.yaml": (None, "ngram:6,arms.yaml"),
     }

@@ -14,7 +14,7 @@ from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.models.slicing import drafter_config_from
 from stree_pipelines.distill import DistillCLI
-from stree_pipelines.studies.plan import read_study
+from stree_pipelines.studies.plan import StudyRun, read_study
 from stree_pipelines.train_target import TargetCLI
 from stree_pipelines.training.distillation import Distillation
 from stree_pipelines.training.export import Exports
@@ -38,6 +38,12 @@ def parse(path: Path, *more: str):
     class Parsed(ParseOnly, base): ...
 
     return Parsed(module, ["fit", "--config", str(path), "--run_dir", "r", *more]).options
+
+
+def parse_run(run: StudyRun):
+    """The resolved config of a drafter of a study."""
+    _, _, config, *more = run.arguments({})
+    return parse(Path(config), *more)
 
 
 def count_parameters(config: HybridConfig) -> int:
@@ -64,12 +70,33 @@ def test_every_shipped_config_parses_and_fits_together(path):
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_every_arm_of_a_shipped_study_is_options_of_its_config(path):
     schedules = set()
-    for arm in read_study(str(path)).arms:
-        more = (part for name, value in arm.options.items() for part in (f"--{name}", str(value)))
-        model = parse(Path(arm.distil), *more)["model"]
+    study = read_study(str(path))
+    for run in {run.arm.name: run for run in study.runs}.values():
+        model = parse_run(run)["model"]
         assert model["target"]
         schedules.add(model["optimizer"]["schedule"])
     assert len(schedules) == 1  # no arm wins by its schedule
+
+
+@pytest.mark.parametrize(
+    ("study", "recurrent", "rival"),
+    [("mixers", "Mamba-2", "Transformer"), ("drafters-75m", "today", "Transformer")],
+)
+def test_a_transformer_s_rival_differs_in_its_mixer_only(study, recurrent, rival):
+    """As many parameters beside embedding and head, within 4 %, and all else the same."""
+    runs = {run.arm.name: run for run in read_study(str(CONFIGS / f"study/{study}.yaml")).runs}
+    (one, first), (other, second) = (
+        (options, HybridConfig.from_dict(dict(options["model"].pop("drafter"))))
+        for options in (parse_run(runs[name]) for name in (recurrent, rival))
+    )
+    assert first.attn_layers == () and len(second.attn_layers) == second.num_layers
+    shape = ("vocab_size", "d_model", "num_layers", "intermediate_size", "tie_embeddings")
+    assert all(getattr(first, name) == getattr(second, name) for name in shape)
+    assert first.tie_embeddings
+    sizes = [count_parameters(each) - each.vocab_size * each.d_model for each in (first, second)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.04)
+    for part in ("model", "data", "trainer"):
+        assert one[part] == other[part]
 
 
 def test_there_is_something_to_test():

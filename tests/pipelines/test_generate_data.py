@@ -296,8 +296,12 @@ def test_a_tree_may_be_chosen_step_by_step(workspace, whole, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "form", ["ngram:3", "float8:{}", "text:{}", "{}+ngram:3", "float8:{}+ngram:3"]
-)
+    "form",
+    [
+        "ngram:3", "float8:{}", "text:{}", "{}+ngram:3", "float8:{}+ngram:3", "independent:{}",
+        "top:{}",
+    ],
+)  # fmt: skip
 def test_every_name_of_a_drafter_gives_the_target_s_answers(form, workspace, whole, tmp_path):
     name = form.format(workspace / "drafter")
     generate(workspace, tmp_path / "data", "--drafter", name, "--dry_run")

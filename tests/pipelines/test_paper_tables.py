@@ -48,6 +48,7 @@ def compared(tmp_path_factory):
             {"name": "tuned", "drafter": drafter, "tree": "chain-tuned"},
             {"name": "chain", "tree": "chain-4", **model}, {"name": "tree", **model},
             {"name": "naive", "drafter": drafter, "verifier": "naive"},
+            {"name": "top k", "drafter": f"top:{drafter}", "verifier": "naive"},
             {"name": "beam", "drafter": drafter, "tree": "beam-3-4-31"},
             {"name": "n-grams", "drafter": "ngram:6", "tree": "png-6-2"},
             {"name": "E", "tree": "configs/trees/stree-e.yaml", **model},
@@ -138,7 +139,7 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
     taus = [f"{rows[method, 0.0].acceptance_length:.2f}" for method in methods]
     assert line_of(text, "τ, ours") == taus
     text = printed(capsys, "stree-figure-4", "--rows", compared)
-    for at, method in enumerate(("chain", "tree", "naive")):
+    for at, method in enumerate(("chain", "tree", "naive", "top k")):
         tau = f"{rows[method, 0.6].acceptance_length:.2f}"
         assert line_of(text, "0.6")[2 * at + 1] == tau
     text = printed(capsys, "stree-table-4", "--rows", compared)
@@ -163,14 +164,14 @@ def test_a_comparison_s_table_has_its_rows_figures(compared, capsys):
 
 
 def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_path, capsys):
-    """Nor is one whose drafts are handed over as text, however fast."""
+    """Nor is one whose drafts are handed over as text, or drawn otherwise, however fast."""
     lines = (compared / "results.jsonl").read_text().splitlines()
     trees = [
         row for row in map(json.loads, lines)
         if row["temperature"] == 0 and row["tree"] and row["tree"]["name"] == "paper"
     ]  # fmt: skip
     fastest = max(row["tokens_per_second"] for row in trees)
-    for kind in ("float8", "text"):
+    for kind in ("float8", "text", "top", "independent"):
         changes = {"checkpoint": f"{kind}:{trees[0]['checkpoint']}", "method": kind}
         faster = {**trees[0], **changes, "tokens_per_second": 10 * fastest}
         lines.append(json.dumps(faster))

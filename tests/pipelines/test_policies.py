@@ -6,12 +6,13 @@ import pytest
 from tiny_evaluation import export, make_world, quiet, settings_for
 
 import stree
-from stree import GenerationConfig
+from stree import GenerationConfig, TokenTree
+from stree.drafters import Drawn
 from stree.drafters.naming import DrafterName
 from stree.errors import NotFound, UsageError
 from stree.models.convert import load_config
 from stree_pipelines.evaluation.needs import memory_of
-from stree_pipelines.evaluation.plan import DrafterIdentity
+from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
 from stree_pipelines.reports import settings
 
 
@@ -99,10 +100,28 @@ def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
     assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
 
 
+def test_siblings_drawn_otherwise_have_rows_of_their_own(world, tmp_path):
+    """Greedy ones have the same τ; what sampling accepts is their own."""
+    own = export(world, 10)
+    forms = [f"{own}", f"independent:{own}", f"top:{own}"]
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24, verifier="multi_step")
+    evaluation = quiet(chosen)
+    trees = [
+        next(row for row in evaluation.evaluate(form) if row.method == "stree") for form in forms
+    ]
+    assert [row.checkpoint for row in trees] == forms and {row.step for row in trees} == {10}
+    assert len({row.checkpoint_sha256 for row in trees}) == 3
+    assert len({row.acceptance_length for row in trees if row.temperature == 0}) == 1
+    assert all(row.lossless is None or row.lossless.share == 1 for row in trees)
+    with pytest.raises(UsageError, match="independent siblings, which may be alike"):
+        require_fillable(TokenTree.load("beam-2-2-4"), DrafterName.parse(forms[1]))
+    require_fillable(TokenTree.load("beam-2-2-4"), DrafterName.parse(forms[2]))
+
+
 def test_a_link_is_what_it_names_now_in_every_form(world, tmp_path):
     own, link = export(world, 10), tmp_path / "latest"
     link.symlink_to(own)
-    for form in ("{}", "float8:{}", "{}+ngram:3"):
+    for form in ("{}", "float8:{}", "{}+ngram:3", "top:{}"):
         assert DrafterIdentity.at(form.format(link)) == DrafterIdentity.at(form.format(own))
 
 
@@ -110,9 +129,12 @@ def test_load_takes_the_same_names(world, corpus):
     generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
     plain = stree.load(world / "target").generate(prompt, generation).tokens
     own = export(world, 10)
-    for drafter in ("ngram", f"ngram:2,{corpus}", f"{own}+ngram:4", f"float8:{own}+ngram:4"):
+    forms = "{}+ngram:4", "float8:{}+ngram:4", "independent:{}", "float8:top:{}", "top:{}+ngram:4"
+    for drafter in ("ngram", f"ngram:2,{corpus}", *(each.format(own) for each in forms)):
         for verifier in ("coupled", "traversal"):
-            decoder = stree.load(world / "target", drafter, verifier=verifier, max_length=64)
+            decoder = stree.load(
+                world / "target", drafter, tree="paper", verifier=verifier, max_length=64
+            )
             assert decoder.generate(prompt, generation).tokens == plain
 
 
@@ -126,13 +148,27 @@ def test_names_of_drafters(tmp_path):
     assert head == DrafterName("a/b", float8=True) and head.is_folder
     assert DrafterName.parse("float8:a/b+ngram:4") == DrafterName("a/b", 4, float8=True)
     assert DrafterName.parse("float8:text:a") == DrafterName("a", retokenised=True, float8=True)
+    drawn = DrafterName("a/b", siblings=Drawn.INDEPENDENT)
+    assert DrafterName.parse("independent:a/b") == drawn and drawn.is_folder
+    assert not drawn.is_plain and not drawn.grows and DrafterName.parse("top:a/b").grows
+    both = DrafterName("a/b", 4, float8=True, siblings=Drawn.POINT)
+    assert DrafterName.parse("float8:top:a/b+ngram:4") == both
+    assert DrafterName.parse("top:float8:a/b+ngram:4") == both
+    (tmp_path / "top:x").mkdir()
+    assert DrafterName.parse(str(tmp_path / "top:x")).is_plain
+    for wrong in ("top:", "top:ngram", "independent:text:a", "top:top:a", "independent:top:a"):
+        with pytest.raises(UsageError, match="has no model that may draw siblings so"):
+            DrafterName.parse(wrong)
     for wrong in ("float8:", "float8:ngram", "float8:float8:a"):
         with pytest.raises(UsageError, match="no head to put in 8 bits, wanted float8:FOLDER"):
             DrafterName.parse(wrong)
     for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
         with pytest.raises(UsageError, match="wanted a whole number"):
             DrafterName.parse(wrong)
-    for name in ("a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a"):
+    for name in (
+        "a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a",
+        "independent:a/b", "float8:top:a/b+ngram:4",
+    ):  # fmt: skip
         assert str(DrafterName.parse(name)) == name
     with pytest.raises(NotFound, match="no corpus"):
         DrafterName.parse("ngram:3,nowhere.txt").corpus_text()

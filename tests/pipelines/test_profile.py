@@ -213,7 +213,9 @@ def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run,
         profile_of(store, run, profile.checkpoint_sha256)
 
 
-@pytest.mark.parametrize("form", ["float8:{}", "{}+ngram:6", "float8:{}+ngram:4"])
+@pytest.mark.parametrize(
+    "form", ["float8:{}", "{}+ngram:6", "float8:{}+ngram:4", "independent:{}", "float8:top:{}"]
+)
 def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form, capsys):
     """Its rows have a hash of their own, which is of the folder's files; forms with a corpus and
     other folders' are none of this drafter."""

@@ -13,7 +13,9 @@ import torch
 import yaml
 from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, metric_rows
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import stree
 from stree.errors import CannotWrite, InvariantBroken, UsageError
 from stree.models import mamba
 from stree.models.convert import load_config, load_model, save_model
@@ -179,6 +181,33 @@ def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_pat
     assert list((run_dir / "tensorboard").glob("events.*"))
     output = capsys.readouterr().out
     assert "step 30/30  loss " in output and "tok/s  ETA 0:00" in output
+
+
+def test_a_transformer_is_distilled_likewise_and_is_a_llama_of_transformers(workspace, tmp_path):
+    """As it was trained: in packed rows, whose samples see nothing of each other. Tolerances are of
+    fp32 sums in another order."""
+    more = (*random_drafter(attn_layers=[0, 1]), "--model.optimizer.lr", "0.02")
+    distill.main(distill_arguments(workspace, tmp_path, *more, steps=20))
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    assert losses[-1] < 0.7 * losses[0]
+    drafter = tmp_path / "drafter/latest"
+    assert not (drafter / "mamba_config.json").exists()
+    ours, theirs = load_model(drafter), AutoModelForCausalLM.from_pretrained(drafter)
+    assert type(theirs) is LlamaForCausalLM
+    lengths = (5, 1, 40, 18)
+    samples = [torch.randint(VOCAB_SIZE, (length,)) for length in lengths]
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    with torch.no_grad():
+        packed = ours(torch.cat(samples)[None], segments[None])[0]
+        alone = torch.cat([theirs(sample[None]).logits[0] for sample in samples])
+    assert alone.std() > 0.1
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    decoder = stree.load(workspace / "target", drafter, tree="expand-3-2")
+    plain = stree.load(workspace / "target")
+    one, other = (
+        each.generate(samples[2].tolist(), max_new_tokens=12) for each in (decoder, plain)
+    )
+    assert one.tokens == other.tokens
 
 
 def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):

@@ -13,6 +13,7 @@ import stree
 from stree import Bandit, Costs, Decoder, Modes, loading
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.description import device_name
+from stree.drafters.naming import DrafterName
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import add_files
 from stree.models.convert import load_model, save_model
@@ -143,19 +144,43 @@ def test_with_its_head_in_8_bits_the_profile_is_followed_and_that_is_said(worksp
     assert decoder.tree.parents == WIDE.parents
 
 
+def test_siblings_that_were_asked_for_are_kept_and_trees_that_they_cannot_fill_are_not(
+    workspace, drafter
+):
+    grown = WIDE.model_copy(update={"name": "beam-2-2-4"})
+    for tree, name, taken in (
+        (WIDE, "independent", WIDE.parents), (grown, "independent", TokenTree.paper().parents),
+        (grown, "top", TokenTree.load("beam-2-2-4").parents),
+    ):  # fmt: skip
+        give_profile(workspace, drafter, recommendation(tree))
+        with pytest.warns(UserWarning, match=f"measured with FOLDER, not {name}:FOLDER") as said:
+            decoder = stree.load(workspace / "target", f"{name}:{drafter}", max_length=64)
+        assert decoder.tree.parents == taken
+        assert decoder.drafter.siblings is DrafterName.parse(f"{name}:x").siblings
+        refused = "no two of which are alike: the paper's tree is used" in str(said[0].message)
+        assert refused == (taken == TokenTree.paper().parents)
+
+
 @pytest.mark.parametrize(
     ("form", "in_8_bits", "context"),
-    [("FOLDER", False, 0), ("float8:FOLDER", True, 0), ("float8:FOLDER+ngram:3", True, 3)],
+    [
+        ("FOLDER", False, 0),
+        ("float8:FOLDER", True, 0),
+        ("float8:FOLDER+ngram:3", True, 3),
+        ("top:FOLDER", False, 0),
+    ],
 )
 def test_the_form_of_drafter_that_won_is_taken(workspace, drafter, form, in_8_bits, context):
     give_profile(workspace, drafter, recommendation(WIDE, drafter=form))
 
     def taken(decoder):
         text = getattr(decoder.drafter, "text", None)
+        assert decoder.drafter.siblings is DrafterName.parse(form).siblings
         return decoder.drafter.model.head_in_8_bits is not None, text.context if text else 0
 
     decoder = load_quietly(workspace / "target", drafter, max_length=64)
     assert taken(decoder) == (in_8_bits, context) and decoder.tree.parents == WIDE.parents
+    form = "FOLDER"
     named = load_quietly(workspace / "target", drafter, tree="chain-2", max_length=64)
     assert taken(named) == (False, 0)
 
