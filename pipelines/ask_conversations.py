@@ -13,8 +13,6 @@ data/long-1024.jsonl and so on (docs/long-context.md).
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from stree_pipelines.data.asked import prompts_asked, prompts_asked_after
 from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.terminal.command_line import PlainParser, input_path
+from stree_pipelines.terminal.command_line import PlainParser, input_path, typed_command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if lengths:
         provenance = {
             "conversations": str(file), "sha256": sha256_of_file(file), "source": options.source,
-            "tokenizer": fingerprint(tokenizer), "command": shlex.join(sys.argv),
+            "tokenizer": fingerprint(tokenizer), "command": typed_command(),
             **describe_code(),
         }  # fmt: skip
         text = json.dumps(provenance, indent=2) + "\n"

@@ -14,6 +14,7 @@ __all__ = [
     "CUSTOM_GENERATE",
     "Bandit",
     "BatchDecoder",
+    "Costs",
     "Decoder",
     "GenerationConfig",
     "GenerationOutput",
@@ -32,6 +33,7 @@ __all__ = [
 if TYPE_CHECKING:
     from stree.bandit import Bandit
     from stree.batch import BatchDecoder
+    from stree.costs import Costs
     from stree.engine import Decoder, generate
     from stree.generation import GenerationConfig, GenerationOutput
     from stree.loading import load
@@ -45,6 +47,7 @@ else:
     _PLACES = {
         "Bandit": "bandit",
         "BatchDecoder": "batch",
+        "Costs": "costs",
         "Decoder": "engine",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stree.costs import Costs
 from stree.errors import UsageError
-from stree.modes import PLAIN, Costs, Modes
+from stree.modes import PLAIN, Modes
 from stree.tree import TokenTree
 
 # Rewards are at most 0, and −1 is plain decoding's. A tree whose first steps had bad luck, which

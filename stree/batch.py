@@ -17,6 +17,7 @@ import torch
 
 from stree import threads, verifiers
 from stree.clock import PhaseClock
+from stree.costs import Costs
 from stree.description import counted, described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing, ModelDrafter
@@ -41,7 +42,6 @@ from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import (
     PLAIN,
-    Costs,
     Modes,
     context_of,
     deepest_of,

@@ -3,12 +3,18 @@ sizes."""
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from stree.tree import TokenTree
 
 if TYPE_CHECKING:
     from stree.modes import Modes
+
+_CPU_NAME = "CPU: "
 
 
 def counted(count: int, noun: str) -> str:
@@ -38,7 +44,27 @@ def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
 
 def placed(model: Any) -> str:
     """Its dtype and where it is."""
-    return f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    return f"{dtype_name(model.dtype)} on {model.device}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the model of the CPU, as records have it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{_CPU_NAME}{models[0] if models else platform.machine()}"
+
+
+def is_cpu_name(name: str) -> bool:
+    """Whether a record's device, as `device_name` calls it, is a CPU."""
+    return name.startswith(_CPU_NAME)
 
 
 def _size(model: Any) -> str:

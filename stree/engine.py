@@ -13,6 +13,7 @@ from torch import Tensor
 from stree import threads
 from stree.batch import BatchDecoder
 from stree.clock import PAUSED, PhaseClock
+from stree.costs import Costs
 from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing
@@ -22,7 +23,7 @@ from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
-from stree.modes import Costs, Modes, largest_of
+from stree.modes import Modes, largest_of
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Report, Request
 from stree.settings import Asked, asked_for, end_of

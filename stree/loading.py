@@ -12,7 +12,8 @@ from typing import NamedTuple, Never
 import torch
 
 from stree.checkpoint_identity import checkpoint_sha256
-from stree.description import counted
+from stree.costs import Costs
+from stree.description import counted, device_name, dtype_name
 from stree.drafters.naming import DrafterName
 from stree.engine import Decoder
 from stree.errors import NotFound, UsageError, naming_what_does_not_fit
@@ -57,9 +58,11 @@ def load(
             (`stree.drafters.model.Drawing`). None decodes plainly.
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"
             (`Modes`), or by what each was worth, "bandit A or B" (`Bandit`). A few steps of each
-            are timed here. None takes what the drafter's measured profile recommends for this kind
-            of device and temperature, which is no drafter at all where plain decoding was fastest,
-            and may be the folder in another form, such as `float8:`, where that was.
+            are timed here, unless the choice has costs of such steps: of this device, in this
+            dtype, greedy or sampled. None takes what the drafter's measured profile recommends for
+            this kind of device and temperature, its costs included, which is no drafter at all
+            where plain decoding was fastest, and may be the folder in another form, such as
+            `float8:`, where that was.
             Where nothing was measured that fits, or other files than these two checkpoints, it
             takes the paper's tree, and a warning says which of the two; n-grams have no profile and
             no warning.
@@ -97,6 +100,8 @@ def load(
         drafter_folder = None if name.folder is None else checkpoint_folder(name.folder)
         if tree is None and drafter_folder is not None and name.is_folder:
             found = _measured(target_folder, drafter_folder, device, temperature, dtype, name)
+            if isinstance(found.tree, Modes) and (verifier or backtracking):
+                found.tree.costs = Costs()  # they are of the profile's own
             name, tree, verifier = found.drafter, found.tree, verifier or found.verifier
             backtracking, remark = backtracking or found.backtracking, found.remark
         elif tree is None:
@@ -125,7 +130,10 @@ def load(
         verifier=verifier or "coupled", backtracking=backtracking or "replay",
         num_prefixes=num_prefixes,
     )  # fmt: skip
-    if isinstance(tree, Modes) and not tree.costs.seconds:
+    if isinstance(tree, Modes) and (misfit := tree.costs.misfit(model, tree.trees, temperature)):
+        if tree.costs.seconds:
+            remark = f"costs of steps are given, but {misfit}: they are measured here"
+            warnings.warn(remark, stacklevel=2)
         decoder.measure_costs(generation=generation)
     return decoder
 
@@ -189,9 +197,9 @@ def _measured(
                 remark="its speculation_profile.json was measured with another "
                 f"{role} than {folder}, so {otherwise}"
             )
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    dtype_name = str(dtype).removeprefix("torch.")
-    found = profile.recommended(device.type, temperature, dtype_name, device=gpu)
+    found = profile.recommended(
+        device.type, temperature, dtype_name(dtype), device=device_name(device)
+    )
     if found is None:
         kind = "greedy" if temperature == 0 else "sampled"
         remark = f"no {kind} decoding was measured on {device.type}: {otherwise}"
@@ -218,6 +226,8 @@ def _measured(
     if not measured.grows and any(isinstance(each, BeamTree) for each in trees_of(tree)):
         remark += f", and {found.tree.name} grows, for siblings no two of which are alike"
         return unmeasured._replace(remark=f"{remark}: {otherwise}")
+    if isinstance(tree, Modes) and found.costs is not None and not remark:
+        tree.costs = Costs.of_record(found.costs)
     return _Measured(measured, tree, found.verifier, found.backtracking, remark)
 
 

@@ -12,14 +12,14 @@ import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stree.description import counted
+from stree.costs import Costs
+from stree.description import device_name, dtype_name
 from stree.errors import UsageError
 from stree.forest import Forest
 from stree.generation import GenerationConfig
@@ -42,43 +42,6 @@ NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
-
-
-@dataclass
-class Costs:
-    """Seconds of a step by rows and tree; as many rows as lie between two that were measured cost
-    what the larger number costs.
-
-    catch_up, seconds a row that a drafter takes to read what plain decoding left it; took_s, how
-    long all was measured, the capture of graphs included.
-    """
-
-    seconds: dict[tuple[int, TokenTree], float] = field(default_factory=dict)
-    catch_up: float = 0.0
-    took_s: float = 0.0
-
-    def __str__(self) -> str:
-        most = max((rows for rows, _ in self.seconds), default=0)
-        times = (
-            f"{tree.name} {1e3 * seconds:.1f} ms"
-            for (rows, tree), seconds in self.seconds.items() if rows == most
-        )  # fmt: skip
-        return (
-            f"a step of {counted(most, 'row')}: {', '.join(times)}; measured in {self.took_s:.1f} s"
-        )
-
-    def are_of(self, num_rows: int) -> bool:
-        """Whether steps of so many rows were measured."""
-        return any(rows >= num_rows for rows, _ in self.seconds)
-
-    def of(self, num_rows: int, tree: TokenTree) -> float:
-        if (found := self.seconds.get((num_rows, tree))) is not None:
-            return found
-        measured = sorted(rows for rows, each in self.seconds if each == tree)
-        if not measured:
-            raise UsageError(f"no cost of {tree} was measured: call measure_costs first")
-        rows = next((rows for rows in measured if rows >= num_rows), measured[-1])
-        return self.seconds[rows, tree]
 
 
 class AcceptRates:
@@ -419,7 +382,10 @@ def measure_costs(
     first.reset()
     decoder.target.prefill(tokens[None], decoder.cache.at(0))
     prefix = first.save()
-    costs = Costs()
+    costs = Costs(
+        device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
+        temperature=generation.temperature,
+    )  # fmt: skip
     for count in counts:
         seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
         readings = []

@@ -54,6 +54,24 @@ class Tree(Record):
         return TokenTree(self.parents, self.name) if tree is None else tree
 
 
+class StepTimes(Record):
+    """Seconds of a step with a tree (`plain`: without), by number of rows."""
+
+    tree: Tree
+    seconds: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
+
+
+class CostsRecord(Record):
+    """`stree.costs.Costs` as they are saved: what steps take, on which device, in which dtype, at
+    which temperature; catch_up_s, a row's that a drafter takes to read what plain decoding left."""
+
+    device: str
+    dtype: str
+    temperature: Annotated[float, Field(ge=0)]
+    catch_up_s: Annotated[float, Field(ge=0)]
+    trees: tuple[StepTimes, ...]
+
+
 class Measurement(Record):
     """One method on one benchmark at one temperature. time_ms is what each part of a step takes;
     draft_length is the tree's depth, 0 for plain decoding; verifier, what judged its drafts (None
@@ -92,7 +110,8 @@ class Recommendation(Record):
     """What to decode with under these conditions: the fastest method, by its tree, verifier,
     backtracking and the form in which the folder drafts (`float8:FOLDER`, `FOLDER+ngram:6`); plain
     decoding (all four None) when none is faster beyond noise. Profiles from before forms were
-    recorded have None: the folder as it is. The figures are the fastest speculation's."""
+    recorded have None: the folder as it is. The figures are the fastest speculation's. costs, where
+    the tree is a choice among several: what its steps were chosen by."""
 
     device: str
     device_type: str
@@ -106,6 +125,7 @@ class Recommendation(Record):
     verifier: str | None = None
     backtracking: str | None = None
     drafter: Form | None = None
+    costs: CostsRecord | None = None
     acceptance_length: float
     speedup: float
     speedup_interval: Interval | None
@@ -189,18 +209,25 @@ def load_profile(directory: str | os.PathLike[str]) -> SpeculationProfile | None
         return None
     try:
         profile = SpeculationProfile.model_validate_json(read_text(path))
-        trees = [each.tree for each in profile.recommendations if each.tree is not None]
-        for tree in (*trees, *(each.tree for each in profile.suggested_trees)):
+        trees = [each.tree for each in profile.suggested_trees]
+        for each in profile.recommendations:
+            trees += [] if each.tree is None else [each.tree]
+            trees += [] if each.costs is None else [times.tree for times in each.costs.trees]
+        for tree in trees:
             tree.to_token_tree()
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise _unreadable(path, f"{place}: {first['msg']}") from error
+        raise _unreadable(path, first_fault(error)) from error
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if profile.version != PROFILE_VERSION:
         raise _unreadable(path, f"version {profile.version}, wanted {PROFILE_VERSION}")
     return profile
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where a record is wrong first, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _unreadable(path: Path, reason: object) -> CheckpointRefused:

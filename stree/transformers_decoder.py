@@ -35,6 +35,7 @@ from stree.models.shared import shared_model
 from stree.modes import Modes, deepest_of, length_to_time
 from stree.prompts import prompts_of
 from stree.requests import Request
+from stree.room import Room
 from stree.settings import end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
@@ -148,6 +149,12 @@ class TransformersDecoder:
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.tree)
         return f"TransformersDecoder({models}, {placed(self.target)})"
+
+    @property
+    def room(self) -> Room | None:
+        """How many sequences the last call had buffers for, how many more there is memory for, and
+        why; None before the first. A call with more, or longer ones, makes larger buffers."""
+        return None if self._batch is None else self._batch.room
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Any:
         """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
@@ -280,8 +287,11 @@ class TransformersDecoder:
                 num_rows=num_rows, max_length=length, verifier=self.verifier,
                 backtracking=self.backtracking, num_prefixes=self.num_prefixes,
             )  # fmt: skip
-            if isinstance(self.tree, Modes) and not self.tree.costs.are_of(num_rows):
-                batch.measure_costs(generation=requests[0].generation)
+            asked = requests[0].generation
+            if isinstance(self.tree, Modes) and self.tree.costs.misfit(
+                self.target, self.tree.trees, asked.temperature, num_rows
+            ):
+                batch.measure_costs(generation=asked)
             self._batch = batch
         return batch
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.batch import BatchDecoder
+from stree.description import device_name
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig
 from stree.models.convert import load_config
@@ -26,7 +27,7 @@ from stree_pipelines.benches.queueing import (
     poisson_arrivals,
     serve,
 )
-from stree_pipelines.evaluation.context import Workers, describe_environment, device_name
+from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.evaluate import Evaluation, what_to_lower
 from stree_pipelines.evaluation.needs import drafter_paths, memory_of
 from stree_pipelines.evaluation.plan import (

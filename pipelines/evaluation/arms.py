@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stree.description import device_name
 from stree.drafters.naming import DrafterName
 from stree.errors import UsageError
 from stree.growths import GROWTH_IS_TREE
 from stree_pipelines.evaluation.benchmarks import Benchmark
-from stree_pipelines.evaluation.context import device_name
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,

@@ -6,9 +6,7 @@ import functools
 import os
 import platform
 import re
-import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,15 +17,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stree.description import device_name
 from stree.errors import CheckpointRefused, UsageError
 from stree.loading import find_device
 from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
 from stree_pipelines.evaluation.records import Environment
 from stree_pipelines.evaluation.worker_watch import WorkerWatch
+from stree_pipelines.terminal.command_line import typed_command
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_CPU_NAME = "CPU: "
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")
 # One worker may have much longer answers than another; waiting for it is no failure.
 PATIENCE = timedelta(hours=12)
@@ -145,7 +144,7 @@ def describe_environment(
         device=device_name(device),
         dtypes=dtypes,
         versions=dict(_versions()),
-        command_line=shlex.join(sys.argv),
+        command_line=typed_command(),
         num_processes=num_processes,
         num_threads=torch.get_num_threads(),
     )
@@ -169,20 +168,6 @@ def _versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     return versions
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{_CPU_NAME}{models[0] if models else platform.machine()}"
-
-
-def is_cpu_name(name: str) -> bool:
-    """Whether a row's device, as `device_name` calls it, is a CPU."""
-    return name.startswith(_CPU_NAME)
 
 
 def _on_cpu(device: str) -> bool:

@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from stree.batch import BatchDecoder
+from stree.costs import Costs
+from stree.description import dtype_name
 from stree.drafters.model import Drawing
 from stree.engine import Decoder
 from stree.errors import UsageError
@@ -16,7 +18,7 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import Costs, length_to_time, row_counts
+from stree.modes import length_to_time, row_counts
 from stree.requests import Request
 from stree.room import Room
 from stree_kernels.naive import accumulation_dtype
@@ -106,7 +108,7 @@ class Decoders:
     @property
     def dtypes(self) -> dict[str, str]:
         """Of weights and state, as records have them."""
-        state = str(accumulation_dtype(self.dtype)).removeprefix("torch.")
+        state = dtype_name(accumulation_dtype(self.dtype))
         return {"weights": self.settings.dtype, "state": state}
 
     def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
@@ -121,11 +123,9 @@ class Decoders:
         batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
         return Room.of(batches) if batches else None
 
-    def measuring_costs_s(self, job: Job) -> float | None:
-        """How long the costs were measured by which the job's trees are chosen; None where none
-        are."""
-        costs = self._costs.get((*job.decoder_key, job.temperature))
-        return None if costs is None else costs.took_s
+    def costs(self, job: Job) -> Costs | None:
+        """By which the job's trees are chosen; None where none are."""
+        return self._costs.get((*job.decoder_key, job.temperature))
 
     def is_warm(self, job: Job) -> bool:
         """Whether the job's tree and drafter have decoded by its sampling rule before."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from stree import metrics
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.description import device_name
 from stree.errors import (
     InvariantBroken,
     OutOfMemory,
@@ -33,7 +34,6 @@ from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, lo
 from stree_pipelines.evaluation.context import (
     Workers,
     describe_environment,
-    device_name,
 )
 from stree_pipelines.evaluation.in_turns import answers_in_turns
 from stree_pipelines.evaluation.plan import (
@@ -341,6 +341,7 @@ class Evaluation:
         environment = describe_environment(
             self.decoders.device, self.decoders.dtypes, self.workers.count
         )
+        costs = self.decoders.costs(job)
         return ResultRow(
             step=job.drafter.step if job.drafter else None,
             checkpoint=job.drafter.path if job.drafter else None,
@@ -362,7 +363,8 @@ class Evaluation:
             seed=job.seed,
             decoding_hash=job.decoding_hash,
             chat_template_sha256=self.chat_template_sha256,
-            measuring_costs_s=self.decoders.measuring_costs_s(job),
+            measuring_costs_s=None if costs is None else costs.took_s,
+            costs=None if costs is None else costs.record(),
             lossless=summarise_lossless(samples),
             environment=environment,
             samples=job.samples_name,

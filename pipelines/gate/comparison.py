@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stree.description import device_name, is_cpu_name
 from stree.errors import BadData, UsageError
-from stree_pipelines.evaluation.context import Workers, device_name, is_cpu_name
+from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stree.description import is_cpu_name
 from stree.drafters.naming import DrafterName
 from stree.speculation_profile import (
     FOLDER,
+    CostsRecord,
     Measurement,
     Recommendation,
     SpeculationProfile,
@@ -15,7 +17,6 @@ from stree.speculation_profile import (
 )
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.arms import without_trials
-from stree_pipelines.evaluation.context import is_cpu_name
 from stree_pipelines.evaluation.plan import METHODS, form_sha256
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import RunData, arrange, read_training
@@ -167,11 +168,20 @@ def _recommendations(data: RunData) -> Iterator[Recommendation]:
             verifier=None if won is None else _verifier(won),
             backtracking=None if won is None else won.backtracking,
             drafter=form,
+            costs=None if won is None else _costs(data, won, temperature),
             acceptance_length=cell["acceptance_length"],
             speedup=cell["speedup"],
             speedup_interval=cell.interval("speedup"),
             reason=f"{advice.headline}. {advice.reason}{drafts}",
         )
+
+
+def _costs(data: RunData, won: ResultRow, temperature: float) -> CostsRecord | None:
+    """Those of a method's steps at this temperature, of whichever benchmark: rows that a resumed
+    run completed lack them."""
+    alike = (won.method, won.tree, temperature)
+    rows = (row for row in data.rows if (row.method, row.tree, row.temperature) == alike)
+    return next((row.costs for row in rows if row.costs is not None), None)
 
 
 def _suggestions(

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from stree.costs import Costs
 from stree.errors import UsageError
 from stree.metrics import acceptance_length
-from stree.modes import PLAIN, Costs, Modes
+from stree.modes import PLAIN, Modes
 from stree.tree import BeamTree, TokenTree, as_tree
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow, read_rows
 from stree_pipelines.reports.tables import Table

@@ -14,9 +14,9 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from stree.batch import BatchDecoder
+    from stree.costs import Costs
     from stree.engine import Decoder
     from stree.generation import GenerationConfig
-    from stree.modes import Costs
 
 LINE_EVERY_S = 10.0
 

@@ -268,9 +268,12 @@ class EvaluateExports(pl.Callback):
     def _evaluate_here(self, path: str) -> None:
         try:
             self._evaluation.evaluate(path)
-        except (StreeError, OSError, RuntimeError) as error:
+        except Exception as error:
             # The training is worth more than a row that `eval_spec.py --run` can still add.
-            self._fail(path, getattr(error, "exit_code", 1), str(error))
+            if isinstance(error, StreeError):
+                self._fail(path, error.exit_code, str(error))
+            else:
+                self._fail(path, 1, f"{type(error).__name__}: {error}")
 
     def finish(self) -> None:
         """Wait for the processes that were started; for the end of the command.

@@ -196,6 +196,10 @@ def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows
     assert timed == [0.0, 1.0]  # of steps as they are then made
     took_s = {row.measuring_costs_s for row in rows if row.method == "chosen"}
     assert len(took_s) == 2 and None not in took_s
+    for row in rows:
+        if row.method == "chosen":
+            assert row.costs.temperature == row.temperature
+            assert all(each.seconds.keys() == {1, 2} for each in row.costs.trees)
 
 
 def test_what_is_recorded_of_several_trees_holds_all_of_them():

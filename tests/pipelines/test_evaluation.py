@@ -46,6 +46,7 @@ from stree_pipelines.evaluation.evaluate import Evaluation, require_lossless
 from stree_pipelines.evaluation.plan import prompt_seed, resolve
 from stree_pipelines.evaluation.records import Divergence, ResultStore
 from stree_pipelines.reports.run_data import load_run
+from stree_pipelines.terminal.command_line import typed_command
 from stree_pipelines.terminal.progress import EvaluationProgress
 from stree_pipelines.tokenizer_training import train_tokenizer
 
@@ -574,6 +575,7 @@ def test_rows_say_the_dtype_of_the_state(world, tmp_path, dtype, state):
     evaluation = quiet(settings_for(world, tmp_path, limit=1, dtype=dtype))
     row, *_ = evaluation.evaluate(None)
     assert row.environment.dtypes == {"weights": dtype, "state": state}
+    assert row.environment.command_line == typed_command()
     cache = evaluation.decoders.target.new_cache(8, 1)
     held = {layer.state.dtype for layer in cache.layers if hasattr(layer, "state")}
     assert held == {getattr(torch, state)}
@@ -630,7 +632,11 @@ def test_a_tree_may_be_chosen_step_by_step(world, tmp_path, name, capsys):
     assert rows["vanilla_sd"].tree_shares == {} and rows["vanilla_sd"].measuring_costs_s is None
     said = capsys.readouterr().err
     assert f"measuring what steps cost, plain and with {name}, at T = 0, to choose by" in said
-    took_s = rows["stree"].measuring_costs_s
+    costs, took_s = rows["stree"].costs, rows["stree"].measuring_costs_s
+    assert [each.tree.name for each in costs.trees] == ["plain", "chain-2", "paper"]
+    assert all(each.seconds.keys() == {1} for each in costs.trees) and costs.temperature == 0
+    assert costs.device == rows["stree"].environment.device and costs.dtype == "float32"
+    assert rows["vanilla_sd"].costs is None
     assert re.search(rf"a step of 1 row: plain .* ms; measured in {took_s:.1f} s\n", said)
     (told,) = [note for note in load_run(tmp_path).notes if name in note]
     assert all(tree in told for tree in rows["stree"].tree_shares)

@@ -236,11 +236,16 @@ def test_an_evaluation_that_fails_is_told_and_the_training_finishes(
     assert (tmp_path / "run/drafter/latest").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [(CannotWrite("no space"), 73, "no space"), (ValueError("odd"), 1, "ValueError: odd")],
+    ids=["no space", "a bug"],
+)
 def test_an_inline_evaluation_that_fails_is_told_and_the_training_finishes(
-    workspace, tmp_path, evaluation_config, monkeypatch, capfd
+    workspace, tmp_path, evaluation_config, monkeypatch, capfd, error, code, told
 ):
-    """The first export's evaluation finds no space, the second one's does; then code 73."""
-    original, left = Evaluation.evaluate, [CannotWrite("no space")]
+    """The first export's evaluation finds no space, or is at fault; the second one's does not."""
+    original, left = Evaluation.evaluate, [error]
 
     def refuse_once(self, checkpoint):
         if left:
@@ -253,9 +258,8 @@ def test_an_inline_evaluation_that_fails_is_told_and_the_training_finishes(
         distill.main(
             distill_arguments(workspace, tmp_path / "run", *more, "--export.steps", "[1]", steps=2)
         )
-    assert failed.value.exit_code == 73
-    error = capfd.readouterr().err
-    assert "step-00000001 failed: no space" in error
+    assert failed.value.exit_code == code
+    assert f"step-00000001 failed: {told}" in capfd.readouterr().err
     assert {row[0] for row in result_rows(tmp_path / "run")} == {"None", "2"}
 
 

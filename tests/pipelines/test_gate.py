@@ -17,9 +17,10 @@ from damage import flip_last_byte
 from tiny_run import make_workspace
 
 from stree import Decoder, metrics
+from stree.costs import Costs
 from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.models.convert import load_model, save_model
-from stree.modes import PLAIN, Costs
+from stree.modes import PLAIN
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint

@@ -14,11 +14,14 @@ from toys import tiny_model
 
 from stree import metrics
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.costs import Costs
 from stree.drafters.naming import DrafterName
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.files import add_files, publish_directory, verify_manifest
 from stree.models.convert import load_model, save_model
-from stree.speculation_profile import PROFILE_NAME, load_profile
+from stree.modes import PLAIN
+from stree.speculation_profile import PROFILE_NAME, Tree, load_profile
+from stree.tree import TokenTree
 from stree_pipelines.evaluation.plan import form_sha256
 from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
 from stree_pipelines.profile_drafter import main
@@ -253,6 +256,38 @@ def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(run
         del each["drafter"]
     path.write_text(json.dumps(content))
     assert {each.drafter for each in load_profile(path.parent).recommendations} == {None}
+
+
+def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
+    """Each temperature's own; a row that a resumed run completed may lack them."""
+    choice, trees = Tree(name="chain-1 or paper", parents=(-1, 0, 0)), (PLAIN, TokenTree.paper())
+    costs = {
+        temperature: Costs(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),
+                           device="Test device", dtype="float32", temperature=temperature)
+        for temperature in (0.0, 1.0)
+    }  # fmt: skip
+    store = ResultStore(run / "eval")
+    rows = [
+        row if row.method != "stree" else row.model_copy(update={
+            "tree": choice,
+            "costs": None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
+        })
+        for row in store.results()
+    ]  # fmt: skip
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    for won in load_profile(path.parent).recommendations:
+        assert won.tree == choice and Costs.of_record(won.costs) == costs[won.temperature]
+    content = json.loads(path.read_text())
+    content["recommendations"][0]["costs"]["trees"][1]["tree"]["parents"] = [-1, 2, 1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointRefused, match="parent"):
+        load_profile(path.parent)
+    for each in content["recommendations"]:  # as before they were recorded
+        del each["costs"]
+    path.write_text(json.dumps(content))
+    assert {each.costs for each in load_profile(path.parent).recommendations} == {None}
 
 
 def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 from toys import right_now_and_then, tiny_model
 
 from stree import Bandit, BatchDecoder, GenerationConfig, Request, TokenTree
+from stree.costs import Costs
 from stree.errors import UsageError
-from stree.modes import PLAIN, Costs
+from stree.modes import PLAIN
 from stree.tree import BeamTree, expanded
 
 TREES = [expanded(each) for each in ((3, 3, 2, 1), (3, 2, 2, 1, 1), (2, 2, 2, 1, 1, 1))]

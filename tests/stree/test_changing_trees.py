@@ -14,7 +14,8 @@ from lanes import quick_first
 from toys import TableDrafter, TableTarget, drawing_in_turn, exact_distribution
 
 from stree import Bandit, Decoder, GenerationConfig, TokenTree
-from stree.modes import PLAIN, Costs, Modes
+from stree.costs import Costs
+from stree.modes import PLAIN, Modes
 from stree.tree import as_tree
 from stree.verifiers import named
 from stree_kernels import ops

@@ -12,6 +12,7 @@ from lanes import quick_first
 from toys import FEATURE_LAYERS, TableTarget, mixed_requests, reading, recurrent, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.costs import Costs
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
@@ -19,7 +20,7 @@ from stree.grown import GrownForest
 from stree.models.convert import load_model, save_model
 from stree.models.features import Features
 from stree.models.parts import Sequences
-from stree.modes import Costs, Modes
+from stree.modes import Modes
 from stree.tree import as_tree, balanced
 from stree_kernels import ops
 

@@ -17,6 +17,7 @@ from toys import (
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree.costs import Costs
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
@@ -24,7 +25,7 @@ from stree.errors import UsageError
 from stree.executors import new_report
 from stree.forest import Forest
 from stree.grown import GrownForest
-from stree.modes import PLAIN, Costs
+from stree.modes import PLAIN
 from stree.rows import Rows
 from stree.speculation_profile import Tree
 from stree.step import Step

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import stree
-from stree import Bandit, Modes, loading
+from stree import Bandit, Costs, Decoder, Modes, loading
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.description import device_name
 from stree.drafters.naming import DrafterName
 from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import add_files
@@ -227,6 +228,81 @@ def test_several_trees_go_by_the_name_that_commands_take(workspace, drafter, nam
     plain = load_quietly(workspace / "target", max_length=256)
     settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
     assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[Decoder]:
+    """The decoders whose steps were timed."""
+    timed, measure = [], Decoder.measure_costs
+    monkeypatch.setattr(
+        Decoder, "measure_costs", lambda self, **options: (
+            timed.append(self) or measure(self, **options)
+        ),
+    )  # fmt: skip
+    return timed
+
+
+CHOICE = Tree(name="chain-1 or paper", parents=TokenTree.paper().parents)
+
+
+def costs_of_choice(**changes) -> Costs:
+    seconds = {(1, tree): 0.25 * tree.num_nodes for tree in Modes(["chain-1", "paper"]).trees}
+    place = {"device": device_name(torch.device("cpu")), "dtype": "float32"}
+    return Costs(seconds, **{**place, **changes})
+
+
+def test_the_profiles_costs_are_chosen_by_and_not_measured(workspace, drafter, measured):
+    costs = costs_of_choice()
+    give_profile(workspace, drafter, recommendation(CHOICE, costs=costs.record()))
+    decoder = load_quietly(workspace / "target", drafter, max_length=256)
+    assert not measured and decoder.batch.modes.costs == costs
+    plain = load_quietly(workspace / "target", max_length=256)
+    settings = stree.GenerationConfig(max_new_tokens=9, ignore_eos=True)
+    assert decoder.complete("What", settings).tokens == plain.complete("What", settings).tokens
+    for own in ({"verifier": "naive"}, {"backtracking": "joint"}):  # of others nothing is known
+        decoder = load_quietly(workspace / "target", drafter, max_length=256, **own)
+        assert measured.pop() is decoder and decoder.batch.modes.costs != costs
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"device": "CPU: another"}, "of CPU: another, float32, greedy, and here it is CPU: "),
+        ({"dtype": "bfloat16"}, "bfloat16, greedy, and here it is .*float32, greedy"),
+        ({"temperature": 1.0}, "float32, sampled, and here it is"),
+        ({"seconds": {(1, TokenTree.paper()): 1.0}}, "none of 1 row with plain"),
+    ],
+)
+@pytest.mark.parametrize("by", ["profile", "hand"])
+def test_costs_of_other_steps_are_not_chosen_by_and_that_is_said(
+    workspace, drafter, measured, changes, warning, by
+):
+    costs = costs_of_choice(**{key: each for key, each in changes.items() if key != "seconds"})
+    costs.seconds = changes.get("seconds", costs.seconds)
+    give_profile(workspace, drafter, recommendation(CHOICE, costs=costs.record()))
+    options = {} if by == "profile" else {"tree": Modes(["chain-1", "paper"], costs)}
+    with pytest.warns(UserWarning, match=f"{warning}.*measured here") as said:
+        decoder = stree.load(workspace / "target", drafter, device="cpu", max_length=256, **options)
+    assert measured == [decoder] and len(said) == 1 and said[0].filename == __file__
+    assert not decoder.batch.modes.costs.misfit(decoder.target, decoder.batch.modes.trees, 0.0)
+
+
+def test_in_another_form_costs_are_measured(workspace, drafter, measured, monkeypatch):
+    given = recommendation(CHOICE, costs=costs_of_choice().record(), drafter="float8:FOLDER")
+    give_profile(workspace, drafter, given)
+    monkeypatch.setattr(loading, "has_products_in_8_bits", lambda device: False)
+    with pytest.warns(UserWarning, match="recommends float8:FOLDER, but"):
+        decoder = stree.load(workspace / "target", drafter, device="cpu", max_length=256)
+    assert measured == [decoder]
+
+
+def test_saved_costs_are_given_by_hand(workspace, drafter, measured, tmp_path):
+    first = load_quietly(workspace / "target", drafter, tree="chain-1 or paper", max_length=256)
+    assert measured.pop() is first
+    first.batch.modes.costs.save(tmp_path / "costs.json")
+    modes = Modes(["chain-1", "paper"], Costs.load(tmp_path / "costs.json"))
+    decoder = load_quietly(workspace / "target", drafter, tree=modes, max_length=256)
+    assert not measured and decoder.batch.modes.costs == first.batch.modes.costs
 
 
 def test_several_trees_of_which_one_is_none_are_refused(workspace, drafter):

@@ -9,8 +9,9 @@ import torch
 from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.costs import Costs
 from stree.errors import UsageError
-from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, Costs, GrownRates, Modes, telling
+from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, GrownRates, Modes, telling
 from stree.tree import BeamTree, as_tree, balanced
 
 CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])

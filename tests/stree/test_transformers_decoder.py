@@ -25,6 +25,8 @@ from transformers import (
 )
 
 import stree
+from stree.batch import BatchDecoder
+from stree.description import device_name, dtype_name
 from stree.errors import CheckpointRefused, UsageError
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
@@ -469,6 +471,37 @@ def test_a_tree_may_be_chosen_step_by_step(granite, name):
     assert str(granite._stree_decoder[1].tree) == name
 
 
+def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
+    """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
+    timed, measure = [], BatchDecoder.measure_costs
+    monkeypatch.setattr(
+        BatchDecoder, "measure_costs", lambda self, **options: (
+            timed.append(options["generation"].temperature) or measure(self, **options)
+        ),
+    )  # fmt: skip
+    place = dict(device=device_name(granite.device), dtype=dtype_name(granite.dtype))
+    modes = stree.Modes(["chain-2", "paper"])
+    modes.costs = stree.Costs({(1, tree): 1.0 for tree in modes.trees}, **place)
+    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), modes)
+    ids, mask = prompts((9, 4))
+    decoder.generate(ids[:1], max_new_tokens=4, do_sample=False)
+    assert timed == []
+    decoder.generate(ids[:1], max_new_tokens=244, do_sample=True)
+    assert timed == [1.0]
+    decoder.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=True)
+    assert timed == [1.0, 1.0]
+
+
+def test_it_says_how_many_sequences_fit(granite):
+    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), "chain-2")
+    assert decoder.room is None
+    for lengths in ((6,), (9, 4)):
+        ids, mask = prompts(lengths)
+        decoder.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+        assert decoder.room.num_rows == len(lengths) and decoder.room.parts["drafter"] > 0
+    assert "2 sequences at once, of up to 256 tokens: " in str(decoder.room)
+
+
 def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     """Its answers would fit buffers in which three of its steps do not."""
     decoder = stree.from_transformers(
@@ -480,7 +513,7 @@ def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
     decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
     assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
     assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
-    assert decoder._batch.modes.costs.are_of(1)
+    assert not decoder._batch.modes.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
 
 
 def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):

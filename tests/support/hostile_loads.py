@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stree.costs import Costs
 from stree.errors import exit_with_reason
 from stree.models.convert import load_model
 from stree.speculation_profile import load_profile
@@ -72,6 +73,7 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "training state": SafeCheckpointIO().load_checkpoint,
     "resume": latest_valid,
     "profile": load_profile,
+    "costs": Costs.load,
     "tree": TokenTree.load,
     "evaluation config": lambda path: eval_spec.main(["--config", str(path)]),
     "training config": train,

@@ -58,6 +58,18 @@ def _(folder: Path) -> Path:
     return folder / "drafter"
 
 
+@case("costs nested 100,000 deep", "costs", DATA, r"costs\.json holds no costs")
+def _(folder: Path) -> Path:
+    return written(folder, "costs.json", "[" * 100_000)
+
+
+@case("costs of a beam of 10^9 nodes", "costs", DATA, r"beam-9999-9999-9999 draws")
+def _(folder: Path) -> Path:
+    times = {"tree": {"name": "beam-9999-9999-9999", "parents": [-1]}, "seconds": {"1": 0.5}}
+    head = {"device": "", "dtype": "", "temperature": 0.0, "catch_up_s": 0.0}
+    return written(folder, "costs.json", json.dumps({**head, "trees": [times]}))
+
+
 # YAML
 
 

@@ -22,7 +22,7 @@ from stree_pipelines.tokenizer_training import train_tokenizer
 
 TIMINGS = {
     "tokens_per_second", "tokens_per_second_e2e", "speedup", "speedup_per_tau", "time_ms",
-    "baseline_time_ms", "measuring_costs_s", "confidence_intervals", "environment",
+    "baseline_time_ms", "measuring_costs_s", "costs", "confidence_intervals", "environment",
 }  # fmt: skip
 PROMPTS = [
     {"id": "a", "category": "one", "turns": ["What is a tree?"]},
