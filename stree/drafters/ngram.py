@@ -2,7 +2,7 @@
 
 Prompt lookup, as Snakes and Ladders' PNG drafts: several continuations of the text so far, and of a
 corpus if there is one, merged into one prefix tree. Shapes: B rows, N nodes, n nodes of a level, K
-children of each at most, L slots of text, V vocabulary.
+children of each at most, L slots of text, E excerpts of a corpus, X tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 
 NOTHING = -1  # a slot of no token
+NUM_PLACES = 16  # of a corpus, for each count of tokens that match, at which a step looks
+MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token's part of a key is lost
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,55 @@ class NGram:
         return GraftingDrafter(self.model, text, num_rows, max_length, max_nodes, self.siblings)
 
 
+class Corpus:
+    """A text beside the sequences' own, sorted by what stands before each place, so that a step
+    looks at few of them: of each number of tokens that match, the latest NUM_PLACES.
+
+    tokens (T,). Takes 12 bytes a token for each token of context.
+    """
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.tokens, self.context = tokens, context
+        powers = [pow(MULTIPLIER, power + 1, 2**64) for power in range(context)]
+        signed = [each - 2**64 if each >= 2**63 else each for each in powers]
+        self._powers = torch.tensor(signed, device=tokens.device)
+        padded = F.pad(tokens, (context - 1, 0), value=NOTHING)
+        ends = padded.unfold(0, context, 1).flip(1)  # (T, context), the last token first
+        keys, places = self._keys(ends).T.contiguous().sort(dim=1, stable=True)
+        self._keys_in_order, self._places = keys, places.int()
+
+    def excerpts(self, last: Tensor, reach: int) -> Tensor:
+        """Of places that match the last tokens (B, context), the last one first: E excerpts
+        (B, E, X), in the text's order, each of `context` tokens up to the place and `reach` behind
+        it, NOTHING where there are none and at its end."""
+        places = self._places_after(last).sort(dim=1).values
+        around = torch.arange(1 - self.context, reach + 2, device=last.device)
+        at = places[..., None] + around
+        inside = (places[..., None] >= 0) & (at >= 0) & (at < len(self.tokens)) & (around <= reach)
+        tokens = self.tokens[at.clamp(0, len(self.tokens) - 1)]
+        return tokens.masked_fill(~inside, NOTHING)
+
+    def _places_after(self, last: Tensor) -> Tensor:
+        """(B, E), −1 for none. Where nothing matches, the latest places are as good as any."""
+        back = torch.arange(NUM_PLACES, device=last.device)
+        keys = self._keys(last).T.contiguous()  # (context, B)
+        first, end = (
+            torch.searchsorted(self._keys_in_order, keys, right=right) for right in (False, True)
+        )
+        at = end[..., None] - 1 - back
+        flat = at.clamp(min=0).flatten(1)
+        found = self._places.gather(1, flat).view_as(at).masked_fill(at < first[..., None], NOTHING)
+        latest = (len(self.tokens) - 1 - back).clamp(min=NOTHING).expand(len(last), -1)
+        return torch.cat([found.transpose(0, 1).flatten(1), latest], 1)
+
+    def _keys(self, ends: Tensor) -> Tensor:
+        """(N, context) of ends (N, context), the last tokens first: a number for each count of
+        tokens, equal for equal ones; that others share it costs a draft at most."""
+        return ((ends + 3) * self._powers).cumsum(1)
+
+
 class Text:
-    """The text of each row that is certain, after the corpus, and what follows in it.
+    """The text of each row that is certain, and what follows in it and in a corpus.
 
     Everything is a tensor of a fixed place, so that steps that draft from it can be captured.
     """
@@ -66,14 +115,12 @@ class Text:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.context, self.vocabulary = context, vocabulary
-        self.start = len(corpus) + 1  # nothing between the two: no match goes across
-        # The last slot takes what idle rows write
-        shape = num_rows, self.start + max_length + 1
+        self.corpus = Corpus(corpus.to(device), context) if len(corpus) else None
+        # Nothing stands before a text; the last slot takes what idle rows write
+        self.start, shape = 1, (num_rows, 1 + max_length + 1)
         self.slots = torch.full(shape, NOTHING, dtype=torch.long, device=device)
-        self.slots[:, : len(corpus)] = corpus.to(device)
         self.num_read = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._back = torch.arange(context, device=device)
-        self._places = torch.arange(shape[1] - 1, device=device)
 
     def clear(self, row: int) -> None:
         self.slots[row, self.start :] = NOTHING
@@ -99,12 +146,18 @@ class Text:
         """(B, 1) their tokens; any in idle rows."""
         return self._at(rows, 0).clamp(min=0)
 
-    def matches(self, rows: Rows) -> Tensor:
-        """(B, 1, L) int64: how many tokens up to each slot are those up to the root."""
+    def look(self, rows: Rows, reach: int) -> Seen:
+        """For trees of that depth."""
         slots = self.slots[: len(rows.active), :-1]
         places = self.start + rows.position[:, None] - self._back
         last = slots.gather(1, places.clamp(min=self.start - 1))
         last = last.masked_fill(last < 0, NOTHING - 1)  # what is before a text is like nothing
+        aside = slots[:, :0].bool()  # slots that are no places to go on from
+        if self.corpus is not None:
+            excerpts = self.corpus.excerpts(last, reach)
+            number = torch.arange(excerpts.shape[2], device=slots.device)
+            aside = (number != self.context - 1).expand_as(excerpts).flatten(1)
+            slots = torch.cat([excerpts.flatten(1), slots], 1)
         earlier = F.pad(slots, (self.context - 1, 0), value=NOTHING)
         same = torch.ones_like(slots, dtype=torch.bool)
         length = torch.zeros_like(slots)
@@ -112,21 +165,56 @@ class Text:
             shifted = earlier[:, self.context - 1 - back :][:, : slots.shape[1]]
             same &= shifted == last[:, back : back + 1]
             length += same
-        return length[:, None]
+        length[:, : aside.shape[1]].masked_fill_(aside, NOTHING)
+        return Seen(slots, length[:, None])
+
+    def fill(
+        self, rows: Rows, forest: Forest, tokens: Tensor, places: Tensor | None = None,
+        barred: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
+        root's children to write, and barred (B, 1, j), what they must not be; all and anything if
+        not given."""
+        size, seen = forest.num_nodes, self.look(rows, forest.max_depth)
+        matches = seen.matches
+        slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+        for depth, level in enumerate(forest.levels):
+            if depth:
+                nodes = level.nodes.clamp(min=0)
+                above = forest.above(depth)[..., None]
+                matches = matches.gather(1, above.expand(-1, -1, matches.shape[2]))
+                matches = seen.after(matches, slots.gather(1, nodes))
+            here = level.places if depth or places is None else places
+            found = seen.continuations(matches, here.shape[2], None if depth else barred)
+            slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
+        tokens.copy_(slots[:, :-1])
+
+    def _at(self, rows: Rows, back: int) -> Tensor:
+        """(B, 1) tokens so many before the root; none before the text's begin."""
+        place = self.start + rows.position[:, None] - back
+        return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step looks at: slots (B, L) of a corpus' excerpts and of the rows' own text; matches
+    (B, 1, L) int64: how many tokens up to each slot are those up to the root, below 0 where that
+    does not count."""
+
+    slots: Tensor
+    matches: Tensor
 
     def after(self, matches: Tensor, tokens: Tensor) -> Tensor:
         """The matches (B, n, L) of nodes with tokens (B, n), given those of their parents."""
-        slots = self.slots[: len(tokens), None, :-1]
         longer = F.pad(matches[..., :-1] + 1, (1, 0), value=1)
-        return longer * (slots == tokens[..., None])
+        return longer * (self.slots[:, None] == tokens[..., None])
 
     def continuations(self, matches: Tensor, count: int, barred: Tensor | None = None) -> Tensor:
         """(B, n, count) different tokens that came next: after the longest match first, of equal
         ones after the latest. barred (B, n, j), tokens that are not wanted, V for none."""
-        # Of the slot that takes what idle rows write nothing is drafted
-        following = F.pad(self.slots[: len(matches), None, 1:-1], (0, 1), value=NOTHING)
-        following = following.expand_as(matches)
-        order = matches * self._places.numel() + self._places
+        following = F.pad(self.slots[:, None, 1:], (0, 1), value=NOTHING).expand_as(matches)
+        length = matches.shape[2]
+        order = matches * length + torch.arange(length, device=matches.device)
         unwanted = following < 0
         if barred is not None:
             unwanted = unwanted | (following[..., None] == barred[:, :, None]).any(-1)
@@ -140,31 +228,6 @@ class Text:
         if count == 1 and barred is None:
             return found[0].clamp(min=0)
         return _completed(torch.cat(found, -1), barred)
-
-    def fill(
-        self, rows: Rows, forest: Forest, tokens: Tensor, places: Tensor | None = None,
-        barred: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Write drafts into tokens (B, N), which hold the roots. places (B, 1, k), those of the
-        root's children to write, and barred (B, 1, j), what they must not be; all and anything if
-        not given."""
-        size, matches = forest.num_nodes, self.matches(rows)
-        slots = F.pad(tokens, (0, 1))  # the last takes what no node does
-        for depth, level in enumerate(forest.levels):
-            if depth:
-                nodes = level.nodes.clamp(min=0)
-                above = forest.above(depth)[..., None]
-                matches = matches.gather(1, above.expand(-1, -1, matches.shape[2]))
-                matches = self.after(matches, slots.gather(1, nodes))
-            here = level.places if depth or places is None else places
-            found = self.continuations(matches, here.shape[2], None if depth else barred)
-            slots.scatter_(1, here.masked_fill(here < 0, size).flatten(1), found.flatten(1))
-        tokens.copy_(slots[:, :-1])
-
-    def _at(self, rows: Rows, back: int) -> Tensor:
-        """(B, 1) tokens so many before the root; none before the text's begin."""
-        place = self.start + rows.position[:, None] - back
-        return self.slots[: len(rows.active)].gather(1, place.clamp(min=self.start - 1))
 
 
 def _completed(found: Tensor, barred: Tensor | None) -> Tensor:

@@ -82,13 +82,34 @@ def test_continuations_are_those_of_a_search_place_by_place():
         rows.begin(0, len(words) - 1, words[-1])
         barred = rng.sample(range(vocabulary + 1), num_barred)
         given = torch.tensor(barred).view(1, 1, -1) if barred else None
-        found = text.continuations(text.matches(rows), count, given)[0, 0].tolist()
+        seen = text.look(rows, 3)
+        found = seen.continuations(seen.matches, count, given)[0, 0].tolist()
         wanted = wanted_continuations(words, corpus, context, count, barred)
         assert [token for token, each in zip(found, wanted, strict=True) if each is not None] == [
             each for each in wanted if each is not None
         ]
         assert len(set(found)) == count and not set(found) & set(barred)
         assert all(0 <= token < vocabulary for token in found)
+
+
+def test_of_a_long_corpus_the_first_continuation_is_that_of_a_whole_search():
+    """A step looks at few places of it, whatever its length."""
+    rng = random.Random(1)
+    corpus = [rng.randrange(7) for _ in range(3000)]
+    lengths = set()
+    for _ in range(30):
+        words = [rng.randrange(7) for _ in range(rng.randint(1, 12))]
+        text = Text(5, torch.tensor(corpus), 1, 16, 9, torch.device("cpu"))
+        text.read(0, torch.tensor(words))
+        rows = Rows.new(1, 4)
+        rows.begin(0, len(words) - 1, words[-1])
+        seen = text.look(rows, 3)
+        lengths.add(int(seen.matches.max()))
+        assert seen.continuations(seen.matches, 1)[0, 0].tolist() == wanted_continuations(
+            words, corpus, 5, 1, []
+        )
+        assert seen.slots.shape[1] < 1500
+    assert {1, 5} <= lengths
 
 
 def test_a_corpus_is_drafted_from_where_the_text_has_nothing_longer():
