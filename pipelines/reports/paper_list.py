@@ -15,7 +15,7 @@ from stree_pipelines.terminal.command_line import input_path
 STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
 H100 = "docs/results/h100-step"
 CHATS, LENGTHS = "docs/results/h200-sharegpt/c156214", "docs/results/h200-long"
-DRAFTING = f"{LENGTHS}/drafting"
+DRAFTING = "docs/results/cpu-policies/drafting"
 POLICIES = "docs/results/h200-policies"
 PAPER_TREES = "docs/results/cpu-policies/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
@@ -37,8 +37,9 @@ LONG = (
     "--out OUT",
 )
 LENGTHS_OF_DRAFTS = (
-    'python pipelines/bench_decode.py OUT/drafts.jsonl --what "[draft_lengths]" '
-    '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"',
+    'python pipelines/bench_decode.py OUT/drafts.jsonl --shape chat --what "[draft_lengths]" '
+    '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]" '
+    '--lengths "[1024,4096,16384]" --device cpu --repeats 10',
 )
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is named below"
 CPU_PAIR = (
@@ -187,8 +188,9 @@ PAPERS: dict[str, Sequence[Entry]] = {
     ),
     "Mamba Drafters (Choi et al. 2025)": (
         Entry("drafters-figure-1", "drafting time and memory by context", "H100",
-              RANDOM + ": two layers of width 1,024 over 128,256 tokens, Mamba-2 or a Transformer "
-              "in Llama's layout, drafting four levels of one node or of eight. Memory is one "
+              RANDOM + ": two layers of width 384 over 16,384 tokens, Mamba-2 or a Transformer in "
+              "Llama's layout, in bf16 on two CPU cores, drafting four levels of one node or of "
+              "eight. Memory is one "
               "sequence's cache, where the paper has the peak; prefill and EAGLE are left out. The "
               "figure's values are not in the text",
               LENGTHS_OF_DRAFTS, DRAFTING, paper_benches.drafters_figure_1),
