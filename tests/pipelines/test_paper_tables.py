@@ -95,7 +95,7 @@ def line_of(text: str, label: str) -> list[str]:
 @pytest.mark.parametrize("name", COMMITTED)
 def test_tables_of_committed_rows_are_made(name, capsys):
     text = printed(capsys, name)
-    assert re.search("Ours: NVIDIA H[12]00", text) and "What differs: " in text
+    assert re.search("Ours: (NVIDIA H[12]00|CPU: AMD EPYC)", text) and "What differs: " in text
     if ENTRIES[name].hardware:
         assert f"Theirs: {ENTRIES[name].hardware}" in text
 
@@ -171,6 +171,7 @@ def test_a_drafter_with_its_head_in_8_bits_is_none_of_the_papers(compared, tmp_p
     trees = [
         row for row in map(json.loads, lines)
         if row["temperature"] == 0 and row["tree"] and row["tree"]["name"] == "paper"
+        and not row["checkpoint"].startswith("top:")
     ]  # fmt: skip
     fastest = max(row["tokens_per_second"] for row in trees)
     for kind in ("float8", "text", "top", "independent"):
