@@ -44,8 +44,8 @@ chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, with today's drafter, on 
 	$(BIN)/python pipelines/profile_drafter.py $(CHAT)
 	$(BIN)/python pipelines/report.py $(CHAT)
 
-test: $(VENV)/ready-dev  ## set up, and run the tests
-	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS)
+test: $(VENV)/ready-dev  ## set up, and run the tests (jobs of a cluster: test-long and .ci/run)
+	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) --ignore=tests/slurm
 
 test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more moments, more shapes and seeds
 	$(QUICK) $(BIN)/python -m pytest -q $(WORKERS) -m "long or not long"

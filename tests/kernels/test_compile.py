@@ -21,9 +21,8 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["--more"], marks=pytest.mark.long)], ids=["quick", "more"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("more", [[], ["--more"]], ids=["first", "more"])
 def test_all_kernels_compile(more, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

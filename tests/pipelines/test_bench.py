@@ -727,6 +727,7 @@ def test_no_number_when_red(tmp_path, monkeypatch):
         timing.require_green(["test_green.py", "test_red.py"])
 
 
+@pytest.mark.long
 def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
     rows = list(batches.steps_of_rows(target, drafter, [1, 3], 8, 2))

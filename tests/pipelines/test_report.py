@@ -199,6 +199,7 @@ def test_two_trees_get_rows_of_their_own(tmp_path):
     assert "τ gain (STree, wide − Vanilla SD)" in heads
 
 
+@pytest.mark.long
 def test_many_temperatures_are_drawn(tmp_path):
     make_run(tmp_path, ("gsm8k",), (0.0, 0.25, 0.5, 0.75, 1.0))
     write_report(load_run(tmp_path))

@@ -111,6 +111,7 @@ assert stree.__version__ and "load" in stree.__all__
 """
 
 
+@pytest.mark.long
 def test_a_python_without_pytorch_is_told_so_in_a_line():
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True
