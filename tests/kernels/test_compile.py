@@ -22,13 +22,11 @@ KERNELS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], ["--more"]], ids=["first", "more"])
-def test_all_kernels_compile(more, tmp_path):
+def test_all_kernels_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    options = ["--nodes", "16", "--spills", "gated_delta|pairs|scaled|_scan", *more]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *options],
+        [sys.executable, SCRIPT, "--nodes", "16", "--spills", "gated_delta|pairs|scaled|_scan"],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

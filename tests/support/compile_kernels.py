@@ -100,14 +100,13 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
     forest.finish(forest.pool)
 
 
-def many_sequences(model: HybridModel, num_nodes: int, more: bool) -> None:
-    """What a call of many sequences has otherwise, of one token; more: over a chain, too."""
+def many_sequences(model: HybridModel, num_nodes: int) -> None:
+    """What a call of many sequences has otherwise, over a tree and of one token."""
     settings = (tree_conv, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
     before = [getattr(*each) for each in settings]
     for each in settings:
         setattr(*each, 1)
-    for num_drafts in (num_nodes - 1, 0) if more else (0,):
-        tree = TokenTree.chain(num_drafts)
+    for tree in (TokenTree.chain(num_nodes - 1), TokenTree.chain(0)):
         cache = model.new_cache(512, tree.num_nodes)
         tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long)
         model.tree_forward(tokens, tree, cache, cache.num_slots)
@@ -151,10 +150,8 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
     ops.sigmoid_gated(ops.norm_heads(qkv, scale, scale, 1e-6, 4), qkv)
 
 
-def verification(
-    tree: TokenTree, logits: torch.Tensor, more: bool, *committed: torch.Tensor
-) -> None:
-    """All rules on a tree, whose drafts were drawn from logits (1, N, V); more: independent."""
+def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
+    """All rules on a tree, whose drafts were drawn from logits (1, N, V)."""
     forest = Forest.of([tree], torch.device("cpu"))
     one, active = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
     drafts = Drafts(
@@ -165,7 +162,7 @@ def verification(
     sampling = Sampling(torch.ones(1, dtype=torch.float64), one, one)
     for rule in ("naive", "multi_step", "traversal"):
         ops.accept_drafts(rule, logits, drafts, sampling, active, *committed)
-        if more and rule != "naive":
+        if rule != "naive":
             independent = replace(drafts, independent=True)
             ops.accept_drafts(rule, logits, independent, sampling, active, *committed)
 
@@ -202,7 +199,6 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[16])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--spills", default="$^", help="regular expression of kernels' names")
-    parser.add_argument("--more", action="store_true", help="further launches of these kernels")
     options = parser.parse_args()
     compiled = pretend(options.capability)
     config = HybridConfig(
@@ -230,7 +226,7 @@ def main() -> None:
                     best, highest, tokens, torch.tensor([tree.parents]), finite, active,
                     cache.path, cache.path_length, block, one, tokens[:, :1], report,
                 )  # fmt: skip
-            verification(tree, logits, options.more, cache.path, one, block, tokens[:, :1], report)
+            verification(tree, logits, cache.path, one, block, tokens[:, :1], report)
             if num_nodes == 1:
                 continue
             topology = topology_of(tree, config.d_conv, tokens.device)
@@ -244,7 +240,7 @@ def main() -> None:
                 for own in (None, ids) if count == 3 else (None,):
                     ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
-            many_sequences(model, num_nodes, options.more)
+            many_sequences(model, num_nodes)
             one, scale = hidden[None], model.model.norm.weight
             ops.norm(Stream(hidden, scale.repeat(2), 1e-5, (one, one), beside=hidden))
             for added in ((one, one), one):
