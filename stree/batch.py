@@ -424,7 +424,10 @@ class BatchDecoder:
         """What a step is launched with; all rows that are taken take part, or their buffers would
         fall behind."""
         batch = self._num_step_rows
-        grown = [trees.get(row, PLAIN) for row in range(batch)]
+        # Idle rows have the others' tree: one forest serves while requests come and go
+        asked = set(trees.values())
+        idle = asked.pop() if len(asked) == 1 else PLAIN
+        grown = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared
         if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):

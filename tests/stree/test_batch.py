@@ -161,6 +161,23 @@ def test_a_row_with_bad_logits_ends_alone():
         assert decoder.release(row).tokens == alone.tokens
 
 
+def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu, monkeypatch):
+    """Building one takes the host longer than a step of a small model takes the device."""
+    target, tree, launched = tiny_model(1), TREES[-1], []
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), tree, num_rows=4, max_length=128, tokenizer=Letters()
+    )
+    launch = decoder.executor.launch
+    monkeypatch.setattr(
+        decoder.executor, "launch",
+        lambda rows, forest, *rest: (launched.append(forest), launch(rows, forest, *rest)),
+    )  # fmt: skip
+    requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
+    serve(decoder, requests, seed=5)
+    assert {forest.trees for forest in launched} <= {(tree,), (tree,) * 2, (tree,) * 4}
+    assert len(set(map(id, launched))) <= 3
+
+
 def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
     monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 8)
     target = tiny_model(1)
