@@ -15,18 +15,20 @@ from stree.errors import UsageError
 from stree.modes import PLAIN, Modes
 from stree.tree import TokenTree
 
-# Rewards are at most 0, and −1 is plain decoding's. A tree whose first steps had bad luck, which
-# makes about −1.5 of −0.5, is tried again within a thousand
+# A tree whose first step had bad luck, one token where five are usual, is tried again within a
+# hundred steps
 EXPLORATION = 0.3
 
 
 class Bandit(Modes):
-    """UCB over trees: the one with the highest mean reward + exploration · √(2 ln t / n), of t
+    """UCB over trees: the one with the highest mean reward + exploration · c · √(2 ln t / n), of t
     rounds n with that tree (the paper's Eq. 1); each once first, in the order given.
 
     A round is a row's step. Its reward is −1 / speed-up (the paper's Eq. 5): what the step takes by
-    time of a plain one, for each token that it yields. The paper takes a draft to cost a fixed
+    time of a plain one, c, for each token that it yields. The paper takes a draft to cost a fixed
     share of a step, and verification as much as one (Eq. 2); here both are in the measured costs.
+    Rewards lie between −c and 0, so that what is unknown of them is counted in c, too: the paper's
+    c is close to 1, that of a large tree on a small target is 2 or 3.
     What is chosen depends on nothing but what rounds have accepted.
 
     Args: as of `Modes`; exploration, λ_UCB. Raises `UsageError` for fewer than two trees of drafts.
@@ -61,8 +63,8 @@ class Bandit(Modes):
             rounds = self._rounds[tree]
             if not rounds:
                 return math.inf
-            mean = self._reward[tree] / rounds
-            return mean + self.exploration * math.sqrt(2 * math.log(total) / rounds)
+            unknown = self.exploration * math.sqrt(2 * math.log(total) / rounds)
+            return self._reward[tree] / rounds + unknown * self._cost(tree)
 
         self.current = max(self.arms, key=bound)
         return self.current
@@ -71,7 +73,9 @@ class Bandit(Modes):
         """A row's step of `tree` has accepted the nodes of a path, the root included."""
         if tree not in self._rounds:
             return  # a request's own
-        rows = self._num_rows
-        cost = self.costs.of(rows, tree) / self.costs.of(rows, PLAIN)
         self._rounds[tree] += 1
-        self._reward[tree] -= cost / len(path)
+        self._reward[tree] -= self._cost(tree) / len(path)
+
+    def _cost(self, tree: TokenTree) -> float:
+        """Of a step, by time of a plain one."""
+        return self.costs.of(self._num_rows, tree) / self.costs.of(self._num_rows, PLAIN)

@@ -40,6 +40,7 @@ TRIED_FIRST = 8  # observations of each tree that shows what no other does, befo
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
+PRIOR_TRIES = 2
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 
@@ -48,30 +49,38 @@ class AcceptRates:
     """How often the child of each rank is what the target says, by depth; the latest count most.
 
     Whether a child of some rank is accepted, given its parent, does not depend on what other
-    children there are, so what one tree shows is true of all.
+    children there are, so what one tree shows is true of all. What the trees of late have not
+    shown is forgotten, too, and taken to be as at the depth above: where text has become easier
+    for the drafter it has at all depths.
     """
 
     def __init__(self) -> None:
         self._tried: dict[tuple[int, int], float] = defaultdict(float)
         self._accepted: dict[tuple[int, int], float] = defaultdict(float)
+        # Each observation weighs more than the one before it, so that none has to be made less
+        self._weight = 1.0
 
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
         """A step of `tree` has accepted the path to the node `end`; memory, what each observation
         before counts now."""
+        self._weight /= memory
         path = [*tree.path_to(end), -1]
         for depth, (node, child) in enumerate(itertools.pairwise(path)):
             for rank, each in enumerate(tree.children[node]):
-                key = depth, rank
-                self._tried[key] = memory * self._tried[key] + 1
-                self._accepted[key] = memory * self._accepted[key] + (each == child)
+                self._tried[depth, rank] += self._weight
+                self._accepted[depth, rank] += self._weight * (each == child)
+        if self._weight > 1e100:
+            for counts in (self._tried, self._accepted):
+                counts.update({key: count / self._weight for key, count in counts.items()})
+            self._weight = 1.0
 
     def rate(self, depth: int, rank: int) -> float:
-        """Of a depth without observations, that of the deepest that has some; at first ½ for the
-        first rank, and half as much for each further one."""
-        while depth and not self._tried[depth, rank]:
-            depth -= 1
-        prior = 0.5 ** (rank + 1)
-        return (self._accepted[depth, rank] + 2 * prior) / (self._tried[depth, rank] + 2)
+        """Assumed, and worth as much as PRIOR_TRIES observations: that of the depth above; at
+        first ½ for the first rank, and half as much for each further one."""
+        assumed = self.rate(depth - 1, rank) if depth else 0.5 ** (rank + 1)
+        weight = PRIOR_TRIES * self._weight
+        accepted = self._accepted[depth, rank] + weight * assumed
+        return accepted / (self._tried[depth, rank] + weight)
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step: its drafts that are accepted, and the target's own token."""

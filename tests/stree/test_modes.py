@@ -63,6 +63,18 @@ def test_expected_tokens_of_known_rates():
     assert rates.expected_tokens(PLAIN) == 1
 
 
+def test_what_was_seen_long_ago_gives_way_to_what_is_seen_above():
+    """Of a depth that the trees of late do not reach; without end, and counts stay finite."""
+    rates = AcceptRates()
+    for _ in range(100):
+        rates.learn(TokenTree.chain(3), 1)  # nothing but the first draft
+    assert rates.rate(1, 0) < 0.05
+    for _ in range(60_000):
+        rates.learn(TokenTree.chain(1), 1)
+    assert rates.rate(1, 0) == pytest.approx(rates.rate(0, 0), rel=1e-6)
+    assert rates.rate(0, 0) == pytest.approx(1, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("table", "rates", "best"),
     [
