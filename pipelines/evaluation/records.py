@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from stree.errors import BadData
 from stree.files import reporting_refusals, sweep_leftovers, write_atomically
-from stree.speculation_profile import CostsRecord, Record, Tree
+from stree.speculation_profile import CostsRecord, Record, Tree, first_fault
 from stree.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
@@ -312,10 +312,8 @@ def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
         try:
             rows.append(row_type.model_validate_json(line))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
             raise BadData(
-                f"{path}:{number} is no {row_type.__name__}: {place} {first['msg']}; move the file "
+                f"{path}:{number} is no {row_type.__name__}: {first_fault(error)}; move the file "
                 "away and evaluate again"
             ) from error
     return rows
