@@ -115,7 +115,7 @@ class TokenTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def max_depth(self) -> int:
         return max(self.depths)
 
