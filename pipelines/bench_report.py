@@ -187,7 +187,8 @@ def training_steps_table(rows: list[Row]) -> Table:
             f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}, {row['teacher']}"
             + (" in 8 bits" if row.get("target_dtype") == "float8" else "")
             + (", features" if row["features"] else "")
-            + "".join(f", {each}" for each in row.get("drafter", [])),
+            + (f", {row['recipe']}" if row.get("recipe") else "")
+            + "".join(f", {each.removeprefix('--model.')}" for each in row.get("options", [])),
             f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}",
             f"{row['of_peak']:.0%}" if "of_peak" in row else MISSING,
             size(row["peak_bytes"]) if row["peak_bytes"] else MISSING, f"{step / 1e3:,.1f}",

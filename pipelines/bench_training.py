@@ -3,13 +3,13 @@
     python pipelines/bench_training.py runs/bench/training.jsonl --processes "[1,2,4]"
 
     python pipelines/bench_training.py runs/bench/8b.jsonl --what "[step]" --shape 8b \
-        --batch_size 4 --sequence_length 2048 --steps 6 --features "[5,16,31]" \
-        --teacher "[live,cached]"
+        --recipe configs/distill/llama3.1-8b.yaml --batch_size 2 --sequence_length 2048 --steps 6 \
+        --more "[--model.optimizer.kind=muon]" --teacher "[live,cached]"
 
 Target and data are random. All runs of several processes have the same rows a step in the same
 micro-batches; a process alone accumulates what several share, so that their losses should be one
-curve. A step is timed in its parts, with what memory it takes and its share of the GPU's peak; its
-target runs beside, or is read from a teacher cache, which has no features.
+curve. A step is a recipe's, timed in its parts, with what memory it takes and its share of the
+GPU's peak; its target runs beside, or is read from a teacher cache, which has no features.
 """
 
 from __future__ import annotations
@@ -37,22 +37,16 @@ from stree_pipelines.benches.intervals import interval
 from stree_pipelines.benches.models import OWN_SHAPES, random_model
 from stree_pipelines.benches.options import device_of, require_numbers, require_results_file
 from stree_pipelines.benches.timing import require_green, save_rows, write_rows
-from stree_pipelines.benches.training_step import (
-    DTYPES,
-    PRECISION,
-    TEACHERS,
-    TeacherKind,
-    step_row,
-)
+from stree_pipelines.benches.training_step import PRECISION, TEACHERS, TeacherKind, step_row
 from stree_pipelines.resources.dry_run import MemoryNeeds, model_line
 from stree_pipelines.resources.estimates import training_memory
-from stree_pipelines.terminal.command_line import CommandParser
+from stree_pipelines.terminal.command_line import CommandParser, read_yaml
 from stree_pipelines.terminal.progress import stage
 from stree_pipelines.tokenizer_training import train_tokenizer
-from stree_pipelines.training.distillation import drafter_config_of
-from stree_pipelines.training.drafter_head import HeadConfig
-from stree_pipelines.training.features import FeatureConfig
-from stree_pipelines.training.frozen_target import TargetDtype, held_dtype
+from stree_pipelines.training.console import quieten
+from stree_pipelines.training.distillation import Distillation, drafter_config_of
+from stree_pipelines.training.frozen_target import held_dtype
+from stree_pipelines.training.parser import TrainingParser
 from stree_pipelines.training.sharding import require_supported
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
@@ -127,15 +121,19 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
     rows, length = options.batch_size, options.sequence_length
     if "step" in options.what:
         yield f"a step of {rows} rows of {length} tokens, {options.steps} times"
-        for teacher, dtype in _teachers(options):
-            drafter = drafter_config_of(target, **_drafter(options, teacher))
+        for teacher in options.teacher:
+            model = recipe(options, teacher)
+            drafter = drafter_config_of(
+                target, model["drafter"], model["drafter_layers"], model["start_from"],
+                model["features"], model["head"],
+            )  # fmt: skip
             memory = training_memory(
                 drafter, (rows, length), PRECISION, on_cuda, target if teacher == "live" else None,
-                held_dtype(dtype), compiled=on_cuda,
+                held_dtype(model["target_dtype"]), compiled=on_cuda,
             )  # fmt: skip
             all_needs.append(MemoryNeeds(memory, on_cuda))
             yield model_line("drafter", drafter)
-            in_8_bits = " in 8 bits" if dtype == "float8" else ""
+            in_8_bits = " in 8 bits" if model["target_dtype"] == "float8" else ""
             yield f"{teacher} teacher{in_8_bits}, {PRECISION}, {all_needs[-1]}"
     if "processes" in options.what:
         several = _runs(options.strategies, options.processes)
@@ -151,38 +149,45 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
         needs.require(LESS)
 
 
-def measure_step(shape: str, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each teacher: a step of a drafter that is cut from a target of this shape."""
-    for teacher, dtype in _teachers(options):
-        drafter = _drafter(options, teacher)
+def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each teacher: a step of a recipe whose target has this shape."""
+    file = options.recipe and Path(options.recipe).stem
+    for teacher in options.teacher:
+        model = recipe(options, teacher)
         row = step_row(
-            TARGETS[shape], teacher, options.batch_size, options.sequence_length, options.steps,
-            device, compile_layers=device.type == "cuda", target_dtype=dtype,
-            drafter_layers=drafter["layers"], features=drafter["features"], head=drafter["head"],
+            TARGETS[options.shape], teacher, options.batch_size, options.sequence_length,
+            options.steps, device, **{**model, "compile_layers": device.type == "cuda"},
         )  # fmt: skip
-        features = drafter["features"]
-        other = ["one layer"] * options.first_layer
-        other += [f"head of {options.head_size:,}"] if options.head_size else []
-        yield dict(shape=shape, features=features.layers if features else [], drafter=other) | row
+        features = model["features"]
+        yield dict(
+            shape=options.shape, recipe=file, options=_of_model(options.more),
+            features=features.layers if features else [], **row,
+        )  # fmt: skip
 
 
-def _teachers(options: Any) -> list[tuple[TeacherKind, TargetDtype]]:
-    """Each kind, a live one in each dtype."""
-    kinds: list[TeacherKind] = options.teacher
-    dtypes: dict[TeacherKind, list[TargetDtype]] = {
-        "live": options.target_dtypes, "cached": ["bfloat16"]
-    }  # fmt: skip
-    return [(kind, dtype) for kind in kinds for dtype in dtypes[kind]]
+def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
+    """The options of `Distillation` in a config of distill.py, or their defaults, with those of
+    `more` in their place. The random target is in bf16 where they say fp32. From a cache there are
+    no features."""
+    content = read_yaml(Path(options.recipe)) if options.recipe else {"model": {}}
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise UsageError(f"{options.recipe} has no section `model`, wanted a config of distill.py")
+    model = {**content["model"], "target": ""}
+    parser = TrainingParser()
+    parser.add_lightning_class_args(Distillation, "model")
+    given = parser.parse_args(["--model", json.dumps(model), *_of_model(options.more)])
+    as_given = (lambda _, **options: options, Distillation, False)
+    found: dict[str, Any] = parser.instantiate(given, instantiators=[as_given]).model
+    del found["target"]
+    if teacher == "cached" or found["target_dtype"] == "float32":
+        found["target_dtype"] = "bfloat16"
+    if teacher == "cached":
+        found["features"] = None
+    return found
 
 
-def _drafter(options: Any, teacher: str) -> dict[str, Any]:
-    """What the drafter is that is cut from the target; a cache has no features."""
-    reads = options.features and teacher == "live"
-    return {
-        "drafter": None, "layers": "first" if options.first_layer else None,
-        "features": FeatureConfig(options.features) if reads else None,
-        "head": HeadConfig(options.head_size),
-    }  # fmt: skip
+def _of_model(more: list[str]) -> list[str]:
+    return [each for each in more if each.startswith("--model.")]
 
 
 def _make_workspace(
@@ -217,26 +222,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", type=str, default="chat", help=f"one of {sorted(TARGETS)}")
     parser.add_argument("--what", type=list[str], default=["processes"],
                         help=f"of {', '.join(WHAT)}")  # fmt: skip
-    parser.add_argument("--features", type=list[int], default=[],
-                        help="layers of a live teacher that are read, for step")  # fmt: skip
+    parser.add_argument("--recipe", type=str | None,
+                        help="config of distill.py whose model section is the step's")  # fmt: skip
     parser.add_argument("--teacher", type=list[str], default=["live"],
                         help=f"of {', '.join(TEACHERS)}, for step")  # fmt: skip
-    parser.add_argument("--target_dtypes", "--target-dtypes", type=list[str],
-                        default=["bfloat16"],
-                        help=f"of {', '.join(DTYPES)}, of a live teacher, for step")  # fmt: skip
-    parser.add_argument("--first_layer", "--first-layer", action="store_true",
-                        help="a drafter of one layer, not of two, for step")  # fmt: skip
-    parser.add_argument("--head_size", "--head-size", type=int,
-                        help="tokens that its head is over (default: all), for step")  # fmt: skip
     parser.add_argument("--strategies", type=list[str], default=["ddp", "fsdp2"])
     parser.add_argument("--processes", type=list[int], default=[1, 2, 4])
     parser.add_argument("--batch_size", "--batch-size", type=int, default=16)
     parser.add_argument("--sequence_length", "--sequence-length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", type=str, default="cuda")
-    parser.add_argument("--more", type=list[str], default=[], help="arguments of distill.py")
+    parser.add_argument(
+        "--more",
+        type=list[str],
+        default=[],
+        help="arguments of distill.py, each --NAME=VALUE; of a step, its --model.…",
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
+    quieten()
     device = device_of(options.device)
     if options.shape not in TARGETS or options.steps < 3:
         raise UsageError(f"wanted a shape of {sorted(TARGETS)} and at least 3 steps (2 warm up)")
@@ -249,17 +253,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("trainer.max_steps", "trainer.log_every_n_steps"):
         if any(name in each for each in options.more):
             raise UsageError(f"--more may not set {name}: --steps decides it")
-    for name, known in (
-        ("what", WHAT), ("teacher", TEACHERS), ("target_dtypes", DTYPES)
-    ):  # fmt: skip
+    for name, known in (("what", WHAT), ("teacher", TEACHERS)):
         given = getattr(options, name)
         if not given or set(given) - set(known):
             raise UsageError(f"--{name}: wanted some of {', '.join(known)}, got {given}")
-    if options.features and ("step" not in options.what or "live" not in options.teacher):
-        raise UsageError(
-            "--features are read in a step with a live teacher: add them to --what and --teacher, "
-            "or leave the features out"
-        )
+    if options.recipe and "step" not in options.what:
+        raise UsageError('--recipe is the recipe of a step: add --what "[step]", or leave it out')
     require_results_file(options.out)
     if options.dry_run:
         for line in describe(options, device.type == "cuda"):
@@ -276,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     if "step" in options.what:
         with naming_what_does_not_fit(LESS):
-            rows += write_rows(options.out, measure_step(options.shape, options, device), device)
+            rows += write_rows(options.out, measure_step(options, device), device)
     if "processes" not in options.what:
         return
     print("| strategy | processes | tokens/s | efficiency | loss distance |\n|:--|--:|--:|--:|--:|")

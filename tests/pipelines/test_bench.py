@@ -536,11 +536,23 @@ def short_conversations(monkeypatch):
 
 
 def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
+    recipe = tmp_path / "tiny-recipe.yaml"
+    recipe.write_text(
+        "model: {features: {layers: [1]}, optimizer: {kind: muon}}\ndata: {train: x}\n"
+    )
     options = SimpleNamespace(
-        batch_size=2, sequence_length=40, steps=1, features=[1], teacher=["live", "cached"],
-        target_dtypes=["bfloat16", "float8"], first_layer=False, head_size=None,
+        shape="tiny", batch_size=2, sequence_length=40, steps=1, teacher=["live", "cached"],
+        recipe=str(recipe), more=["--trainer.precision=bf16-mixed"],
     )  # fmt: skip
-    made = bench_training.measure_step("tiny", options, CPU)
+
+    def measured(*more, teacher):
+        given = SimpleNamespace(**{**vars(options), "more": more, "teacher": teacher})
+        return bench_training.measure_step(given, CPU)
+
+    made = [
+        *measured(teacher=["live"]),
+        *measured("--model.target_dtype=float8", teacher=["live", "cached"]),
+    ]
     live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
     stages = capsys.readouterr().err.splitlines()
     assert len(stages) == 5 + 5 + 6 and all(
@@ -558,15 +570,17 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     assert set(cached["operations"]) == {"drafter"}
     bench_report.main([str(tmp_path)])
     table = (tmp_path / "bars.md").read_text()
-    assert "tiny, 2 × 40, live, features" in table and re.search("tiny, 2 × 40, cached +\\|", table)
-    assert "tiny, 2 × 40, live in 8 bits, features" in table
-    options.first_layer, options.head_size, options.teacher = True, 64, ["cached"]
-    [smaller] = timing.write_rows(
-        tmp_path / "rows.jsonl", bench_training.measure_step("tiny", options, CPU), CPU
+    assert "tiny, 2 × 40, live, features, tiny-recipe  " in table
+    assert "tiny, 2 × 40, live in 8 bits, features, tiny-recipe, target_dtype=float8" in table
+    assert "tiny, 2 × 40, cached, tiny-recipe" in table
+    smaller = measured(
+        "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
     )
+    [smaller] = timing.write_rows(tmp_path / "rows.jsonl", smaller, CPU)
     assert smaller["drafter_parameters"] < cached["drafter_parameters"]
     bench_report.main([str(tmp_path)])
-    assert "tiny, 2 × 40, cached, one layer, head of 64" in (tmp_path / "bars.md").read_text()
+    table = (tmp_path / "bars.md").read_text()
+    assert "cached, tiny-recipe, drafter_layers=first, head.vocab_size=64" in table
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
@@ -607,11 +621,21 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     out = str(tmp_path / "o.jsonl")
     with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
         training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
-    for more in ([], ["--what", "[step]", "--teacher", "[cached]"]):
-        with pytest.raises(UsageError, match="--features are read in a step with a live teacher"):
-            bench_training.main(
-                [out, "--shape", "tiny", "--device", "cpu", "--features", "[1]", *more]
-            )
+    tiny = [
+        out,
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--recipe",
+        "configs/distill/quickstart.yaml",
+    ]
+    with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
+        bench_training.main(tiny)
+    data = tmp_path / "data.yaml"
+    data.write_text("data: {train: x}")
+    with pytest.raises(UsageError, match="has no section `model`"):
+        bench_training.main([*tiny[:-1], str(data), "--what", "[step]", "--dry_run"])
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)

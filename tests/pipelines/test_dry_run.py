@@ -321,7 +321,9 @@ def test_a_benchmark_says_what_it_takes(benchmark, said, tmp_path, capsys):
 
 def test_a_step_s_benchmark_says_what_a_step_takes(tmp_path, capsys):
     options = ("--shape", "tiny", "--device", "cpu", "--dry_run", "--what", "[step]")
-    more = ("--teacher", "[live,cached]", "--features", "[1,3]")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {features: {layers: [1, 3]}}")
+    more = ("--teacher", "[live,cached]", "--recipe", str(recipe))
     bench_training.main([str(tmp_path / "out.jsonl"), *options, *more])
     printed = capsys.readouterr().out
     assert "a step of 16 rows of 1024 tokens" in printed and "runs:" not in printed
