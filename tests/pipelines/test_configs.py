@@ -12,7 +12,7 @@ from stree.models.ahead import require_ahead
 from stree.models.checkpoint_configs import config_files
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
-from stree.models.slicing import drafter_config_from
+from stree.models.slicing import drafter_config_from, headed
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.studies.plan import StudyRun, read_study
 from stree_pipelines.train_target import TargetCLI
@@ -105,19 +105,37 @@ def test_there_is_something_to_test():
     assert {path.stem for path in STRATEGY_FILES} == {"fsdp2", "zero-2", "zero-3"}
 
 
-def test_the_drafter_that_reads_features_is_that_of_the_chats_otherwise():
-    plain, reading = (
-        parse(CONFIGS / f"distill/{name}.yaml") for name in ("chat-75m", "chat-75m-features")
-    )
-    features = reading["model"].pop("features")
-    assert plain["model"].pop("features") is None
+def test_the_chats_drafter_that_reads_features_is_what_the_study_trained():
+    study = read_study(str(CONFIGS / "study/drafters-75m.yaml"))
+    name = "layer + features + head of rank 256 + half the batch + Muon at 4e-3"
+    arm = parse_run(next(run for run in study.runs if run.arm.name == name))
+    options = parse(CONFIGS / "distill/chat-75m-features.yaml")
+    schedules = [each["model"]["optimizer"].pop("schedule") for each in (options, arm)]
+    assert schedules == ["wsd", "cosine"]
+    for part in ("model", "data", "seed_everything"):
+        assert options[part] == arm[part]
     target = architecture("target/chat-75m.yaml")
-    drafter = drafter_config_from(target, reading["model"]["drafter_layers"])
-    added = FeatureConfig(**features).added_to(drafter, target)
-    assert added.feature_layers == default_layers(target.num_layers)
-    require_ahead(added)
-    for part in ("model", "data", "trainer", "checkpoint", "export"):
-        assert reading[part] == plain[part]
+    sliced = drafter_config_from(target, options["model"]["drafter_layers"])
+    reading = FeatureConfig(**options["model"]["features"]).added_to(sliced, target)
+    assert reading.feature_layers == default_layers(target.num_layers)
+    require_ahead(reading)
+    drafter = headed(reading, **options["model"]["head"])
+    whole = drafter.vocab_size * drafter.d_model
+    assert drafter.head_rank * (drafter.head_size + drafter.d_model) < whole / 3
+
+
+def test_the_chats_drafters_see_as_many_tokens_at_each_export():
+    seen, warm_up, rest = [], [], []
+    for name in ("chat-75m", "chat-75m-features"):
+        options = parse(CONFIGS / f"distill/{name}.yaml")
+        data, trainer = options["data"], options["trainer"]
+        rows = data.pop("batch_size")
+        steps = Exports(**options["export"]).export_steps(trainer["max_steps"])
+        seen.append([rows * data["sequence_length"] * step for step in steps])
+        warm_up.append(rows * options["model"]["optimizer"]["warmup_steps"])
+        rest.append((data, trainer["precision"], options["model"]["drafter_layers"]))
+    assert seen[0] == seen[1] and seen[0][-1] == 1600 * 16 * 1024
+    assert warm_up[0] == warm_up[1] and rest[0] == rest[1]
 
 
 @pytest.mark.parametrize("path", TARGET, ids=lambda path: path.stem)
