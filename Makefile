@@ -31,7 +31,7 @@ quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate ever
 	$(BIN)/python pipelines/profile_drafter.py $(RUN)
 	$(BIN)/python pipelines/report.py $(RUN)
 
-chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, with today's drafter, on public chats: one large GPU
+chat: $(VENV)/ready  ## as docs/results/h200-sharegpt, on public chats: one large GPU
 	$(BIN)/python pipelines/fetch_benchmarks.py mt_bench humaneval gsm8k
 	$(BIN)/python pipelines/train_target.py fit --config configs/target/chat-75m.yaml \
 	  --run_dir runs/chat-75m $(CHAT_DATA) --tokenizer.limit 50000

@@ -14,12 +14,15 @@ from stree_pipelines.terminal.command_line import input_path
 
 STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
 H100 = "docs/results/h100-step"
-CHATS, LENGTHS = "docs/results/h200-sharegpt/c156214", "docs/results/h200-long"
+CHATS, LENGTHS = "docs/results/h200-sharegpt/ba8f615", "docs/results/h200-long"
 DRAFTING = "docs/results/cpu-policies/drafting"
 POLICIES = "docs/results/h200-policies"
 PAPER_TREES = "docs/results/cpu-policies/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
-EVALUATE = ("python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml",)
+EVALUATE = (
+    "python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml --limit 15 "
+    "--num_chain_drafts 2",
+)
 TREES = (
     "python pipelines/compare.py configs/compare/paper-trees.yaml "
     "--target checkpoints/python-docs-hybrid --drafter runs/quickstart/drafter/latest "
@@ -42,6 +45,7 @@ LENGTHS_OF_DRAFTS = (
     '--lengths "[1024,4096,16384]" --device cpu --repeats 10',
 )
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is named below"
+CHAINS = "Our chain has 2 drafts, theirs 4"
 CPU_PAIR = (
     "ours is the quickstart's 7 M hybrid and its drafter on two CPU cores, up to 64 tokens, with a "
     "repetition penalty of 1.2 (without `--target` and what follows the command is of the 73 M "
@@ -114,7 +118,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "multi-step update. Sixteen paths of five tokens are 80, the paper says 90",
               decode("unrolled", "8b"), STEP, paper_benches.stree_figure_3),
         Entry("stree-table-3", "speed and τ on three benchmarks", RTX_3090,
-              CHAT_PAIR + ". The paper generates 1,024 tokens",
+              CHAT_PAIR + f". {CHAINS}. The paper generates 1,024 tokens",
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_3, "STree, Table 3: speed in tokens/s, and τ")),
         Entry("stree-figure-4", "speed and τ against temperature", RTX_3090,
@@ -136,10 +140,10 @@ PAPERS: dict[str, Sequence[Entry]] = {
               paper_benches.stree_5),
         Entry("stree-table-6", "speed and τ against distillation steps", RTX_3090,
               CHAT_PAIR + "; ours is MT-Bench at T = 1, the paper names neither. "
-              "`report.py RUN` writes this table for every run", EVALUATE, CHATS,
+              f"{CHAINS}. `report.py RUN` writes this table for every run", EVALUATE, CHATS,
               paper_tables.stree_6),
         Entry("stree-table-7", "speed and τ on a faster GPU", "H100",
-              CHAT_PAIR + ", on an H200. The paper generates 1,024 tokens",
+              CHAT_PAIR + f", on an H200. {CHAINS}. The paper generates 1,024 tokens",
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_7, "STree, Table 7: speed in tokens/s, and τ")),
         Entry("stree-table-8", "static and grown trees", RTX_3090,

@@ -22,7 +22,7 @@ from stree_pipelines.reports.paper_list import ENTRIES, page
 
 REPOSITORY = Path(__file__).parents[2]
 STEP = REPOSITORY / "docs/results/h200-step"
-CHATS = REPOSITORY / "docs/results/h200-sharegpt/c156214"
+CHATS = REPOSITORY / "docs/results/h200-sharegpt/ba8f615"
 COMMITTED = [
     "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
     "stree-table-5", "stree-table-7", "snakes-table-1", "snakes-table-3", "snakes-figure-4",
@@ -107,13 +107,13 @@ def test_ours_are_the_rows_figures_in_the_paper_s_layout(capsys):
     }
     text = printed(capsys, "stree-table-7")
     said = "Drafted by `runs/chat-75m-features`; 15 prompts of each, up to 256 new tokens."
-    assert f"commit c156214. {said}" in text
+    assert f"commit ba8f615. {said}" in text
     assert line_of(text, "T = 1, STree, paper")[:2] == ["85.18 (1.11×)", "2.04"]
-    row = rows[1600, "stree", "gsm8k", 1.0]
+    row = rows[3200, "stree", "gsm8k", 1.0]
     speed = f"{row.tokens_per_second:.1f} ({row.speedup:.2f}×)"
     assert line_of(text, "T = 1, STree, ours")[-2:] == [speed, f"{row.acceptance_length:.2f}"]
     text = printed(capsys, "stree-table-6")
-    taus = [f"{rows[step, 'stree', 'mt_bench', 1.0].acceptance_length:.2f}" for step in (16, 1600)]
+    taus = [f"{rows[step, 'stree', 'mt_bench', 1.0].acceptance_length:.2f}" for step in (32, 3200)]
     assert line_of(text, "τ (STree)")[:4] == ["1.51", "2.02", "2.23", taus[0]]
     assert line_of(text, "τ (STree)")[-1] == taus[1]
     text = printed(capsys, "stree-table-1")

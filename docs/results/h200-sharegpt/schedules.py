@@ -1,9 +1,10 @@
-"""Writes schedules.md, what a decay before each export brings.
+"""Writes schedules.md, what a decay before each export brings, and what the recipe after it.
 
 python docs/results/h200-sharegpt/schedules.py
 
 No two of these runs have the same training of the target. What the targets differ by is taken from
-drafters of one recipe for each of two of them. Dims: S sides, Q prompts, R resamples.
+drafters of one recipe, "today" of h200-drafters, for each of two of them. Dims: S sides, Q prompts,
+R resamples.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from stree.metrics import bootstrap_interval
 from stree_pipelines.evaluation.records import ResultStore
 
 HERE = Path(__file__).parent
-DECAYS, COSINE, SCRATCH = HERE / "5237370", HERE / "c156214", HERE / "879b639"
-CONTROLS = HERE.parent / "h200-drafters/more-tokens", HERE.parent / "h200-drafters/seeds"
+MUON, DECAYS, COSINE, SCRATCH = (
+    HERE / name for name in ("ba8f615", "5237370", "c156214", "879b639")
+)
+STUDIES = {MUON: "muon", DECAYS: "more-tokens", COSINE: "seeds"}  # on the same targets
 STEPS, BENCHMARKS = (16, 50, 160, 500, 1600), ("mt_bench", "humaneval", "gsm8k")
 Counts = dict[tuple[str, str], NDArray[np.float64]]  # of a prompt: new tokens and calls
 
@@ -40,9 +43,10 @@ def only(answers: Counts, *benchmarks: str) -> Counts:
     return {key: each for key, each in answers.items() if key[0] in benchmarks}
 
 
-def targets(temperature: float) -> list[Counts]:
-    """Of today's recipe, for the target of DECAYS and for that of COSINE."""
-    found = (counts(folder, 800, temperature, "today, ") for folder in CONTROLS)
+def targets(temperature: float, *runs: Path) -> list[Counts]:
+    """Of today's recipe, for the target of each run."""
+    folders = (HERE.parent / "h200-drafters" / STUDIES[run] for run in runs)
+    found = (counts(folder, 800, temperature, "today, ") for folder in folders)
     return [only(each, *BENCHMARKS) for each in found]
 
 
@@ -72,7 +76,7 @@ def by_step(temperature: float) -> list[list[str]]:
     decays, cosines = (
         [counts(folder, step, temperature) for step in STEPS] for folder in (DECAYS, COSINE)
     )
-    control = targets(temperature)
+    control = targets(temperature, DECAYS, COSINE)
     pairs = list(zip(decays, cosines, strict=True))
     return [
         [f"T = {temperature:g}", *(f"step {step}" for step in STEPS)],
@@ -81,6 +85,18 @@ def by_step(temperature: float) -> list[list[str]]:
         ["the first over the second", *(gain(pair) for pair in pairs)],
         ["without what the targets differ by", *(gain([*pair, *control]) for pair in pairs)],
     ]
+
+
+def recipes(temperature: float) -> list[list[str]]:
+    mine, other = counts(MUON, 3200, temperature), counts(DECAYS, 1600, temperature)
+    control = targets(temperature, MUON, DECAYS)
+    heads = [f"T = {temperature:g}", "ba8f615", "5237370", "over it", "of the targets", "without"]
+    lines = [heads]
+    for title, names in (("all", BENCHMARKS), *((name, (name,)) for name in BENCHMARKS)):
+        sides = [only(each, *names) for each in (mine, other, *control)]
+        taus = tau(sides[0], sides[0]), tau(sides[1], sides[0])
+        lines.append([title, *taus, gain(sides[:2]), gain(sides[2:]), gain(sides)])
+    return lines
 
 
 def early(temperature: float) -> list[list[str]]:
@@ -99,18 +115,24 @@ def table(lines: list[list[str]]) -> str:
 
 
 def main() -> None:
-    control = "; ".join(f"{gain(targets(t))} at T = {t:g}" for t in (0.0, 1.0))
+    control = "; ".join(f"{gain(targets(t, DECAYS, COSINE))} at T = {t:g}" for t in (0.0, 1.0))
     parts = [
-        "# A decay before each export",
+        "# Recipes compared",
         "τ of the paper's tree over the 45 prompts of 5237370, and its differences, paired by "
         "prompt; in brackets 95 % bootstrap intervals over prompts. "
-        "`python docs/results/h200-sharegpt/schedules.py` writes this from the rows of 5237370, "
-        "c156214 and 879b639, and from those of h200-drafters.",
+        "`python docs/results/h200-sharegpt/schedules.py` writes this from the rows of ba8f615, "
+        "5237370, c156214 and 879b639, and from those of h200-drafters.",
+        "## A decay before each export",
         "What the targets of 5237370 and c156214 differ by: τ of today's recipe (h200-drafters, "
         f"800 steps), of the former over the latter: {control}.",
         *(table(by_step(temperature)) for temperature in (0.0, 1.0)),
         "Beside two layers from scratch, by a cosine (879b639, a third target, not taken out):",
         *(table(early(temperature)) for temperature in (0.0, 1.0)),
+        "## A head of rank 256, half the batch and Muon",
+        "The recipe at ba8f615 after 3,200 steps of 8 rows beside that at 5237370 after 1,600 of "
+        "16, both with a decay before each export; then what the targets differ by, and the "
+        "difference without that, of the 30 prompts that today's drafters answered, too.",
+        *(table(recipes(temperature)) for temperature in (0.0, 1.0)),
     ]
     (HERE / "schedules.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
