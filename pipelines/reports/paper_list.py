@@ -15,20 +15,15 @@ from stree_pipelines.terminal.command_line import input_path
 STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
 H100 = "docs/results/h100-step"
 CHATS, LENGTHS = "docs/results/h200-sharegpt/ba8f615", "docs/results/h200-long"
-DRAFTING = "docs/results/cpu-policies/drafting"
+DRAFTING = "docs/results/h200-step/drafting"
 POLICIES = "docs/results/h200-policies"
-PAPER_TREES = "docs/results/cpu-policies/paper-trees"
+PAPER_TREES = "docs/results/h200-policies/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = (
     "python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml --limit 15 "
     "--num_chain_drafts 2",
 )
-TREES = (
-    "python pipelines/compare.py configs/compare/paper-trees.yaml "
-    "--target checkpoints/python-docs-hybrid --drafter runs/quickstart/drafter/latest "
-    "--dtype float32 --device cpu --repetition_penalty 1.2 --max_new_tokens 64 --limit 10 "
-    "--out OUT",
-)
+TREES = ("python pipelines/compare.py configs/compare/paper-trees.yaml --limit 10",)
 TOKENIZERS = ("python pipelines/compare.py configs/compare/tokenizers.yaml",)
 COMPARE = ("python pipelines/compare.py configs/compare/chat-75m.yaml",)
 LONG = (
@@ -40,16 +35,14 @@ LONG = (
     "--out OUT",
 )
 LENGTHS_OF_DRAFTS = (
-    'python pipelines/bench_decode.py OUT/drafts.jsonl --shape chat --what "[draft_lengths]" '
-    '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]" '
-    '--lengths "[1024,4096,16384]" --device cpu --repeats 10',
+    'python pipelines/bench_decode.py OUT/drafts.jsonl --what "[draft_lengths]" '
+    '--drafters "[own,attention]" --trees "[beam-1-4-5,beam-8-4-32]"',
 )
 CHAT_PAIR = "ours is the 73 M hybrid of `make chat`, and the drafter that is named below"
 CHAINS = "Our chain has 2 drafts, theirs 4"
-CPU_PAIR = (
-    "ours is the quickstart's 7 M hybrid and its drafter on two CPU cores, up to 64 tokens, with a "
-    "repetition penalty of 1.2 (without `--target` and what follows the command is of the 73 M "
-    "hybrid of `make chat` on a GPU)"
+TREES_PAIR = (
+    f"{CHAT_PAIR} (the quickstart's pair has them, too, [on a CPU]"
+    "(results/cpu-policies/README.md#the-papers-trees))"
 )
 RANDOM = "ours has random weights of those shapes"
 RTX_3090, A10G, L40S = "RTX 3090", "A10G", "L40S"
@@ -128,8 +121,8 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "chain Σ p·q is accepted", COMPARE, POLICIES,
               paper_tables.stree_figure_4),
         Entry("stree-table-4", "five static trees", RTX_3090,
-              CPU_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but the "
-              "figure of their shapes is not in the text: configs/trees has ours", TREES,
+              TREES_PAIR + "; B to E have the paper's widths, depths and numbers of tokens, but "
+              "the figure of their shapes is not in the text: configs/trees has ours", TREES,
               PAPER_TREES, paper_tables.stree_4),
         Entry("stree-table-5", "shares of attention layers in the target", RTX_3090, RANDOM +
               ", attention in every second layer, every fourth and none, drafter included: the "
@@ -147,7 +140,7 @@ PAPERS: dict[str, Sequence[Entry]] = {
               EVALUATE, CHATS, paper_tables.speeds(
                   paper_numbers.STREE_7, "STree, Table 7: speed in tokens/s, and τ")),
         Entry("stree-table-8", "static and grown trees", RTX_3090,
-              CPU_PAIR + f". {paper_tables.ALL_BEAMS} has M = 3 and N = 4 and verifies all that "
+              TREES_PAIR + f". {paper_tables.ALL_BEAMS} has M = 3 and N = 4 and verifies all that "
               "was drawn, 9 tokens a level after the first; the paper keeps all, too, and says "
               "that a level has M. The bracket of its static tree is 1.75x here and 1.74× in "
               "Table 3", TREES, PAPER_TREES, paper_tables.stree_8),
@@ -192,9 +185,8 @@ PAPERS: dict[str, Sequence[Entry]] = {
     ),
     "Mamba Drafters (Choi et al. 2025)": (
         Entry("drafters-figure-1", "drafting time and memory by context", "H100",
-              RANDOM + ": two layers of width 384 over 16,384 tokens, Mamba-2 or a Transformer in "
-              "Llama's layout, in bf16 on two CPU cores, drafting four levels of one node or of "
-              "eight. Memory is one "
+              RANDOM + ": two layers of width 1,024 over 128,256 tokens, Mamba-2 or a Transformer "
+              "in Llama's layout, drafting four levels of one node or of eight. Memory is one "
               "sequence's cache, where the paper has the peak; prefill and EAGLE are left out. The "
               "figure's values are not in the text",
               LENGTHS_OF_DRAFTS, DRAFTING, paper_benches.drafters_figure_1),
@@ -215,14 +207,14 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "is the first one whose drafts are handed over as text all the same", TOKENIZERS,
               "docs/results/cpu-tokenizers", paper_tables.drafters_4),
         Entry("drafters-table-5", "a chain of 5 and the tree (3, 2, 2, 1, 1)", RTX_4090,
-              CPU_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
+              TREES_PAIR + "; latency is taken for what drafting a tree takes in ms", TREES,
               PAPER_TREES, paper_tables.drafters_5),
         Entry("drafters-table-6", "three trees, a Transformer and a Mamba drafter", RTX_4090,
-              CPU_PAIR + "; ours on MT-Bench, which the paper does not name here. A "
+              TREES_PAIR + "; ours on MT-Bench, which the paper does not name here. A "
               "Transformer drafter is [beside a Mamba-2 one](results/cpu-rival/README.md) with "
               "another tree", TREES, PAPER_TREES, paper_tables.drafters_6),
         Entry("drafters-table-7", "a search over trees", RTX_4090,
-              CPU_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
+              TREES_PAIR + "; the reward of our bandit (`stree.Bandit`) has measured times where "
               "the paper's has a constant, and it goes on from prompt to prompt. The fixed tree is "
               "(3, 3, 2, 1), whose throughput in the paper's Table 6 is that of its Table 7. "
               "Alpaca is left out: we have no prompts of it", TREES, PAPER_TREES,

@@ -24,10 +24,10 @@ REPOSITORY = Path(__file__).parents[2]
 STEP = REPOSITORY / "docs/results/h200-step"
 CHATS = REPOSITORY / "docs/results/h200-sharegpt/ba8f615"
 COMMITTED = [
-    "stree-table-1", "stree-figure-2", "stree-figure-3", "stree-table-3", "stree-table-6",
-    "stree-table-5", "stree-table-7", "snakes-table-1", "snakes-table-3", "snakes-figure-4",
-    "stree-table-4", "stree-table-8", "drafters-figure-1", "drafters-table-5", "drafters-table-6",
-    "drafters-table-7",
+    "stree-table-1", "stree-table-2", "stree-figure-2", "stree-figure-3", "stree-table-3",
+    "stree-table-6", "stree-table-5", "stree-table-7", "snakes-table-1", "snakes-table-3",
+    "snakes-table-4", "snakes-figure-4", "stree-table-4", "stree-table-8", "drafters-figure-1",
+    "drafters-table-5", "drafters-table-6", "drafters-table-7",
 ]  # fmt: skip
 COMPARED = [
     "stree-figure-4", "stree-table-8", "snakes-table-5", "dyspec-table-1", "dyspec-table-2",
