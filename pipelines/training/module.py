@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from stree.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree_pipelines.training.host_memory import keep_freed_memory
 from stree_pipelines.training.losses import LossTerms, chunked_cross_entropy
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
 from stree_pipelines.training.sharding import own_part, shard, whole
@@ -102,6 +103,8 @@ class Training(pl.LightningModule):
                 f"trainer.max_steps is {self.trainer.max_steps}; give the number of optimiser "
                 "steps, the learning rate depends on it"
             )
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._first_bad_step = torch.full((), -1, dtype=torch.long, device=self.device)
         if self.ema is not None:
             self.weight_average = WeightAverage(self.exported, self.ema)

@@ -205,3 +205,15 @@ def naive_tokens(model, prompt, count):
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def test_weights_that_moved_can_be_trained_after_they_decoded():
+    """Steps on a CPU run in inference mode: what is laid out in there has no gradient any more."""
+    target, other = tiny_model(1), tiny_model(2)
+    decoder = Decoder(target, right_now_and_then(target), TokenTree.chain(3), max_length=64)
+    target.load_state_dict(other.state_dict(), assign=True)
+    out = decoder.generate([5, 6, 7], max_new_tokens=8)
+    assert len(out.tokens) == 8
+    assert not any(weight.is_inference() for weight in target.parameters())
+    target.hidden_states(torch.tensor([[5, 6, 7]])).sum().backward()
+    assert target.model.embed_tokens.weight.grad is not None
