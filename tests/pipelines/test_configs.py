@@ -178,14 +178,14 @@ def test_the_chat_drafter_from_scratch_is_at_most_an_eighth_of_its_target():
     assert steps == [16, 50, 160, 500, 1600]
 
 
-def test_the_quickstart_drafter_is_sliced_and_exported_five_times():
+def test_the_quickstart_drafter_is_sliced_and_exported_four_times():
     options = parse(CONFIGS / "distill/quickstart.yaml")
     assert options["model"]["drafter"] is None
     layers = options["model"]["drafter_layers"]
     sliced = drafter_config_from(architecture("target/python-docs.yaml"), layers)
     assert sliced.attn_layers == () and sliced.num_layers == 1
     steps = Exports(**options["export"]).export_steps(options["trainer"]["max_steps"])
-    assert len(steps) == 5 and steps[-1] == options["trainer"]["max_steps"]
+    assert len(steps) == 4 and steps[-1] == options["trainer"]["max_steps"]
 
 
 @pytest.mark.parametrize("path", STRATEGY_FILES, ids=lambda path: path.stem)

@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
     prompt = {"id": f"{CORPUS_PREFIX}json.loads", "turns": ["What does `json.loads` do?"]}
     (data / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
     target = REPOSITORY / TARGET
-    for step in (135, 320):
+    for step in (101, 320):
         torch.manual_seed(step)
         drafter = HybridModel(drafter_config_from(load_config(target)))
         save_model(
@@ -106,7 +106,7 @@ def test_readme_s_commands_run(evaluated):
     rows = ResultStore(run / "eval").results()
     assert {(row.step, row.method) for row in rows} == {
         (None, "autoregressive"),
-        *((step, method) for step in (135, 320) for method in ("vanilla_sd", "stree")),
+        *((step, method) for step in (101, 320) for method in ("vanilla_sd", "stree")),
     }
     for made in (
         "report.html",

@@ -1,4 +1,5 @@
-"""Writes schedules.md, what a decay before each export brings, and what the recipe after it.
+"""Writes schedules.md: what a decay before each export brings, what the recipe after it, and how
+much of τ is of answers that repeat themselves.
 
 python docs/results/h200-sharegpt/schedules.py
 
@@ -25,6 +26,7 @@ MUON, DECAYS, COSINE, SCRATCH = (
 )
 STUDIES = {MUON: "muon", DECAYS: "more-tokens", COSINE: "seeds"}  # on the same targets
 STEPS, BENCHMARKS = (16, 50, 160, 500, 1600), ("mt_bench", "humaneval", "gsm8k")
+SEEN = 8  # tokens that come again ahead of one that does
 Counts = dict[tuple[str, str], NDArray[np.float64]]  # of a prompt: new tokens and calls
 
 
@@ -99,14 +101,52 @@ def recipes(temperature: float) -> list[list[str]]:
     return lines
 
 
-def early(temperature: float) -> list[list[str]]:
-    mine, other = counts(DECAYS, 500, temperature), counts(SCRATCH, 1600, temperature)
-    heads = [f"T = {temperature:g}", "after 500 steps", "from scratch, 1,600", "over it"]
+def over_scratch(run: Path, step: int, temperature: float) -> list[list[str]]:
+    mine, other = counts(run, step, temperature), counts(SCRATCH, 1600, temperature)
+    heads = [f"T = {temperature:g}", f"{run.name}, step {step:,}", "from scratch, 1,600", "over it"]
     lines = [["all", tau(mine, mine), tau(other, mine), gain([mine, other])]]
     for name in BENCHMARKS:
         part = only(mine, name)
         lines.append([name, tau(part, part), tau(other, part), gain([part, other])])
     return [heads, *lines]
+
+
+def repeats(tokens: Sequence[int], at: int) -> bool:
+    """Whether an answer has had the token there, behind the same SEEN tokens, before."""
+    end = tuple(tokens[at - SEEN : at + 1])
+    return at >= SEEN and any(
+        end == tuple(tokens[first : first + SEEN + 1]) for first in range(at - SEEN)
+    )
+
+
+def on_new_text(folder: Path, step: int, temperature: float) -> tuple[float, float, float]:
+    """The share of the calls of the tree at which the answer goes on as it did before, and τ of
+    the other calls and of these."""
+    store = ResultStore(folder)
+    counts_22 = np.zeros((2, 2))  # calls, new tokens; of new text, of repeats
+    for row in store.results():
+        if (row.step, row.temperature, row.method) != (step, temperature, "stree"):
+            continue
+        for answer in store.samples(row):
+            accepted = iter(answer.accepted_per_call)
+            for turn in answer.turns:
+                at = 1  # the first token is the prefill's
+                while at < len(turn.tokens):
+                    kept = min(next(accepted) + 1, len(turn.tokens) - at)
+                    counts_22[int(repeats(turn.tokens, at))] += 1, kept
+                    at += kept
+    calls, tokens = counts_22.T
+    new, again = tokens / np.maximum(calls, 1)
+    return calls[1] / calls.sum(), new, again
+
+
+def split(temperature: float) -> list[list[str]]:
+    lines = [[f"T = {temperature:g}", "calls in repeats", "τ on new text", "τ in repeats"]]
+    for run, step in ((MUON, 3200), (DECAYS, 1600), (DECAYS, 500), (COSINE, 1600), (SCRATCH, 1600)):
+        share, new, again = on_new_text(run, step, temperature)
+        named = f"{run.name}, step {step:,}"
+        lines.append([named, f"{100 * share:.0f} %", f"{new:.2f}", f"{again:.2f}"])
+    return lines
 
 
 def table(lines: list[list[str]]) -> str:
@@ -127,12 +167,24 @@ def main() -> None:
         f"800 steps), of the former over the latter: {control}.",
         *(table(by_step(temperature)) for temperature in (0.0, 1.0)),
         "Beside two layers from scratch, by a cosine (879b639, a third target, not taken out):",
-        *(table(early(temperature)) for temperature in (0.0, 1.0)),
+        *(table(over_scratch(DECAYS, 500, temperature)) for temperature in (0.0, 1.0)),
         "## A head of rank 256, half the batch and Muon",
         "The recipe at ba8f615 after 3,200 steps of 8 rows beside that at 5237370 after 1,600 of "
         "16, both with a decay before each export; then what the targets differ by, and the "
         "difference without that, of the 30 prompts that today's drafters answered, too.",
         *(table(recipes(temperature)) for temperature in (0.0, 1.0)),
+        "Beside two layers from scratch, by a cosine (879b639, another target), on as many tokens "
+        "and on a third of them:",
+        *(
+            table(over_scratch(MUON, step, temperature))
+            for step in (3200, 1000)
+            for temperature in (0.0, 1.0)
+        ),
+        "## What the target repeats",
+        f"A call is in a repeat where the answer has had its first token, behind the same {SEEN} "
+        "tokens, before. Greedy answers of this small target often go in circles, which are easy "
+        "to draft.",
+        *(table(split(temperature)) for temperature in (0.0, 1.0)),
     ]
     (HERE / "schedules.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
