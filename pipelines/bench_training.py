@@ -150,7 +150,8 @@ def describe(options: Any, on_cuda: bool) -> Iterator[str]:
 
 
 def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each teacher: a step of a recipe whose target has this shape."""
+    """A row for each teacher: a step of a recipe whose target has this shape; layers are compiled
+    on a GPU."""
     file = options.recipe and Path(options.recipe).stem
     for teacher in options.teacher:
         model = recipe(options, teacher)
@@ -158,9 +159,13 @@ def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]
             TARGETS[options.shape], teacher, options.batch_size, options.sequence_length,
             options.steps, device, **{**model, "compile_layers": device.type == "cuda"},
         )  # fmt: skip
-        features = model["features"]
+        features, unread = model["features"], ("--model.features", "--model.target_dtype")
         yield dict(
-            shape=options.shape, recipe=file, options=_of_model(options.more),
+            shape=options.shape, recipe=file,
+            options=[
+                each for each in _of_model(options.more)
+                if teacher == "live" or not each.startswith(unread)
+            ],
             features=features.layers if features else [], **row,
         )  # fmt: skip
 
@@ -257,6 +262,10 @@ def main(arguments: list[str] | None = None) -> None:
         given = getattr(options, name)
         if not given or set(given) - set(known):
             raise UsageError(f"--{name}: wanted some of {', '.join(known)}, got {given}")
+    if "processes" not in options.what and len(_of_model(options.more)) < len(options.more):
+        raise UsageError(
+            f"--more {' '.join(options.more)}: a step alone has the options of --model only"
+        )
     if options.recipe and "step" not in options.what:
         raise UsageError('--recipe is the recipe of a step: add --what "[step]", or leave it out')
     require_results_file(options.out)

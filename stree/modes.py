@@ -62,7 +62,9 @@ class AcceptRates:
 
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
         """A step of `tree` has accepted the path to the node `end`; memory, what each observation
-        before counts now."""
+        before counts now. Plain decoding shows nothing, and nothing is forgotten meanwhile."""
+        if tree.num_nodes == 1:
+            return
         self._weight /= memory
         path = [*tree.path_to(end), -1]
         for depth, (node, child) in enumerate(itertools.pairwise(path)):

@@ -32,7 +32,6 @@ from stree_pipelines.training.teacher_cache_writer import CacheWriter
 
 TeacherKind = Literal["live", "cached"]
 TEACHERS: tuple[TeacherKind, ...] = ("live", "cached")
-DTYPES: tuple[TargetDtype, ...] = ("bfloat16", "float8")
 SEGMENT, PROMPT = 512, 200  # tokens of a conversation, and of them its prompt, which do not count
 TOP_K = 64  # tokens of each prediction in a cache, as many as cache_teacher.py keeps
 PRECISION = "bf16-mixed"

@@ -41,7 +41,11 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Anything that fills trees for a batch of rows."""
+    """Anything that fills trees for a batch of rows.
+
+    Without graphs `draft` runs in `torch.inference_mode`: tensors that it makes can't be written in
+    place by `clear` and `read`, so make what lasts when the drafter is made.
+    """
 
     drawn: Drawn
     capturable: bool  # drafts touch tensors of fixed places only, and never wait for the device

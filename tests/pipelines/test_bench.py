@@ -572,7 +572,7 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     table = (tmp_path / "bars.md").read_text()
     assert "tiny, 2 × 40, live, features, tiny-recipe  " in table
     assert "tiny, 2 × 40, live in 8 bits, features, tiny-recipe, target_dtype=float8" in table
-    assert "tiny, 2 × 40, cached, tiny-recipe" in table
+    assert re.search("tiny, 2 × 40, cached, tiny-recipe +\\|", table)
     smaller = measured(
         "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
     )
@@ -632,6 +632,8 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     ]
     with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
         bench_training.main(tiny)
+    with pytest.raises(UsageError, match="a step alone has the options of --model only"):
+        bench_training.main([*tiny, "--what", "[step]", "--more", "[--trainer.precision=32-true]"])
     data = tmp_path / "data.yaml"
     data.write_text("data: {train: x}")
     with pytest.raises(UsageError, match="has no section `model`"):

@@ -173,7 +173,9 @@ def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu
         lambda rows, forest, *rest: (launched.append(forest), launch(rows, forest, *rest)),
     )  # fmt: skip
     requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
-    serve(decoder, requests, seed=5)
+    served = serve(decoder, requests, seed=5)
+    plain = BatchDecoder(target, num_rows=1, max_length=128, tokenizer=Letters()).generate(requests)
+    assert [each.tokens for each in served] == [each.tokens for each in plain]
     assert {forest.trees for forest in launched} <= {(tree,), (tree,) * 2, (tree,) * 4}
     assert len(set(map(id, launched))) <= 3
 

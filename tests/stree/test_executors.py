@@ -214,6 +214,11 @@ def test_weights_that_moved_can_be_trained_after_they_decoded():
     target.load_state_dict(other.state_dict(), assign=True)
     out = decoder.generate([5, 6, 7], max_new_tokens=8)
     assert len(out.tokens) == 8
+    batch = BatchDecoder(target, right_now_and_then(target), TokenTree.chain(3), max_length=64)
+    batch.admit(Request([5, 6, 7], GenerationConfig(30)))
+    batch.step()
+    target.load_state_dict(tiny_model(3).state_dict(), assign=True)  # while a row decodes
+    batch.step()
     assert not any(weight.is_inference() for weight in target.parameters())
     target.hidden_states(torch.tensor([[5, 6, 7]])).sum().backward()
     assert target.model.embed_tokens.weight.grad is not None

@@ -69,6 +69,10 @@ def test_what_was_seen_long_ago_gives_way_to_what_is_seen_above():
     for _ in range(100):
         rates.learn(TokenTree.chain(3), 1)  # nothing but the first draft
     assert rates.rate(1, 0) < 0.05
+    before = rates.rate(1, 0)
+    for _ in range(1000):
+        rates.learn(PLAIN, 0)
+    assert rates.rate(1, 0) == before
     for _ in range(60_000):
         rates.learn(TokenTree.chain(1), 1)
     assert rates.rate(1, 0) == pytest.approx(rates.rate(0, 0), rel=1e-6)
