@@ -37,5 +37,5 @@ def test_freed_memory_is_used_again():
     kept, count = faults("keep")
     if not kept:
         pytest.skip("no mallopt here")
-    assert count < 1000  # of 30 blocks of each size, 480 thousand pages in all
+    assert count < 1000  # of 30 blocks of each size, 491,520 pages in all
     assert faults("leave")[1] > 10_000  # what this is for
