@@ -184,10 +184,10 @@ def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
     as_given = (lambda _, **options: options, Distillation, False)
     found: dict[str, Any] = parser.instantiate(given, instantiators=[as_given]).model
     del found["target"]
-    if teacher == "cached" or found["target_dtype"] == "float32":
-        found["target_dtype"] = "bfloat16"
     if teacher == "cached":
-        found["features"] = None
+        return {**found, "target_dtype": "bfloat16", "features": None}
+    if found["target_dtype"] == "float32":
+        found["target_dtype"] = "bfloat16"
     return found
 
 
@@ -237,12 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequence_length", "--sequence-length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", type=str, default="cuda")
-    parser.add_argument(
-        "--more",
-        type=list[str],
-        default=[],
-        help="arguments of distill.py, each --NAME=VALUE; of a step, its --model.…",
-    )
+    parser.add_argument("--more", type=list[str], default=[],
+                        help="--NAME=VALUE of distill.py; a step has those of --model")  # fmt: skip
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="say what it takes")
     options = parser.parse_args(arguments)
     quieten()

@@ -43,6 +43,7 @@ class Eager:
         self.step = step
         self.reports: deque[Tensor] = deque()
 
+    @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """Start a step of some rows.
 
@@ -50,11 +51,6 @@ class Eager:
         where the root of any row stands at most, but for rows that have not begun; mark is told
         when a phase ends.
         """
-        self.step.pack_what_moved()  # what inference mode lays out could not be trained any more
-        with torch.inference_mode():  # on a CPU a sixth faster than no_grad: most is overhead
-            self._launch(rows, forest, longest, position, mark)
-
-    def _launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         bound, forest = position + forest.num_nodes, forest.own()
         longest_path: int | None = longest
         if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
@@ -83,7 +79,7 @@ class Eager:
         return taken
 
     def follow_weights(self) -> None:
-        """Each step does."""
+        """Weights may have moved since the last step."""
 
 
 class Graphs:
@@ -148,8 +144,13 @@ class Graphs:
 
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
-        self.step.pack_what_moved()  # now, or the next call would move them again
-        weights = [each.data_ptr() for model in self.step.models for each in model.parameters()]
+        models = [self.step.target, getattr(self.step.drafter, "model", None)]
+        for model in models:
+            if isinstance(model, HybridModel):  # now, or the next call would move them again
+                model.pack_what_moved()
+        weights = [
+            each.data_ptr() for model in models if model is not None for each in model.parameters()
+        ]
         if weights != self.weights:
             self.envelopes.clear()
             self.captured.clear()

@@ -40,7 +40,7 @@ TRIED_FIRST = 8  # observations of each tree that shows what no other does, befo
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
-PRIOR_TRIES = 2
+PRIOR_TRIES = 2  # what is assumed of a rate counts as so many observations
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 PLAIN = TokenTree.chain(0, "plain")
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from stree.drafters import Drafter, FeatureDrafter, Proposal
 from stree.forest import Forest
 from stree.models.features import Features
-from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 from stree.verifiers import Verifier
 
@@ -33,18 +32,6 @@ class Step:
     cache: Any
     drafter: Drafter | None
     verifier: Verifier
-
-    @property
-    def models(self) -> list[Any]:
-        """The target, and the drafter's model if it has one."""
-        models = (self.target, getattr(self.drafter, "model", None))
-        return [model for model in models if model is not None]
-
-    def pack_what_moved(self) -> None:
-        """As `HybridModel.pack_what_moved`, of those models that are such."""
-        for model in self.models:
-            if isinstance(model, HybridModel):
-                model.pack_what_moved()
 
     def drafts(self, forest: Forest) -> bool:
         """Whether there is anything to draft."""

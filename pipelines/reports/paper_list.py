@@ -15,9 +15,9 @@ from stree_pipelines.terminal.command_line import input_path
 STEP, BATCH = "docs/results/h200-step", "docs/results/h200-batch"
 H100 = "docs/results/h100-step"
 CHATS, LENGTHS = "docs/results/h200-sharegpt/ba8f615", "docs/results/h200-long"
-DRAFTING = "docs/results/h200-step/drafting"
+DRAFTING = f"{STEP}/drafting"
 POLICIES = "docs/results/h200-policies"
-PAPER_TREES = "docs/results/h200-policies/paper-trees"
+PAPER_TREES = f"{POLICIES}/paper-trees"
 KERNELS = ("python pipelines/bench_kernels.py OUT/kernels.jsonl",)
 EVALUATE = (
     "python pipelines/eval_spec.py --run RUN --config configs/eval/chat-75m.yaml --limit 15 "

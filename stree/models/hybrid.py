@@ -290,6 +290,7 @@ class HybridModel(nn.Module):
 
     # Decoding
 
+    @torch.inference_mode(False)  # what a step in it laid out could not be trained any more
     @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights out as calls over trees read them, in place; done by `new_cache`.

@@ -621,15 +621,8 @@ def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
     out = str(tmp_path / "o.jsonl")
     with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
         training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
-    tiny = [
-        out,
-        "--shape",
-        "tiny",
-        "--device",
-        "cpu",
-        "--recipe",
-        "configs/distill/quickstart.yaml",
-    ]
+    recipe = ["--recipe", "configs/distill/quickstart.yaml"]
+    tiny = [out, "--shape", "tiny", "--device", "cpu", *recipe]
     with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
         bench_training.main(tiny)
     with pytest.raises(UsageError, match="a step alone has the options of --model only"):
