@@ -165,7 +165,7 @@ class BatchDecoder:
         self.read_s = 0.0  # what steps have spent on prompts so far
         step = Step(target, self.cache, drafter, self.verifier)
         self.executor = executor_of(step)
-        self._prefill = Prefill(step, self.rows, self.prefixes)
+        self._prefill = Prefill(self.executor, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._prepared: Prepared | None = None  # of the last step
@@ -258,6 +258,7 @@ class BatchDecoder:
                 self._launch(decoding, trees)
             reports = []
             if reading:
+                self._prepare_reading(reading)
                 started = self.now()
                 for row, each in reading.items():
                     reports += self._read(row, each, whole=not decoding)
@@ -279,7 +280,7 @@ class BatchDecoder:
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
-        return self.prefixes.num_reusable(prompt) if self.prefixes is not None else 0
+        return self.prefixes.lengths(prompt)[0] if self.prefixes is not None else 0
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""
@@ -351,17 +352,24 @@ class BatchDecoder:
         return [self._keep(row, sequence, [token])]
 
     def prepare(self) -> None:
-        """Make ready now what steps of the rows that are taken need (graphs), as the first of them
-        would otherwise do."""
+        """Make ready now what steps of the rows that are taken need (graphs), and reading their
+        prompts, as the first of them would otherwise do."""
         if not self._sequences:
             return
         deepest = deepest_of(self.growth).max_depth + 1
         with ops.current(self.target.device):
+            self._prepare_reading(
+                {row: each for row, each in self._sequences.items() if each.reading}
+            )
             for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
                 for most in {longest, self._longest(forest, deepest)}:
                     self.executor.prepare(rows, forest, most, position)
+
+    def _prepare_reading(self, reading: dict[int, Progress]) -> None:
+        for row, each in reading.items():
+            self._prefill.prepare(row, each)
 
     def _longest(self, forest: Forest, longest: int) -> int:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees

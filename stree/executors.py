@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.last_used import LastUsed
-from stree.models.hybrid import HybridModel
+from stree.models.cache import HybridCache
+from stree.models.features import Features
+from stree.models.hybrid import HybridModel, read_row
 from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
 MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
+PIECE, LEAST_READ = 512, 16  # tokens of a prompt that a graph reads
+MOST_READ = 4096  # tokens of a sequence that graphs read
 Mark = Callable[[str], None]
 
 
@@ -81,6 +87,11 @@ class Eager:
     def follow_weights(self) -> None:
         """Weights may have moved since the last step."""
 
+    read_row = staticmethod(read_row)
+
+    def prepare_reading(self, *reading: Any) -> None:
+        """Nothing has to be made ready."""
+
 
 class Graphs:
     """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
@@ -99,6 +110,9 @@ class Graphs:
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
+        self.readings: LastUsed[Any, Reading] = LastUsed(MAX_KEPT)  # of pieces of prompts
+        if isinstance(step.drafter, ModelDrafter):
+            step.drafter.read_row = self.read_row
 
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """As `Eager.launch`; the next report is on its way when this returns."""
@@ -142,6 +156,72 @@ class Graphs:
         """A power of two, so that few envelopes serve any number."""
         return min(1 << (taken - 1).bit_length(), most)
 
+    def read_row(
+        self,
+        model: HybridModel,
+        cache: HybridCache,
+        row: int,
+        tokens: Tensor,
+        features: Features | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """See `stree.models.hybrid.read_row`: the first MOST_READ tokens of a sequence in pieces, a
+        graph each, as the host takes longer to start a prompt's operations than the device to do
+        them. Waits for the device."""
+        lengths = torch.stack([cache.length[row], cache.path_length[row]])
+        committed, pending = lengths.tolist()
+        one, start = cache.narrow(row, 1), committed + pending
+        asked = () if features is None else features.layers
+        reads_inputs = inputs is not None
+        one.num_committed = start
+        one.reserve(len(tokens))
+        if pending:
+            model.apply_path(one)
+        readings = self.prepare_reading(model, cache, row, start, len(tokens), asked, reads_inputs)
+        pieces = tokens.split(PIECE)
+        added = [None] * len(pieces) if inputs is None else inputs.split(PIECE)
+        for reading, piece, more in zip(readings, pieces, added, strict=False):
+            logits = reading.replay(row, piece, more)
+            for layer, stream in zip(asked, reading.streams, strict=True):
+                assert features is not None
+                features.take(layer, stream[:, : len(piece)].clone())
+        if readings and len(readings) == len(pieces):
+            return logits
+        rest = slice(len(readings) * PIECE, None)
+        more = None if inputs is None else inputs[rest]
+        return read_row(model, cache, row, tokens[rest], features, more)
+
+    def prepare_reading(
+        self,
+        model: HybridModel,
+        cache: HybridCache,
+        row: int,
+        start: int,
+        count: int,
+        layers: tuple[int, ...] = (),
+        reads_inputs: bool = False,
+    ) -> list[Reading]:
+        """The graphs of the first pieces of `count` more tokens after `start`, captured when first
+        asked for; what comes after them is read without. layers, those whose streams are asked
+        for."""
+        readings: list[Reading] = []
+        for begin in range(start, start + count, PIECE):
+            left = min(PIECE, start + count - begin)
+            size = max(LEAST_READ, 1 << (left - 1).bit_length())
+            bound = begin + size
+            if bound > MOST_READ:
+                break
+            if begin:
+                bound = max(PIECE, 1 << (bound - 1).bit_length())
+            key = id(cache), size, bound, layers, reads_inputs
+            if key not in self.readings:
+                beside = next(iter(self.readings.values()), None)
+                self.readings[key] = Reading(
+                    model, cache, row, size, bound, layers, reads_inputs, beside
+                )
+            readings.append(self.readings[key])
+        return readings
+
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
         models = [self.step.target, getattr(self.step.drafter, "model", None)]
@@ -153,6 +233,7 @@ class Graphs:
         ]
         if weights != self.weights:
             self.envelopes.clear()
+            self.readings.clear()
             self.captured.clear()
             self.weights = weights
 
@@ -201,13 +282,72 @@ class Envelope:
         return self.pinned[self.turn], self.arrived[self.turn]
 
 
+@dataclass
+class Read:
+    """What reading a piece gives: logits (1, V) after its last token, and the streams (L, 1, T, D)
+    after the L layers that are asked for."""
+
+    logits: Tensor
+    streams: Tensor | None
+
+
+class Reading:
+    """The graph of a piece of a prompt, of up to `size` tokens and by any row.
+
+    It is captured with no token of the row that is about to read, which changes nothing of it.
+    Those of an executor share memory, but for what they give: they run one after the other.
+    """
+
+    def __init__(
+        self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
+        layers: tuple[int, ...], reads_inputs: bool, beside: Reading | None,
+    ) -> None:  # fmt: skip
+        device = cache.device
+        self.tokens = torch.zeros(1, size, dtype=torch.long, device=device)
+        self.count = torch.zeros(1, dtype=torch.long, device=device)
+        self.row = torch.full_like(self.count, row)
+        self.inputs: Tensor | None = None
+        if reads_inputs:
+            shape = 1, size, model.config.d_model
+            self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
+
+        def read() -> Read:
+            features = Features(layers)
+            logits = model.prefill_padded(
+                self.tokens, self.count, self.row, cache, bound,
+                features=features, inputs=self.inputs,
+            )  # fmt: skip
+            return Read(logits, torch.stack(features.streams) if layers else None)
+
+        self.capture: Capture = Capture(device, read, None if beside is None else beside.capture)
+
+    def replay(self, row: int, tokens: Tensor, inputs: Tensor | None) -> Tensor:
+        """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be read before
+        the next replay."""
+        self.row.fill_(row)
+        self.count.fill_(len(tokens))
+        self.tokens[0, : len(tokens)] = tokens
+        if self.inputs is not None and inputs is not None:
+            self.inputs[0, : len(tokens)] = inputs
+        return self.capture.replay().logits
+
+    @property
+    def streams(self) -> Iterable[Tensor]:
+        """What the last replay gave of them, (1, T, ·) a layer, padded."""
+        streams = self.capture.outputs.streams
+        return () if streams is None else streams
+
+
 class Capture:
     """A function of static tensors, captured once and replayed without host work.
 
-    It is run twice beforehand, so that libraries and lazy constants are ready.
+    It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
+    of the one `beside` it, if any; the two must not run at the same time.
     """
 
-    def __init__(self, device: torch.device, function: Callable[[], Any]) -> None:
+    def __init__(
+        self, device: torch.device, function: Callable[[], Any], beside: Capture | None = None
+    ) -> None:
         with ops.current(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -217,7 +357,8 @@ class Capture:
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
             # PyTorch's own stream for captures is of the GPU that was current at the first one
-            with torch.cuda.graph(self.graph, stream=stream):
+            pool = None if beside is None else beside.graph.pool()
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream):
                 self.outputs = function()
 
     def replay(self) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree.drafters.model import ModelDrafter
+from stree.executors import Eager, Graphs
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
 from stree.requests import Progress
 from stree.rows import Rows
-from stree.step import Step
 from stree_kernels import ops
 
 PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
@@ -21,8 +22,9 @@ class Prefill:
     """Reads what rows are given, for a step's target and drafter; prefixes that are kept are not
     read again."""
 
-    def __init__(self, step: Step, rows: Rows, prefixes: Prefixes | None) -> None:
-        self.step, self.rows, self.prefixes = step, rows, prefixes
+    def __init__(self, executor: Eager | Graphs, rows: Rows, prefixes: Prefixes | None) -> None:
+        self.executor, self.step = executor, executor.step
+        self.rows, self.prefixes = rows, prefixes
 
     def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
         """A piece of the row's prompt, or the whole of it; the logits (1, V) after its last token
@@ -40,6 +42,20 @@ class Prefill:
             self.prefixes.keep(row, sequence.prompt)
         return logits
 
+    def prepare(self, row: int, sequence: Progress) -> None:
+        """Make ready now what reading the row's prompt needs (graphs)."""
+        step, reader, length = self.step, self.step.feature_drafter, len(sequence.prompt)
+        layers = () if reader is None else reader.feature_layers
+        read, drafted = sequence.num_read, sequence.num_drafted_from
+        if self.prefixes is not None and read == 0:
+            read, drafted = self.prefixes.lengths(sequence.prompt)
+        prepare = self.executor.prepare_reading
+        prepare(step.target, step.cache, row, read, length - read, layers)
+        if isinstance(drafter := step.drafter, ModelDrafter):
+            reads_inputs = drafter.inputs is not None
+            rest = length - drafted
+            prepare(drafter.model, drafter.cache, row, drafted, rest, (), reads_inputs)
+
     def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
         """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
         returns the logits (1, V) after the last."""
@@ -47,17 +63,17 @@ class Prefill:
         reader = self.step.feature_drafter
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
-            piece = tokens[None, start : start + most]
+            piece = tokens[start : start + most]
             unread = tokens[sequence.num_drafted_from : start + most]
             if reader is not None:
                 features = Features(reader.feature_layers)
-                logits = target.prefill(piece, cache.at(row), features=features)
+                logits = self.executor.read_row(target, cache, row, piece, features)
                 reader.read(row, unread, features.values[0])
             else:
-                logits = target.prefill(piece, cache.at(row))
+                logits = self.executor.read_row(target, cache, row, piece)
                 if drafter is not None and len(unread):
                     drafter.read(row, unread)
-            sequence.num_read = sequence.num_drafted_from = start + piece.shape[1]
+            sequence.num_read = sequence.num_drafted_from = start + len(piece)
         return logits
 
     def first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:

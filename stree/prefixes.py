@@ -59,22 +59,23 @@ class Prefixes:
         fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
         return max(fitting, key=len, default=())
 
-    def num_reusable(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt the target need not read again."""
-        prefix = self.longest_of(prompt)
-        return self._kept[prefix].target.length if prefix else 0
-
-    def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
-        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
-        it the target has read then, and the drafter."""
+    def lengths(self, prompt: list[int]) -> tuple[int, int]:
+        """How many tokens of a prompt the target need not read again, and the drafter."""
         prefix = self.longest_of(prompt)
         if not prefix:
             return 0, 0
         kept = self._kept[prefix]
-        self.cache.narrow(row, 1).load(kept.target)
-        if kept.drafter is None:
-            return kept.target.length, 0
-        self.drafter.cache.narrow(row, 1).load(kept.drafter)
-        if kept.following is not None:
-            self.drafter.inputs[row, 0] = kept.following
-        return kept.target.length, kept.drafter.length
+        return kept.target.length, 0 if kept.drafter is None else kept.drafter.length
+
+    def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
+        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
+        it the target has read then, and the drafter."""
+        lengths, prefix = self.lengths(prompt), self.longest_of(prompt)
+        if prefix:
+            kept = self._kept[prefix]
+            self.cache.narrow(row, 1).load(kept.target)
+            if kept.drafter is not None:
+                self.drafter.cache.narrow(row, 1).load(kept.drafter)
+                if kept.following is not None:
+                    self.drafter.inputs[row, 0] = kept.following
+        return lengths

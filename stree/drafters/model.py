@@ -11,7 +11,7 @@ from torch import Tensor
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest, Level
 from stree.models.features import FeatureInput
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import HybridModel, read_row
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
@@ -61,6 +61,7 @@ class ModelDrafter:
         self.drawn = siblings
         # What trees grow by are values of siblings that differ
         self.grows = siblings is not Drawn.INDEPENDENT
+        self.read_row = read_row  # an executor may have another way
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
@@ -82,11 +83,8 @@ class ModelDrafter:
     @torch.no_grad()
     def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
         """features (T', F), of the last T' tokens up to the last of these, as many as are known."""
-        if self.inputs is None:
-            self.model.prefill(tokens[None], self.cache.at(row))
-        else:
-            inputs = self._inputs_of(row, len(tokens), features)
-            self.model.prefill(tokens[None], self.cache.at(row), inputs=inputs[None])
+        inputs = None if self.inputs is None else self._inputs_of(row, len(tokens), features)
+        self.read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
         """What is added to the row's next `count` tokens, (T, D); and the token after them is

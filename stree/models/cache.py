@@ -11,9 +11,10 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.errors import UsageError
@@ -51,6 +52,23 @@ class AttentionCache:
         """Take over what `save` gave."""
         for cache, each in zip((self.keys, self.values), saved, strict=True):
             cache[:, :, : each.shape[2]] = each
+
+    def taken(self, row: Tensor, bound: int, length: Tensor) -> AttentionCache:
+        """Copies of a sequence's first `bound` slots, 0 beyond its length."""
+
+        def first(cache: Tensor) -> Tensor:
+            kept = cache[:, :, :bound].index_select(0, row)
+            beyond = torch.arange(kept.shape[2], device=row.device) >= length
+            kept = kept.masked_fill(beyond[:, None], 0)
+            return F.pad(kept, (0, 0, 0, bound - kept.shape[2]))
+
+        return AttentionCache(first(self.keys), first(self.values), self.rotary)
+
+    def put_back(self, row: Tensor, taken: AttentionCache) -> None:
+        """Take over what `taken` has become."""
+        for cache, each in ((self.keys, taken.keys), (self.values, taken.values)):
+            count = min(each.shape[2], cache.shape[2])
+            cache[:, :, :count].index_copy_(0, row, each[:, :, :count])
 
     def sharing(self, other: AttentionCache) -> AttentionCache:
         """Keys and values are each layer's own."""
@@ -107,6 +125,22 @@ class ConvCache:
             own_tail=None if tail is None else tail.narrow(0, first, count),
         )  # fmt: skip
 
+    def taken(self, row: Tensor, bound: int, length: Tensor) -> Self:
+        """A copy of what a sequence's committed tokens have left."""
+        if self.own_tail is not None:
+            return replace(self, own_tail=self.own_tail.index_select(0, row))
+        width, channels = self.tail_shape()
+        return replace(self, own_tail=self.rows[self.parity, row, :width, :channels])
+
+    def put_back(self, row: Tensor, taken: Self) -> None:
+        """Take over what `taken` has become."""
+        assert taken.own_tail is not None
+        if self.own_tail is not None:
+            self.own_tail.index_copy_(0, row, taken.own_tail)
+        else:
+            width, channels = self.tail_shape()
+            self.rows[self.parity, row, :width, :channels] = taken.own_tail
+
     def reset(self) -> None:
         self.rows[:, :, : self.tail_shape()[0]].zero_()
         if self.own_tail is not None:
@@ -155,6 +189,14 @@ class RecurrentCache(ConvCache):
             super().narrow(first, count), state=self.state.narrow(0, first, count),
             derived=self.derived and self.derived.narrow(first, count),
         )  # fmt: skip
+
+    def taken(self, row: Tensor, bound: int, length: Tensor) -> Self:
+        taken = super().taken(row, bound, length)
+        return replace(taken, state=self.state.index_select(0, row))
+
+    def put_back(self, row: Tensor, taken: Self) -> None:
+        super().put_back(row, taken)
+        self.state.index_copy_(0, row, taken.state)
 
     def reset(self) -> None:
         super().reset()
@@ -390,6 +432,20 @@ class HybridCache:
         view = self.narrow(row, 1)
         view.num_committed = int(view.length + view.path_length)
         return view
+
+    def taken(self, row: Tensor, bound: int) -> HybridCache:
+        """A copy of what the committed tokens of one sequence have left, row (1,), with keys for
+        `bound` slots. A path that is accepted and not replayed yet is left out."""
+        view = copy.copy(self)
+        view.length = self.length.index_select(0, row)
+        view.layers = [layer.taken(row, bound, view.length) for layer in self.layers]
+        return view
+
+    def put_back(self, row: Tensor, taken: HybridCache) -> None:
+        """Let the sequence, row (1,), go on from what was made of its copy."""
+        for layer, each in zip(self.layers, taken.layers, strict=True):
+            layer.put_back(row, cast(Any, each))
+        self.length.index_copy_(0, row, taken.length)
 
     def reset(self) -> None:
         """Forget everything, so that the buffers serve another sequence."""

@@ -35,10 +35,15 @@ class Features:
             self._streams[layer].append(x)
 
     @property
+    def streams(self) -> list[Tensor]:
+        """(B, T, ·) of each layer."""
+        streams = [self._streams[layer] for layer in self.layers]
+        return [torch.cat(each, 1) if each[1:] else each[0] for each in streams]
+
+    @property
     def values(self) -> Tensor:
         """(B, T, F) of all tokens."""
-        streams = [self._streams[layer] for layer in self.layers]
-        return torch.cat([torch.cat(each, 1) if each[1:] else each[0] for each in streams], -1)
+        return torch.cat(self.streams, -1)
 
 
 GAIN = 0.02  # of what is added to embeddings, to begin with: as large as those are drawn

@@ -29,6 +29,7 @@ from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
 from stree.models.parts import (
     Extension,
+    PaddedExtension,
     Part,
     Sequences,
     TreeCall,
@@ -45,6 +46,21 @@ from stree_kernels.shapes import Sampling, Scaled, Stream, Topology
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 READ_AT_ONCE = 2048  # tokens of a prompt, unless told
+
+
+def read_row(
+    model: Any,
+    cache: Any,
+    row: int,
+    tokens: Tensor,
+    features: Features | None = None,
+    inputs: Tensor | None = None,
+) -> Tensor:
+    """`HybridModel.prefill` of tokens (T,) by one sequence of a cache, with inputs (T, D)."""
+    options: dict[str, Any] = {} if features is None else {"features": features}
+    if inputs is not None:
+        options["inputs"] = inputs[None]
+    return model.prefill(tokens[None], cache.at(row), **options)
 
 
 def on_own_gpu(method: Method) -> Method:
@@ -368,22 +384,62 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         start, num_tokens = cache.num_committed, tokens.shape[1]
         bound = start + num_tokens
-        positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
         mask = None
         if start and self.config.attn_layers:
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = mask.tril(start)[None, None]
+        context = Extension(mask=mask, caches=cache.layers, start=start, features=features)
+        places = torch.arange(start, bound, device=tokens.device)
+        x = self._run_extension(tokens, places, inputs, context)
+        cache.length += num_tokens
+        cache.num_committed += num_tokens
+        return x
+
+    @torch.no_grad()
+    @on_own_gpu
+    def prefill_padded(
+        self,
+        tokens: Tensor,
+        count: Tensor,
+        row: Tensor,
+        cache: HybridCache,
+        bound: int,
+        *,
+        features: Features | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """`prefill` of the first of tokens (1, T), for graphs: only the device knows how many they
+        are, count (1,), and which of a cache's sequences reads them, row (1,).
+
+        Nothing of its last tree may be pending. bound, slots to look at: T where it has read
+        nothing so far, else at least as many as it has with all T. Returns the logits (1, V) after
+        the last token; features has padding, too.
+        """
+        taken = cache.taken(row, bound)
+        places = taken.length + torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None
+        if bound > tokens.shape[1]:
+            mask = torch.arange(bound, device=tokens.device) <= places[:, None]
+            mask = mask[None, None]
+        context = PaddedExtension(
+            mask=mask, caches=taken.layers, features=features, count=count, places=places
+        )
+        hidden = self._run_extension(tokens, places, inputs, context)
+        taken.length += count
+        cache.put_back(row, taken)
+        last = hidden.index_select(1, (count - 1).clamp(min=0))
+        return self.logits(self.model.norm(last[:, 0]))
+
+    def _run_extension(
+        self, tokens: Tensor, places: Tensor, inputs: Tensor | None, context: Extension
+    ) -> Tensor:
         x, y = self.model.embed_tokens(tokens), None
         if inputs is not None:
             x = x + inputs
-        context = Extension(
-            self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
-            caches=cache.layers, start=start, features=features,
-        )  # fmt: skip
+        context.rotary, context.embedded = self._rotary(places.expand_as(tokens)), x
+        context.shared = self.model.shared_blocks
         for layer in cast(list[Layer], self.model.layers):
             x, y = layer.run(x, y, context)
-        cache.length += num_tokens
-        cache.num_committed += num_tokens
         x = context.add(x, y)
         context.enter(self.config.num_layers, x)
         return x

@@ -104,6 +104,20 @@ class Extension(Sequences):
     start: int = 0  # committed tokens
     features: Features | None = None
 
+    def put(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Write the tokens' keys or values (B, Hkv, T, P) into a cache; returns all so far."""
+        bound = self.start + new.shape[2]
+        cache[:, :, self.start : bound] = new
+        return cache[:, :, :bound]
+
+    def last(self, seen: Tensor, count: int) -> Tensor:
+        """The last `count` of what a conv has seen (B, T', C), which ends with the tokens'."""
+        return seen[:, seen.shape[1] - count :]
+
+    def counted(self, x: Tensor) -> Tensor:
+        """x (B, T, H), 0 for what is no token: by how much each changes a state."""
+        return x
+
     def enter(self, layer: int, x: Tensor) -> None:
         if self.features is not None:
             self.features.take(layer - 1, x)
@@ -112,6 +126,25 @@ class Extension(Sequences):
         if slot is None:
             return part(x, self, *adapters)
         return part.extend(x, self.caches[slot], self, *adapters)  # type: ignore[operator]
+
+
+@dataclass(kw_only=True)
+class PaddedExtension(Extension):
+    """The same over one sequence's next tokens, of which only the device knows how many they are,
+    and after how many: what comes behind them changes nothing that is read later."""
+
+    count: Tensor  # (1,) tokens
+    places: Tensor  # (T,) their slots
+
+    def put(self, cache: Tensor, new: Tensor) -> Tensor:
+        return cache.index_copy_(2, self.places, new)
+
+    def last(self, seen: Tensor, count: int) -> Tensor:
+        return seen.index_select(1, self.count + torch.arange(count, device=seen.device))
+
+    def counted(self, x: Tensor) -> Tensor:
+        number = torch.arange(x.shape[1], device=x.device)
+        return x.masked_fill((number >= self.count)[:, None], 0)
 
 
 @dataclass

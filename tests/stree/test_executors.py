@@ -15,6 +15,7 @@ from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.executors import Graphs
+from stree.models.features import Features
 from stree.tree import balanced
 from stree_kernels import ops
 
@@ -78,6 +79,38 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
     assert serve() == wanted
 
 
+def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch):
+    """In pieces and behind what was read before, the last of them longer than graphs read; with
+    streams taken out, with inputs added, and with an accepted path pending."""
+    monkeypatch.setattr("stree.executors.PIECE", 8)
+    monkeypatch.setattr("stree.executors.LEAST_READ", 2)
+    monkeypatch.setattr("stree.executors.MOST_READ", 40)
+    model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
+    decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
+    cache, wanted = decoder.cache, model.new_cache(64, 4)
+    cache.variant.zero_()  # one tree for all
+    draw = torch.Generator().manual_seed(2)
+    for turn, count in enumerate((5, 21, 3, 17, 2)):
+        tokens = torch.randint(61, (1, count), generator=draw)
+        inputs = torch.randn(1, count, model.config.d_model, generator=draw, dtype=model.dtype)
+        inputs = inputs if turn % 2 else None
+        mine, theirs = Features([0, 2]), Features([0, 2])
+        logits = model.prefill(tokens, wanted, features=theirs, inputs=inputs)
+        given = (tokens[0], mine, None if inputs is None else inputs[0])
+        got = decoder.executor.read_row(model, cache, 1, *given)
+        torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-9, atol=1e-12)
+        if turn == 1:  # a tree's path is accepted in between
+            for each in (cache.at(1), wanted):
+                model.tree_forward(tokens[:, :3], TokenTree((-1, 0, 0)), each)
+                each.commit([0, 2])
+    assert len(decoder.executor.readings) > 4
+    assert cache.narrow(1, 1).save().length == 50
+    assert cache.length.tolist() == [0, 50, 0]
+    for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):
+        torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
+
+
 def test_what_is_not_finite_is_reported(captured_on_cpu):
     target = tiny_model(1)
     decoder = BatchDecoder(target, num_rows=1, max_length=16)
@@ -117,7 +150,8 @@ def test_graphs_of_many_envelopes_do_not_pile_up(captured_on_cpu, monkeypatch):
         request = Request([1, 2, 3], GenerationConfig(6), TokenTree.chain(depth))
         decoder.generate([request])
     assert len(decoder.executor.envelopes) == MAX_KEPT
-    assert len(living_captures() - before) == 2 * MAX_KEPT  # a draft and a target call each
+    # A draft and a target call each; and the prompt's, which is read by both
+    assert len(living_captures() - before) == 2 * MAX_KEPT + 2
     for other in range(MAX_KEPT):
         kept = living_captures()
         decoder.generate([request])
@@ -180,7 +214,7 @@ def test_graphs_of_weights_that_moved_are_captured_again(captured_on_cpu):
             weight.data = new.data
         got = decoder.generate([1, 2, 3], generation)
         now = living_captures() - before
-        assert not now & old and len(now) == 2
+        assert not now & old and len(now) == 4  # of the step, and of a prompt by each model
         old = now
         assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens
         decoder.generate([1, 2, 3], generation)

@@ -47,6 +47,24 @@ def test_graphs_give_what_eager_steps_give(
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_prompts_read_by_graphs_are_as_read_without(models, dtype, monkeypatch):
+    monkeypatch.setattr("stree.executors.MOST_READ", 1024)
+    model = models[0].to(dtype)
+    decoder = BatchDecoder(model, num_rows=3, max_length=2000)
+    near = dict(rtol=1e-9, atol=1e-11) if dtype == torch.float64 else dict(rtol=0, atol=1e-3)
+    wanted = model.new_cache(2000, 1)
+    for count in (5, 600, 30, 700):
+        tokens = torch.randint(61, (1, count), device=model.device)
+        got = decoder.executor.read_row(model, decoder.cache, 1, tokens[0])
+        torch.testing.assert_close(got, model.prefill(tokens, wanted), **near)
+    assert len(decoder.executor.readings) == 4
+    assert decoder.cache.length.tolist() == [0, 1335, 0]
+    saved = (cache.save().layers for cache in (decoder.cache.narrow(1, 1), wanted))
+    for got, each in zip(*saved, strict=True):
+        torch.testing.assert_close(got, each, **near)
+
+
 @pytest.mark.parametrize("tree", ["chain-4", "beam-3-4-9"])
 def test_graphs_of_a_transformer_that_drafts_for_itself(tree, monkeypatch):
     """Greedy chains are always right, but where the answer ends."""

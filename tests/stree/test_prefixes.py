@@ -8,6 +8,7 @@ from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.drafters.model import ModelDrafter
 
 SYSTEM = [7, 3, 9, 1, 5, 5, 2]
 
@@ -29,7 +30,9 @@ def turns(decoder, count: int, generation: GenerationConfig, keep: bool):
     ("temperature", "graphs"),
     quick_first([(0.0, False), (1.0, True)], [(0.0, True), (1.0, False)]),
 )
-def test_a_conversation_reads_each_turn_once(temperature, graphs, attn_layers, request):
+def test_a_conversation_reads_each_turn_once(
+    temperature, graphs, attn_layers, request, monkeypatch
+):
     if graphs:
         request.getfixturevalue("captured_on_cpu")
     target = tiny_model(1, attn_layers=attn_layers)
@@ -44,8 +47,13 @@ def test_a_conversation_reads_each_turn_once(temperature, graphs, attn_layers, r
         return turns(decoder, 4, generation, keep=True)
 
     wanted = answers(0)
-    read, again = drafter.prefill, []
-    drafter.prefill = lambda tokens, cache: again.append(tokens.shape[1]) or read(tokens, cache)
+    read, again = ModelDrafter.read, []
+
+    def counted(self, row, tokens, features=None):
+        again.append(len(tokens))
+        read(self, row, tokens, features)
+
+    monkeypatch.setattr(ModelDrafter, "read", counted)
     got = answers(3)
     prompt_length = len(SYSTEM) + 1
     reused = []

@@ -45,7 +45,7 @@ class Replayed:
     living: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
     numbers = itertools.count()
 
-    def __init__(self, device, function):
+    def __init__(self, device, function, beside=None):
         self.living.add(self)
         self.number = next(self.numbers)
         function()

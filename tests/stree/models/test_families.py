@@ -7,9 +7,11 @@ order and nothing else.
 
 import functools
 import shutil
+from itertools import chain
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import FAMILIES, VOCAB, random_reference
 from poisoned import poison
 from toys import right_now_and_then
@@ -105,6 +107,39 @@ def test_prefill_trees_and_commits(root, family, seed):
                 torch.testing.assert_close(
                     getattr(got, name), getattr(wanted, name), rtol=1e-9, atol=1e-12
                 )
+
+
+@pytest.mark.parametrize("backtracking", ["replay", "joint"])
+@pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
+@torch.no_grad()
+def test_padded_pieces_of_a_prompt(root, family, seed, backtracking):
+    """One of three sequences reads: its cache is as if there were no padding, whatever lies behind
+    what is committed, and the others' is as before."""
+    model = in_fp64(root, family, seed)
+    draw = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(VOCAB, (1, 21), generator=draw)
+    wanted = model.new_cache(max_length=48, max_nodes=4, backtracking=backtracking)
+    cache = model.new_cache(max_length=48, max_nodes=4, batch=3, backtracking=backtracking)
+    for row, count in ((0, 5), (2, 1)):
+        model.prefill(prompt[:, :count], cache.at(row))
+    for layer in cache.layers:
+        if hasattr(layer, "keys"):
+            layer.keys[1] = layer.values[1] = torch.nan  # of an occupant before
+    others = [cache.narrow(row, 1).save() for row in (0, 2)]
+    row = torch.tensor([1])
+    for begin, count, size, bound in ((0, 6, 8, 8), (6, 2, 8, 32), (8, 1, 1, 9), (9, 12, 16, 64)):
+        piece = prompt[:, begin : begin + count]
+        logits = model.prefill(piece, wanted)
+        padded = F.pad(piece, (0, size - count), value=3)
+        got = model.prefill_padded(padded, torch.tensor([count]), row, cache, bound)
+        assert relative(got, logits) <= 1e-9
+        mine, theirs = cache.narrow(1, 1).save(), wanted.save()
+        assert mine.length == theirs.length == begin + count
+        for got, each in zip(chain(*mine.layers), chain(*theirs.layers), strict=True):
+            torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
+    for index, before in zip((0, 2), others, strict=True):
+        after = cache.narrow(index, 1).save()
+        assert all(map(torch.equal, chain(*after.layers), chain(*before.layers)))
 
 
 @pytest.mark.parametrize(("family", "seed"), cases([0], range(1, 6)))
