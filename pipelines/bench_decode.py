@@ -19,6 +19,7 @@ python pipelines/bench_decode.py runs/bench/joint.jsonl --shape mamba2-2.7b --wh
     --rows "[1]" --joint_trees "[png-6-1,png-6-2]"
 python pipelines/bench_decode.py runs/bench/beams.jsonl --shape mamba2-2.7b --what "[beams]"
 python pipelines/bench_decode.py runs/bench/8b-orders.jsonl --what "[orders]"
+python pipelines/bench_decode.py runs/bench/prompts.jsonl --shape chat,8b --what "[prompts]"
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"
 WHAT = (
     "calls", "profiles", "draft", "draft_profiles", "unrolled", "beams", "memory", "steps",
-    "graphs", "rows", "joint", "serve", "orders", "draft_lengths",
+    "graphs", "rows", "joint", "serve", "orders", "draft_lengths", "prompts",
 )  # fmt: skip
 WITHOUT_TARGET = {"orders", "draft_lengths"}
 PAPER = "paper"  # the tree whose drafts the bars are about
 DRAFTED = ("draft", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
-CAPTURED = ("profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve")
+CAPTURED = (
+    "profiles", "draft_profiles", "steps", "graphs", "rows", "joint", "serve", "prompts",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -99,6 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--context", type=int, default=1024, help="committed tokens")
     add("--lengths", type=list[int], default=[1024, 4096, 16384, 65536],
         help="committed tokens, for draft_lengths")  # fmt: skip
+    add("--prompt_tokens", "--prompt-tokens", type=list[int], default=[16, 100, 512, 2048],
+        help="of a prompt, for prompts")  # fmt: skip
     add("--repeats", type=int, default=50)
     add("--num_steps", "--num-steps", type=int, default=100, help="a run of steps")
     add("--device", type=str, default="cuda")
@@ -130,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         nodes=options.nodes, order_nodes=options.order_nodes, context=options.context,
         repeats=options.repeats, num_steps=options.num_steps, rows=options.rows,
         graph_rows=options.graph_rows, lengths=options.lengths,
+        prompt_tokens=options.prompt_tokens,
     )  # fmt: skip
     require_results_file(options.out)
     captured = [each for each in CAPTURED if each in options.what]
@@ -187,6 +193,8 @@ def measure(shape: str, options: Any, device: torch.device) -> Iterator[dict[str
         yield from calls.beams(target, context, max(5, repeats // 5))
     if "memory" in options.what:
         yield from calls.memory(target, 64)
+    if "prompts" in options.what:
+        yield from calls.prompts(target, options.prompt_tokens, max(5, repeats // 5))
     for kind in options.drafters if set(DRAFTED) & set(options.what) else ():
         named = {} if kind == OWN else {"drafter": kind}
         drafter = random_drafter(shape, device, kind)
@@ -244,6 +252,9 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
         one = cache_bytes(target, context + nodes_each, nodes_each, torch.bfloat16)
         leaves = max(calls.BEAMS) * max(calls.BEAM_STEPS)
         memory["caches of unrolled beams"] = 2 * leaves * one  # timed, and weighed
+    if "prompts" in what:
+        most = max(options.prompt_tokens) + 1
+        memory["a prompt's cache"] = cache_bytes(target, most, 1, torch.bfloat16)
     if "draft_lengths" in what:
         dtype, longest = torch.bfloat16, max(options.lengths) + calls.MORE
         sizes = [as_tree(name).num_nodes for name in options.trees]

@@ -246,6 +246,19 @@ def draft_lengths_table(rows: list[Row]) -> Table:
     return Table("Drafting by the length of the context", (heads, *lines), 2)
 
 
+def prompts_table(rows: list[Row]) -> Table:
+    """Reading a prompt by graphs, and one operation after the other."""
+    heads = ("", "tokens", "by graphs, ms", "by operations, ms", "times as fast")
+    lines = []
+    for row in rows:
+        graphs, operations = (_value(row[key]) for key in ("us_graphs", "us_operations"))
+        lines.append((
+            row["shape"], f"{row['num_tokens']:,}", f"{graphs / 1e3:,.2f}",
+            f"{operations / 1e3:,.2f}", f"{operations / graphs:.1f}",
+        ))  # fmt: skip
+    return Table("Reading a prompt", (heads, *lines))
+
+
 def draft_lengths_figure(rows: list[Row]) -> Figure:
     """Time of a draft, and bytes of the drafter's cache, against the context's length."""
     with mpl.rc_context(STYLE):
@@ -514,6 +527,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("orders", orders_table),
         ("draft", drafts_table),
         ("draft_lengths", draft_lengths_table),
+        ("prompt", prompts_table),
         ("profile", profiles_table),
         ("step", steps_table),
         ("graphs", graphs_table),

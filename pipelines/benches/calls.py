@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from stree.batch import BatchDecoder
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.models.cache import HybridCache, RecurrentCache
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.hybrid import HybridModel, read_row
 from stree.models.layer import Layer
 from stree.models.mlp import Experts
 from stree.models.parts import Part
@@ -26,7 +27,7 @@ from stree.rows import Rows
 from stree.tree import MAX_CHILDREN, TokenTree, as_tree, balanced
 from stree_kernels import ops
 from stree_pipelines.benches.profiles import profile_call
-from stree_pipelines.benches.timing import side_by_side
+from stree_pipelines.benches.timing import in_turns, side_by_side
 
 Row = dict[str, Any]
 REMEMBERED = ("keys", "values", "state")  # of a cache's layers, of committed tokens
@@ -110,6 +111,27 @@ def draft_lengths(
         for each, row in rows.items():
             us_level = times[each]["median"] / row["num_levels"]
             yield dict(row, us_draft=times[each], us_level=us_level)
+
+
+def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterator[Row]:
+    """µs from an empty row to the logits after a prompt of so many tokens, read by graphs and one
+    operation after the other, with what the host does; CUDA only."""
+    decoder = BatchDecoder(target, num_rows=1, max_length=max(lengths) + 1)
+    for num_tokens in lengths:
+        tokens = torch.randint(target.config.vocab_size, (num_tokens,), device=target.device)
+
+        def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
+            def call() -> Tensor:
+                decoder.cache.narrow(0, 1).reset()
+                return read(target, decoder.cache, 0, tokens)
+
+            return call
+
+        functions = {"graphs": reading(decoder.executor.read_row), "operations": reading(read_row)}
+        times = in_turns(functions, target.device, repeats)
+        yield dict(what="prompt", num_tokens=num_tokens) | {
+            f"us_{name}": each for name, each in times.items()
+        }
 
 
 def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:

@@ -746,6 +746,14 @@ def test_no_number_when_red(tmp_path, monkeypatch):
         timing.require_green(["test_green.py", "test_red.py"])
 
 
+def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
+    rows = list(calls.prompts(models.random_target("tiny", CPU), [3, 20], 2))
+    assert [row["num_tokens"] for row in rows] == [3, 20]
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    assert "by operations, ms" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)

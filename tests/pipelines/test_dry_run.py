@@ -302,8 +302,8 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     [
         (
             bench_decode,
-            "beams, memory, steps, graphs, rows, joint, serve, orders, draft_lengths; calls over "
-            "1, 5, 13, 16, 32, 64, 128 nodes, 1024",
+            "beams, memory, steps, graphs, rows, joint, serve, orders, draft_lengths, "
+            "prompts; calls over 1, 5, 13, 16, 32, 64, 128 nodes, 1024",
         ),
         (
             bench_kernels,
