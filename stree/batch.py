@@ -258,7 +258,6 @@ class BatchDecoder:
                 self._launch(decoding, trees)
             reports = []
             if reading:
-                self._prepare_reading(reading)
                 started = self.now()
                 for row, each in reading.items():
                     reports += self._read(row, each, whole=not decoding)
@@ -358,18 +357,19 @@ class BatchDecoder:
             return
         deepest = deepest_of(self.growth).max_depth + 1
         with ops.current(self.target.device):
-            self._prepare_reading(
-                {row: each for row, each in self._sequences.items() if each.reading}
-            )
+            self.prepare_reading()
             for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
                 for most in {longest, self._longest(forest, deepest)}:
                     self.executor.prepare(rows, forest, most, position)
 
-    def _prepare_reading(self, reading: dict[int, Progress]) -> None:
-        for row, each in reading.items():
-            self._prefill.prepare(row, each)
+    def prepare_reading(self) -> None:
+        """The part of `prepare` that is for prompts which are still to be read."""
+        with ops.current(self.target.device):
+            for row, each in self._sequences.items():
+                if each.reading:
+                    self._prefill.prepare(row, each)
 
     def _longest(self, forest: Forest, longest: int) -> int:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from captures import Replayed
 from lanes import quick_first
 from tiny_evaluation import (
     PROMPTS,
@@ -228,6 +229,30 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
     assert [shares[n].decode_s for n in (3, 5)] == [10, 30]
     assert [shares[n].num_calls for n in (3, 5)] == [1, 3]
     assert sum(s.prefill_s + s.decode_s for s in shares.values()) == clock.now == 42
+
+
+def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
+    clock = HandMadeClock(monkeypatch)
+    target = tiny_model(0, 64)
+    batch = Batch(BatchDecoder(target, target, "chain-1", num_rows=2, max_length=64))
+    requests = [Request([1] * n, GenerationConfig(6, ignore_eos=True)) for n in (2, 3, 30, 40)]
+    batch.decoder.generate(requests[:2])
+
+    class Slow(Replayed):
+        def __init__(self, *arguments):
+            clock.now += 100
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("stree.executors.Capture", Slow)
+    rows = {batch.admit(each) for each in requests[2:]}
+    shares = []
+    while rows:
+        for report in batch.step():
+            if report.finish_reason:
+                rows.remove(report.row)
+                shares.append(batch.release(report.row)[1])
+    assert clock.now == 400  # a prompt of 32 and one of 64, by target and drafter
+    assert all(each.prefill_s == each.decode_s == 0 for each in shares)
 
 
 def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):
