@@ -59,6 +59,8 @@ class AcceptRates:
         self._accepted: dict[tuple[int, int], float] = defaultdict(float)
         # Each observation weighs more than the one before it, so that none has to be made less
         self._weight = 1.0
+        # Observations that are not worked in yet: batches have many in each step
+        self._ended: dict[tuple[TokenTree, int], float] = defaultdict(float)
 
     def learn(self, tree: TokenTree, end: int, memory: float = MEMORY) -> None:
         """A step of `tree` has accepted the path to the node `end`; memory, what each observation
@@ -66,19 +68,26 @@ class AcceptRates:
         if tree.num_nodes == 1:
             return
         self._weight /= memory
-        path = [*tree.path_to(end), -1]
-        for depth, (node, child) in enumerate(itertools.pairwise(path)):
-            for rank, each in enumerate(tree.children[node]):
-                self._tried[depth, rank] += self._weight
-                self._accepted[depth, rank] += self._weight * (each == child)
+        self._ended[tree, end] += self._weight
         if self._weight > 1e100:
+            self._work_in()
             for counts in (self._tried, self._accepted):
                 counts.update({key: count / self._weight for key, count in counts.items()})
             self._weight = 1.0
 
+    def _work_in(self) -> None:
+        for (tree, end), weight in self._ended.items():
+            path = [*tree.path_to(end), -1]
+            for depth, (node, child) in enumerate(itertools.pairwise(path)):
+                for rank, each in enumerate(tree.children[node]):
+                    self._tried[depth, rank] += weight
+                    self._accepted[depth, rank] += weight * (each == child)
+        self._ended.clear()
+
     def rate(self, depth: int, rank: int) -> float:
         """Assumed, and worth as much as PRIOR_TRIES observations: that of the depth above; at
         first ½ for the first rank, and half as much for each further one."""
+        self._work_in()
         assumed = self.rate(depth - 1, rank) if depth else 0.5 ** (rank + 1)
         weight = PRIOR_TRIES * self._weight
         accepted = self._accepted[depth, rank] + weight * assumed
