@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -282,20 +281,12 @@ class Envelope:
         return self.pinned[self.turn], self.arrived[self.turn]
 
 
-@dataclass
-class Read:
-    """What reading a piece gives: logits (1, V) after its last token, and the streams (L, 1, T, D)
-    after the L layers that are asked for."""
-
-    logits: Tensor
-    streams: Tensor | None
-
-
 class Reading:
     """The graph of a piece of a prompt, of up to `size` tokens and by any row.
 
     It is captured with no token of the row that is about to read, which changes nothing of it.
-    Those of an executor share memory, but for what they give: they run one after the other.
+    Those of an executor share memory: they run one after the other. What they give lies outside,
+    where no other's replay overwrites it.
     """
 
     def __init__(
@@ -311,38 +302,45 @@ class Reading:
             shape = 1, size, model.config.d_model
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
 
-        def read() -> Read:
+        self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
+
+        def read() -> None:
             features = Features(layers)
             logits = model.prefill_padded(
                 self.tokens, self.count, self.row, cache, bound,
                 features=features, inputs=self.inputs,
             )  # fmt: skip
-            return Read(logits, torch.stack(features.streams) if layers else None)
+            given = [logits, *(features.streams if layers else ())]
+            if not self.given:  # at the first rehearsal
+                self.given = [torch.empty_like(each) for each in given]
+            for mine, each in zip(self.given, given, strict=True):
+                mine.copy_(each)
 
         self.capture: Capture = Capture(device, read, None if beside is None else beside.capture)
 
     def replay(self, row: int, tokens: Tensor, inputs: Tensor | None) -> Tensor:
         """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be read before
-        the next replay."""
+        the next replay of this graph."""
         self.row.fill_(row)
         self.count.fill_(len(tokens))
         self.tokens[0, : len(tokens)] = tokens
         if self.inputs is not None and inputs is not None:
             self.inputs[0, : len(tokens)] = inputs
-        return self.capture.replay().logits
+        self.capture.replay()
+        return self.given[0]
 
     @property
-    def streams(self) -> Iterable[Tensor]:
+    def streams(self) -> list[Tensor]:
         """What the last replay gave of them, (1, T, ·) a layer, padded."""
-        streams = self.capture.outputs.streams
-        return () if streams is None else streams
+        return self.given[1:]
 
 
 class Capture:
     """A function of static tensors, captured once and replayed without host work.
 
     It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
-    of the one `beside` it, if any; the two must not run at the same time.
+    of the one `beside` it, if any: the two must not run at the same time, and a replay of either
+    overwrites the other's outputs.
     """
 
     def __init__(

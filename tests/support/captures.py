@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import ClassVar
 from unittest import mock
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stree_kernels import places
@@ -40,13 +41,16 @@ class NothingWaits(TorchDispatchMode):
 
 
 class Replayed:
-    """Stands in for `Capture`: static outputs, written by each replay."""
+    """Stands in for `Capture`: static outputs, written by each replay. Those of captures that share
+    memory are overwritten by it."""
 
     living: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
     numbers = itertools.count()
 
     def __init__(self, device, function, beside=None):
         self.living.add(self)
+        self.sharing = weakref.WeakSet() if beside is None else beside.sharing
+        self.sharing.add(self)
         self.number = next(self.numbers)
         function()
         self.function = function
@@ -54,6 +58,10 @@ class Replayed:
             self.outputs = function()
 
     def replay(self):
+        for other in self.sharing - {self}:
+            for each in vars(other.outputs).values() if other.outputs is not None else ():
+                if torch.is_tensor(each):
+                    each.fill_(torch.nan if each.is_floating_point() else -1)
         new = self.function()
         if new is not None:  # a proposal
             for mine, theirs in zip(vars(self.outputs).values(), vars(new).values(), strict=True):
