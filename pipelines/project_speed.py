@@ -17,7 +17,7 @@ from stree_pipelines.bench_report import rows_of_file
 from stree_pipelines.reports.projection import StepTimes, read_places, tables
 from stree_pipelines.terminal.command_line import PlainParser, input_path
 
-CHOICES = "chain-1 or chain-2 or chain-4 or paper or beam-4-3-32"
+CHOICES = "chain-4 or paper or beam-4-3-32 or beam-4-5-32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
