@@ -88,8 +88,10 @@ def test_the_committed_table_is_made_by_its_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.strip() == out.read_text().strip() and "Computed, not measured" in said
     page = (RESULTS / "h200-policies/README.md").read_text(encoding="utf-8")
-    names = ("the best chain of each place", "the tree of 13 |", "two levels |", "three levels |",
-             "the beam of 3 levels |", "the beam of 5 levels |", "chosen by cost among a chain")  # fmt: skip
+    names = (
+        "the best chain of each place", "the tree of 13 |", "two levels |", "three levels |",
+        "the beam of 3 levels |", "the beam of 5 levels |", "chosen by cost among a chain",
+    )  # fmt: skip
     given = {
         name: re.findall(r"([0-9.]+)×", line)
         for name in names for line in page.splitlines() if line.startswith(f"| {name}")

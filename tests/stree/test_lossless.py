@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from eager import without_graphs
 from lanes import quick_first
 from toys import (
     TableDrafter,
@@ -201,6 +202,34 @@ class AlwaysFirst(stree.verifiers.coupled.Coupled):
         first = forest.children[..., 0]
         drafted = proposal.tokens.gather(1, first.clamp(min=0))
         return torch.where(first >= 0, drafted, best), highest
+
+
+def parts_by_graphs(monkeypatch) -> bool:
+    """Whether any answer of models whose steps are graphs is not plain decoding's, which has none,
+    in a batch of all trees."""
+    target, rng = tiny_model(1), random.Random(5)
+    served = [
+        Request([rng.randrange(61) for _ in range(5)], random_setting(rng), tree) for tree in TREES
+    ]
+    drafter = right_now_and_then(target)
+    decoder = BatchDecoder(target, drafter, num_rows=4, max_length=64, max_nodes=13)
+    got = decoder.generate(served)
+    assert type(decoder.executor).__name__ == "Graphs" and decoder.executor.envelopes
+    alone = [Request(each.prompt_ids, each.generation) for each in served]
+    plain = without_graphs(
+        monkeypatch, lambda: BatchDecoder(target, num_rows=1, max_length=64).generate(alone)
+    )
+    return any(mine.tokens != each.tokens for mine, each in zip(got, plain, strict=True))
+
+
+def test_drafts_change_nothing_of_what_graphs_sample(captured_on_cpu, monkeypatch):
+    assert not parts_by_graphs(monkeypatch)
+
+
+@pytest.mark.parametrize("mistake", [ByNode, OneBehind, Unfiltered, AlwaysFirst])
+def test_planted_mistake_of_the_verifier_is_caught_in_graphs(mistake, captured_on_cpu, monkeypatch):
+    monkeypatch.setattr(stree.verifiers.coupled, "Coupled", mistake)
+    assert parts_by_graphs(monkeypatch)
 
 
 class Stale(TableTarget):

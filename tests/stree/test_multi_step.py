@@ -67,6 +67,49 @@ def test_acceptance_of_drafts_that_were_not_drawn():
     assert got == pytest.approx(float(p[siblings].sum()), abs=1e-12)
 
 
+def enumerated_answers(tree, drafter_layers, monkeypatch, verifier=MultiStep):
+    """Of three tokens by `HybridModel` and `ModelDrafter`, caches, replay and drafts included: how
+    probable each two are that follow the first, and how probable plain decoding has them.
+
+    Two calls are enumerated, so that the second one reads what the first one committed.
+    """
+    config = dict(vocab_size=3, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1,
+                  num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
+                  gated_norm_groups=2, intermediate_size=16)  # fmt: skip
+    target = tiny_model(1, attn_layers=(1,), **config)
+    drafter = tiny_model(2, attn_layers=drafter_layers, **config)
+    generation = GenerationConfig(max_new_tokens=3, temperature=1.3, seed=3)
+    prompt = [0, 1]
+    first = Decoder(target).generate(prompt, generation).tokens[0]  # not enumerated
+    decoder = Decoder(target, drafter, tree, max_length=16, verifier=verifier())
+    # Graphs, if steps are graphs, are captured before choices are enumerated, which the host does
+    decoder.generate(prompt, generation)
+
+    def run(choose):
+        decoder.batch.verifier.choose = lambda probs, places: choose(probs)
+        monkeypatch.setattr(ops, "choose_children", drawing_in_turn(choose))
+        tokens = decoder.generate(prompt, generation).tokens
+        assert tokens[0] == first
+        return tuple(tokens[1:])
+
+    blocks, wanted = exact_distribution(run), {}
+    with torch.no_grad():
+        for tokens in itertools.product(range(3), repeat=2):
+            wanted[tokens], context = 1.0, [*prompt, first]
+            for token in tokens:
+                logits = target(torch.tensor([context]))[0, -1]
+                wanted[tokens] *= float(plain_distribution(logits, generation)[token])
+                context.append(token)
+    return blocks, wanted
+
+
+def by_graphs(request, monkeypatch):
+    """Steps are graphs, and none is launched ahead: its choices would be enumerated for nothing."""
+    request.getfixturevalue("captured_on_cpu")
+    monkeypatch.setattr("stree.executors.Graphs.ahead", 0)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
     "tree, drafter_layers",
     quick_first(
@@ -75,40 +118,13 @@ def test_acceptance_of_drafts_that_were_not_drawn():
          for layers in ((), (1,))],
     ),
 )  # fmt: skip
-def test_output_distribution_with_real_models(tree, drafter_layers, monkeypatch):
-    """The same proof through `HybridModel` and `ModelDrafter`: caches, replay and drafts included.
-
-    Two calls are enumerated, so that the second one reads what the first one committed.
-    """
-    config = dict(vocab_size=3, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1,
-                  num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
-                  gated_norm_groups=2, intermediate_size=16)  # fmt: skip
-    target, drafter = tiny_model(1, attn_layers=(1,), **config), None
-    drafter = tiny_model(2, attn_layers=drafter_layers, **config)
-    generation = GenerationConfig(max_new_tokens=3, temperature=1.3, seed=3)
-    prompt, decoders = [0, 1], {}
-    first = Decoder(target).generate(prompt, generation).tokens[0]  # not enumerated
-
-    def run(choose):
-        verifier = MultiStep(lambda probs, places: choose(probs))
-        if not decoders:
-            decoders["one"] = Decoder(target, drafter, tree, max_length=16, verifier=verifier)
-        decoders["one"].batch.verifier.choose = verifier.choose
-        monkeypatch.setattr(ops, "choose_children", drawing_in_turn(choose))
-        tokens = decoders["one"].generate(prompt, generation).tokens
-        assert tokens[0] == first
-        return tuple(tokens[1:])
-
-    blocks = exact_distribution(run)
-    with torch.no_grad():
-        for tokens in itertools.product(range(3), repeat=2):
-            wanted, context = 1.0, [*prompt, first]
-            for token in tokens:
-                logits = target(torch.tensor([context]))[0, -1]
-                wanted *= float(plain_distribution(logits, generation)[token])
-                context.append(token)
-            assert blocks.get(tokens, 0.0) == pytest.approx(wanted, abs=1e-10)
+def test_output_distribution_with_real_models(tree, drafter_layers, graphs, request, monkeypatch):
+    if graphs:
+        by_graphs(request, monkeypatch)
+    blocks, wanted = enumerated_answers(tree, drafter_layers, monkeypatch)
     assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
+    for tokens, probability in wanted.items():
+        assert blocks.get(tokens, 0.0) == pytest.approx(probability, abs=1e-10)
 
 
 def _edited(line: str, mistake: str):
@@ -153,6 +169,17 @@ def test_planted_mistake_is_caught(mistake, monkeypatch):
         if worst > 1e-4:
             return
     raise AssertionError(f"at most {worst:.1e} from the target")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    quick_first([("too generous",)], [("no residual",), ("residual not renormalised",)]),
+)
+def test_planted_mistake_is_caught_in_graphs(mistake, request, monkeypatch):
+    by_graphs(request, monkeypatch)
+    monkeypatch.setattr(verification, "accept_multi_step", _edited(*MISTAKES[mistake]))
+    blocks, wanted = enumerated_answers(TokenTree.chain(2), (1,), monkeypatch)
+    assert max(abs(blocks.get(each, 0.0) - wanted[each]) for each in wanted) > 1e-4
 
 
 class Claiming(Undrawn):
