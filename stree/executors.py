@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.last_used import LastUsed
 from stree.models.cache import HybridCache
@@ -110,8 +109,6 @@ class Graphs:
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
         self.readings: LastUsed[Any, Reading] = LastUsed(MAX_KEPT)  # of pieces of prompts
-        if isinstance(step.drafter, ModelDrafter):
-            step.drafter.read_row = self.read_row
 
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """As `Eager.launch`; the next report is on its way when this returns."""
@@ -164,9 +161,10 @@ class Graphs:
         features: Features | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """See `stree.models.hybrid.read_row`: the first MOST_READ tokens of a sequence in pieces, a
-        graph each, as the host takes longer to start a prompt's operations than the device to do
-        them. Waits for the device."""
+        """See `stree.models.hybrid.read_row`: in pieces of up to PIECE tokens, a graph each, as the
+        host takes longer to start a prompt's operations than the device to do them; but for pieces
+        that end, padded, beyond MOST_READ, and what follows. Waits for the device. The logits are
+        to be used before any row reads again."""
         lengths = torch.stack([cache.length[row], cache.path_length[row]])
         committed, pending = lengths.tolist()
         one, start = cache.narrow(row, 1), committed + pending
@@ -319,7 +317,7 @@ class Reading:
         self.capture: Capture = Capture(device, read, None if beside is None else beside.capture)
 
     def replay(self, row: int, tokens: Tensor, inputs: Tensor | None) -> Tensor:
-        """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be read before
+        """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be used before
         the next replay of this graph."""
         self.row.fill_(row)
         self.count.fill_(len(tokens))
@@ -340,7 +338,7 @@ class Capture:
 
     It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
     of the one `beside` it, if any: the two must not run at the same time, and a replay of either
-    overwrites the other's outputs.
+    may overwrite the other's outputs.
     """
 
     def __init__(

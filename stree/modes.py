@@ -88,17 +88,21 @@ class AcceptRates:
         """Assumed, and worth as much as PRIOR_TRIES observations: that of the depth above; at
         first ½ for the first rank, and half as much for each further one."""
         self._work_in()
-        assumed = self.rate(depth - 1, rank) if depth else 0.5 ** (rank + 1)
+        return self._rate(depth, rank)
+
+    def _rate(self, depth: int, rank: int) -> float:
+        assumed = self._rate(depth - 1, rank) if depth else 0.5 ** (rank + 1)
         weight = PRIOR_TRIES * self._weight
         accepted = self._accepted[depth, rank] + weight * assumed
         return accepted / (self._tried[depth, rank] + weight)
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step: its drafts that are accepted, and the target's own token."""
+        self._work_in()
         reached = [1.0] * tree.num_nodes
         for node, children in enumerate(tree.children):
             for rank, child in enumerate(children):
-                reached[child] = reached[node] * self.rate(tree.depths[node], rank)
+                reached[child] = reached[node] * self._rate(tree.depths[node], rank)
         return sum(reached)
 
 

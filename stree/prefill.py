@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,13 +70,22 @@ class Prefill:
             if reader is not None:
                 features = Features(reader.feature_layers)
                 logits = self.executor.read_row(target, cache, row, piece, features)
-                reader.read(row, unread, features.values[0])
+                self._let_drafter_read(row, unread, features.values[0])
             else:
                 logits = self.executor.read_row(target, cache, row, piece)
                 if drafter is not None and len(unread):
-                    drafter.read(row, unread)
+                    self._let_drafter_read(row, unread)
             sequence.num_read = sequence.num_drafted_from = start + len(piece)
         return logits
+
+    def _let_drafter_read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
+        drafter: Any = self.step.drafter
+        if isinstance(drafter, ModelDrafter):
+            drafter.read(row, tokens, features, self.executor.read_row)
+        elif features is None:
+            drafter.read(row, tokens)
+        else:
+            drafter.read(row, tokens, features)
 
     def first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
         """The token that the target chooses by the logits (1, V) after a prompt, and whether they
@@ -94,6 +105,6 @@ class Prefill:
                 *missed, root = tokens
                 if missed:
                     unread = torch.tensor(missed, device=self.step.target.device)
-                    self.step.drafter.read(row, unread)
+                    self._let_drafter_read(row, unread)
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1

@@ -61,21 +61,26 @@ class Prefixes:
 
     def lengths(self, prompt: list[int]) -> tuple[int, int]:
         """How many tokens of a prompt the target need not read again, and the drafter."""
+        return _lengths(self._longest_kept(prompt))
+
+    def _longest_kept(self, prompt: list[int]) -> _Kept | None:
         prefix = self.longest_of(prompt)
-        if not prefix:
-            return 0, 0
-        kept = self._kept[prefix]
-        return kept.target.length, 0 if kept.drafter is None else kept.drafter.length
+        return self._kept[prefix] if prefix else None
 
     def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
         """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
         it the target has read then, and the drafter."""
-        lengths, prefix = self.lengths(prompt), self.longest_of(prompt)
-        if prefix:
-            kept = self._kept[prefix]
+        kept = self._longest_kept(prompt)
+        if kept is not None:
             self.cache.narrow(row, 1).load(kept.target)
             if kept.drafter is not None:
                 self.drafter.cache.narrow(row, 1).load(kept.drafter)
                 if kept.following is not None:
                     self.drafter.inputs[row, 0] = kept.following
-        return lengths
+        return _lengths(kept)
+
+
+def _lengths(kept: _Kept | None) -> tuple[int, int]:
+    if kept is None:
+        return 0, 0
+    return kept.target.length, 0 if kept.drafter is None else kept.drafter.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +62,6 @@ class ModelDrafter:
         self.drawn = siblings
         # What trees grow by are values of siblings that differ
         self.grows = siblings is not Drawn.INDEPENDENT
-        self.read_row = read_row  # an executor may have another way
         self.cache = model.new_cache(max_length, max_nodes, num_rows)
         self.cache.path[:] = torch.arange(max_nodes)  # certain tokens are a chain
         self.cache.variant.copy_(torch.arange(num_rows))
@@ -81,10 +81,17 @@ class ModelDrafter:
             self.inputs[row] = self._reader.unknown.detach()
 
     @torch.no_grad()
-    def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
-        """features (T', F), of the last T' tokens up to the last of these, as many as are known."""
+    def read(
+        self,
+        row: int,
+        tokens: Tensor,
+        features: Tensor | None = None,
+        read_row: Callable[..., Tensor] = read_row,
+    ) -> None:
+        """features (T', F), of the last T' tokens up to the last of these, as many as are known;
+        read_row, how an executor reads."""
         inputs = None if self.inputs is None else self._inputs_of(row, len(tokens), features)
-        self.read_row(self.model, self.cache, row, tokens, inputs=inputs)
+        read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
         """What is added to the row's next `count` tokens, (T, D); and the token after them is

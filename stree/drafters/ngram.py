@@ -284,8 +284,8 @@ class GraftingDrafter(ModelDrafter):
         super().clear(row)
         self.text.clear(row)
 
-    def read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
-        super().read(row, tokens, features)
+    def read(self, row: int, tokens: Tensor, *features_and_reader: Any) -> None:
+        super().read(row, tokens, *features_and_reader)
         self.text.read(row, tokens)
 
     def draft(

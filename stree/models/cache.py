@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -432,20 +432,6 @@ class HybridCache:
         view = self.narrow(row, 1)
         view.num_committed = int(view.length + view.path_length)
         return view
-
-    def taken(self, row: Tensor, bound: int) -> HybridCache:
-        """A copy of what the committed tokens of one sequence have left, row (1,), with keys for
-        `bound` slots. A path that is accepted and not replayed yet is left out."""
-        view = copy.copy(self)
-        view.length = self.length.index_select(0, row)
-        view.layers = [layer.taken(row, bound, view.length) for layer in self.layers]
-        return view
-
-    def put_back(self, row: Tensor, taken: HybridCache) -> None:
-        """Let the sequence, row (1,), go on from what was made of its copy."""
-        for layer, each in zip(self.layers, taken.layers, strict=True):
-            layer.put_back(row, cast(Any, each))
-        self.length.index_copy_(0, row, taken.length)
 
     def reset(self) -> None:
         """Forget everything, so that the buffers serve another sequence."""

@@ -415,18 +415,18 @@ class HybridModel(nn.Module):
         nothing so far, else at least as many as it has with all T. Returns the logits (1, V) after
         the last token; features has padding, too.
         """
-        taken = cache.taken(row, bound)
-        places = taken.length + torch.arange(tokens.shape[1], device=tokens.device)
+        length = cache.length.index_select(0, row)
+        places = length + torch.arange(tokens.shape[1], device=tokens.device)
         mask = None
         if bound > tokens.shape[1]:
             mask = torch.arange(bound, device=tokens.device) <= places[:, None]
             mask = mask[None, None]
         context = PaddedExtension(
-            mask=mask, caches=taken.layers, features=features, count=count, places=places
-        )
+            mask=mask, caches=cache.layers, features=features,
+            row=row, length=length, count=count, places=places, bound=bound,
+        )  # fmt: skip
         hidden = self._run_extension(tokens, places, inputs, context)
-        taken.length += count
-        cache.put_back(row, taken)
+        cache.length.index_add_(0, row, count)
         last = hidden.index_select(1, (count - 1).clamp(min=0))
         return self.logits(self.model.norm(last[:, 0]))
 

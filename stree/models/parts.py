@@ -115,7 +115,7 @@ class Extension(Sequences):
         return seen[:, seen.shape[1] - count :]
 
     def counted(self, x: Tensor) -> Tensor:
-        """x (B, T, H), 0 for what is no token: by how much each changes a state."""
+        """x (B, T, ·), 0 for what is no token."""
         return x
 
     def enter(self, layer: int, x: Tensor) -> None:
@@ -131,10 +131,23 @@ class Extension(Sequences):
 @dataclass(kw_only=True)
 class PaddedExtension(Extension):
     """The same over one sequence's next tokens, of which only the device knows how many they are,
-    and after how many: what comes behind them changes nothing that is read later."""
+    after how many, and whose. What is behind them enters mixers as 0 and changes no state, so that
+    it may be anything. A layer works on a copy of what the sequence has left there."""
 
+    row: Tensor  # (1,) the sequence
+    length: Tensor  # (1,) its committed tokens
     count: Tensor  # (1,) tokens
     places: Tensor  # (T,) their slots
+    bound: int  # slots to look at
+
+    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+        if slot is None:
+            return part(x, self, *adapters)
+        cache = self.caches[slot]
+        taken = cache.taken(self.row, self.bound, self.length)
+        y = part.extend(self.counted(x), taken, self, *adapters)  # type: ignore[operator]
+        cache.put_back(self.row, taken)
+        return y
 
     def put(self, cache: Tensor, new: Tensor) -> Tensor:
         return cache.index_copy_(2, self.places, new)

@@ -4,16 +4,19 @@ Graphs and events need CUDA, so here a captured function simply runs whenever it
 the kernels run in Triton's interpreter.
 """
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from captures import living_captures
 from eager import without_graphs
 from lanes import quick_first
-from toys import mixed_requests, right_now_and_then, tiny_model
+from toys import mixed_requests, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.errors import InvariantBroken
 from stree.executors import Graphs
 from stree.models.features import Features
 from stree.tree import balanced
@@ -109,6 +112,35 @@ def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch
     assert cache.length.tolist() == [0, 50, 0]
     for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
+
+
+def test_what_was_read_before_is_no_matter_though_it_was_not_finite(captured_on_cpu):
+    """A piece's buffers hold an earlier prompt's end, in place of what is no token."""
+    target, drafter = recurrent(own=False)
+    target.model.embed_tokens.weight.data[60] = torch.nan
+    decoder = BatchDecoder(target, drafter, TREES[1], num_rows=1, max_length=40)
+    generation = GenerationConfig(8, ignore_eos=True)
+    with pytest.raises(InvariantBroken, match="finite"):
+        decoder.generate([Request([*range(1, 10), 60, 60, 7], generation)])
+    for prompt in (range(1, 10), range(1, 5)):
+        got = decoder.generate([Request(list(prompt), generation)])[0]
+        wanted = BatchDecoder(target, num_rows=1, max_length=40).generate(
+            [Request(list(prompt), generation)]
+        )
+        assert got.tokens == wanted[0].tokens
+
+
+def test_a_decoder_that_is_dropped_frees_its_caches_at_once(captured_on_cpu):
+    """Nothing that it has points back at it (but for graphs of the stand-in)."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), TREES[1], num_rows=1, max_length=40)
+    caches = [weakref.ref(each) for each in (decoder.cache, decoder.drafter.cache)]
+    gc.disable()
+    try:
+        del decoder
+        assert [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_not_finite_is_reported(captured_on_cpu):
