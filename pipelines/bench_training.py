@@ -51,6 +51,7 @@ from stree_pipelines.training.sharding import require_supported
 
 TINY = OWN_SHAPES["tiny"].replace(num_layers=4, attn_layers=(1, 3), vocab_size=320)
 TARGETS = {**OWN_SHAPES, "tiny": TINY}
+FROM_A_CACHE = {"target_dtype": "bfloat16", "features": None}  # whatever the recipe says
 ALONE = ("auto", 1)
 TESTS = {  # of what is measured
     "processes": ["pipelines/test_losses.py", "pipelines/test_scaling.py"],
@@ -159,7 +160,8 @@ def measure_step(options: Any, device: torch.device) -> Iterator[dict[str, Any]]
             TARGETS[options.shape], teacher, options.batch_size, options.sequence_length,
             options.steps, device, **{**model, "compile_layers": device.type == "cuda"},
         )  # fmt: skip
-        features, unread = model["features"], ("--model.features", "--model.target_dtype")
+        features = model["features"]
+        unread = tuple(f"--model.{name}" for name in FROM_A_CACHE)
         yield dict(
             shape=options.shape, recipe=file,
             options=[
@@ -185,7 +187,7 @@ def recipe(options: Any, teacher: TeacherKind) -> dict[str, Any]:
     found: dict[str, Any] = parser.instantiate(given, instantiators=[as_given]).model
     del found["target"]
     if teacher == "cached":
-        return {**found, "target_dtype": "bfloat16", "features": None}
+        return {**found, **FROM_A_CACHE}
     if found["target_dtype"] == "float32":
         found["target_dtype"] = "bfloat16"
     return found

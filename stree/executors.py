@@ -308,7 +308,7 @@ class Reading:
                 self.tokens, self.count, self.row, cache, bound,
                 features=features, inputs=self.inputs,
             )  # fmt: skip
-            given = [logits, *(features.streams if layers else ())]
+            given = [logits, *features.streams]
             if not self.given:  # at the first rehearsal
                 self.given = [torch.empty_like(each) for each in given]
             for mine, each in zip(self.given, given, strict=True):

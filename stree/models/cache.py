@@ -56,11 +56,12 @@ class AttentionCache:
     def taken(self, row: Tensor, bound: int, length: Tensor) -> AttentionCache:
         """Copies of a sequence's first `bound` slots, 0 beyond its length."""
 
+        count = min(bound, self.keys.shape[2])
+        beyond = (torch.arange(count, device=row.device) >= length)[:, None]
+
         def first(cache: Tensor) -> Tensor:
-            kept = cache[:, :, :bound].index_select(0, row)
-            beyond = torch.arange(kept.shape[2], device=row.device) >= length
-            kept = kept.masked_fill(beyond[:, None], 0)
-            return F.pad(kept, (0, 0, 0, bound - kept.shape[2]))
+            kept = cache[:, :, :count].index_select(0, row).masked_fill(beyond, 0)
+            return F.pad(kept, (0, 0, 0, bound - count))
 
         return AttentionCache(first(self.keys), first(self.values), self.rotary)
 

@@ -139,6 +139,11 @@ class PaddedExtension(Extension):
     count: Tensor  # (1,) tokens
     places: Tensor  # (T,) their slots
     bound: int  # slots to look at
+    padding: Tensor = field(init=False)  # (T, 1) bool, what is no token
+
+    def __post_init__(self) -> None:
+        number = torch.arange(len(self.places), device=self.places.device)
+        self.padding = (number >= self.count)[:, None]
 
     def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
         if slot is None:
@@ -156,8 +161,7 @@ class PaddedExtension(Extension):
         return seen.index_select(1, self.count + torch.arange(count, device=seen.device))
 
     def counted(self, x: Tensor) -> Tensor:
-        number = torch.arange(x.shape[1], device=x.device)
-        return x.masked_fill((number >= self.count)[:, None], 0)
+        return x.masked_fill(self.padding, 0)
 
 
 @dataclass

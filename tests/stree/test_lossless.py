@@ -27,6 +27,7 @@ from toys import (
 import stree.verifiers.coupled
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters import Proposal
+from stree.executors import Graphs
 from stree.node_order import heavy_path
 from stree.tree import balanced
 from stree_kernels import naive, ops
@@ -214,7 +215,7 @@ def parts_by_graphs(monkeypatch) -> bool:
     drafter = right_now_and_then(target)
     decoder = BatchDecoder(target, drafter, num_rows=4, max_length=64, max_nodes=13)
     got = decoder.generate(served)
-    assert type(decoder.executor).__name__ == "Graphs" and decoder.executor.envelopes
+    assert isinstance(decoder.executor, Graphs) and decoder.executor.envelopes
     alone = [Request(each.prompt_ids, each.generation) for each in served]
     plain = without_graphs(
         monkeypatch, lambda: BatchDecoder(target, num_rows=1, max_length=64).generate(alone)

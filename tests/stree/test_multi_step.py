@@ -67,7 +67,7 @@ def test_acceptance_of_drafts_that_were_not_drawn():
     assert got == pytest.approx(float(p[siblings].sum()), abs=1e-12)
 
 
-def enumerated_answers(tree, drafter_layers, monkeypatch, verifier=MultiStep):
+def enumerated_answers(tree, drafter_layers, monkeypatch):
     """Of three tokens by `HybridModel` and `ModelDrafter`, caches, replay and drafts included: how
     probable each two are that follow the first, and how probable plain decoding has them.
 
@@ -81,7 +81,7 @@ def enumerated_answers(tree, drafter_layers, monkeypatch, verifier=MultiStep):
     generation = GenerationConfig(max_new_tokens=3, temperature=1.3, seed=3)
     prompt = [0, 1]
     first = Decoder(target).generate(prompt, generation).tokens[0]  # not enumerated
-    decoder = Decoder(target, drafter, tree, max_length=16, verifier=verifier())
+    decoder = Decoder(target, drafter, tree, max_length=16, verifier=MultiStep())
     # Graphs, if steps are graphs, are captured before choices are enumerated, which the host does
     decoder.generate(prompt, generation)
 
