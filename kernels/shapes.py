@@ -181,6 +181,7 @@ class Steering:
     length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
     first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
     `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
+    rows (B,), which sequences of keys and values these are; None for the first B.
     shared, what plain PyTorch finds out of all these once a call (`places.py`); None keeps nothing.
     ready, what a mixer's op reads that is complete when its first launch begins, before this waits
     for the launch ahead (`launch.py`): "none"; "memory", what the last call left, if the launch
@@ -192,6 +193,7 @@ class Steering:
     path_length: Tensor
     variant: Tensor
     parity: Tensor
+    rows: Tensor | None = None
     shared: dict[Any, Any] | None = None
     ready: str = "none"
 

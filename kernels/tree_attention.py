@@ -96,7 +96,7 @@ def attend_tree(
         rotary, rotary.stride(0), rotary.stride(1),
         topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1],
         steering.length, steering.path, steering.path.stride(0), steering.path_length,
-        steering.variant, first, num_new, outs, sums, sums.stride(0), num_rows,
+        steering.variant, steering.rows, first, num_new, outs, sums, sums.stride(0), num_rows,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, SHARED=shared, HEAD_DIM=head_dim,
@@ -115,7 +115,7 @@ def attend_tree(
     )  # fmt: skip
     writers = triton.cdiv(head_dim // 2, WRITE_DIMS)
     combine_kernel[(writers + triton.cdiv(num_rows, rows_each), sequence_heads)](
-        *common, y, y.stride(0), y.stride(1), writers,
+        *common, y, y.stride(0), y.stride(1), writers, keys.shape[2],
         BLOCK_PARTS=block_parts, BLOCK_R=rows_each, BLOCK_W=WRITE_DIMS,
         BLOCK_N=min(64, max(16, triton.next_power_of_2(num_new))),
         num_warps=COMBINE_WARPS, **constants,
@@ -127,6 +127,15 @@ def attend_tree(
 def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
     """Committed slots a split: whole blocks, so that most loads are full."""
     return tl.cdiv(tl.cdiv(length, num_splits), BLOCK_L) * BLOCK_L
+
+
+@triton.jit
+def _held_by(rows, batch):
+    """Which sequence of the cache one of the call's is."""
+    if rows is None:
+        return batch
+    else:
+        return load_kept(rows + batch)
 
 
 @triton.jit
@@ -273,7 +282,7 @@ def attend_kernel(
     qkv, qkv_batch_stride, qkv_stride,
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
-    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
+    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants, rows,
     first, num_new, outs, sums, sums_stride, num_rows, scale,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -303,8 +312,9 @@ def attend_kernel(
     if REPLAY:
         path_length = load_kept(path_lengths + batch).to(tl.int32)
     length = old_length + path_length
-    keys += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
-    values += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
+    at_head = _held_by(rows, batch) * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
+    keys += at_head
+    values += at_head
     qkv += batch * qkv_batch_stride
 
     # First come parts of the corner, then splits, whose first keys come ahead of the queries
@@ -382,9 +392,9 @@ def combine_kernel(
     qkv, qkv_batch_stride, qkv_stride,
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,
     rotary, rotary_stride, position_stride,
-    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants,
+    ancestors, depths, tree_size, lengths, path, path_stride, path_lengths, variants, rows,
     first, num_new, outs, sums, sums_stride, num_rows,
-    y_pointer, y_batch_stride, y_stride, writers,
+    y_pointer, y_batch_stride, y_stride, writers, num_slots,
     NUM_KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_CORNERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr, REPLAY: tl.constexpr,
@@ -439,8 +449,9 @@ def combine_kernel(
         )  # fmt: skip
     else:
         half = block * BLOCK_W + tl.arange(0, BLOCK_W)
-        keys += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
-        values += batch * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
+        held = _held_by(rows, batch) * cache_batch_stride
+        keys += held + kv_head.to(tl.int64) * cache_head_stride
+        values += held + kv_head.to(tl.int64) * cache_head_stride
         length = old_length + path_length
         follow(OVERLAPS)
         if REPLAY:
@@ -471,6 +482,7 @@ def combine_kernel(
                 k_low, k_high, length + depth, used, half,
                 rotary, rotary_stride, position_stride, HEAD_DIM,
             )  # fmt: skip
+            used = used & (length + first + new < num_slots)
             at = (length + first + new) * slot_stride
             _store_halves(keys + at, used, half, k_low, k_high, HEAD_DIM)
             _store_halves(values + at, used, half, v_low, v_high, HEAD_DIM)

@@ -20,13 +20,13 @@ from stree.last_used import LastUsed
 from stree.models.cache import HybridCache
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel, read_row
+from stree.models.reading import PieceRoom
 from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
 MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
-PIECE, LEAST_READ = 512, 16  # tokens of a prompt that a graph reads
-MOST_READ = 4096  # tokens of a sequence that graphs read
+PIECE, LEAST_READ = 256, 16  # tokens of a prompt that a graph reads, padding included
 Mark = Callable[[str], None]
 
 
@@ -162,9 +162,8 @@ class Graphs:
         inputs: Tensor | None = None,
     ) -> Tensor:
         """See `stree.models.hybrid.read_row`: in pieces of up to PIECE tokens, a graph each, as the
-        host takes longer to start a prompt's operations than the device to do them; but for pieces
-        that end, padded, beyond MOST_READ, and what follows. Waits for the device. The logits are
-        to be used before any row reads again."""
+        host takes longer to start a prompt's operations than the device to do them. Waits for the
+        device. The logits are to be used before any row reads again."""
         lengths = torch.stack([cache.length[row], cache.path_length[row]])
         committed, pending = lengths.tolist()
         one, start = cache.narrow(row, 1), committed + pending
@@ -177,16 +176,12 @@ class Graphs:
         readings = self.prepare_reading(model, cache, row, start, len(tokens), asked, reads_inputs)
         pieces = tokens.split(PIECE)
         added = [None] * len(pieces) if inputs is None else inputs.split(PIECE)
-        for reading, piece, more in zip(readings, pieces, added, strict=False):
+        for reading, piece, more in zip(readings, pieces, added, strict=True):
             logits = reading.replay(row, piece, more)
             for layer, stream in zip(asked, reading.streams, strict=True):
                 assert features is not None
                 features.take(layer, stream[:, : len(piece)].clone())
-        if readings and len(readings) == len(pieces):
-            return logits
-        rest = slice(len(readings) * PIECE, None)
-        more = None if inputs is None else inputs[rest]
-        return read_row(model, cache, row, tokens[rest], features, more)
+        return logits
 
     def prepare_reading(
         self,
@@ -198,18 +193,14 @@ class Graphs:
         layers: tuple[int, ...] = (),
         reads_inputs: bool = False,
     ) -> list[Reading]:
-        """The graphs of the first pieces of `count` more tokens after `start`, captured when first
-        asked for; what comes after them is read without. layers, those whose streams are asked
-        for."""
+        """The graphs of the pieces of `count` more tokens after `start`, captured when first asked
+        for. layers, those whose streams are asked for."""
         readings: list[Reading] = []
         for begin in range(start, start + count, PIECE):
             left = min(PIECE, start + count - begin)
             size = max(LEAST_READ, 1 << (left - 1).bit_length())
-            bound = begin + size
-            if bound > MOST_READ:
-                break
-            if begin:
-                bound = max(PIECE, 1 << (bound - 1).bit_length())
+            bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
+            bound = -(-(begin + size) // bucket) * bucket
             key = id(cache), size, bound, layers, reads_inputs
             if key not in self.readings:
                 beside = next(iter(self.readings.values()), None)
@@ -300,12 +291,13 @@ class Reading:
             shape = 1, size, model.config.d_model
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
 
+        room = PieceRoom(cache, size, model.config.d_conv)
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
 
         def read() -> None:
             features = Features(layers)
             logits = model.prefill_padded(
-                self.tokens, self.count, self.row, cache, bound,
+                self.tokens, self.count, self.row, cache, room, bound,
                 features=features, inputs=self.inputs,
             )  # fmt: skip
             given = [logits, *features.streams]

@@ -6,6 +6,8 @@ K slots of an accepted path.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,10 +37,14 @@ def attend_tree(
     Args: qkv (B, Q, (H + 2·Hkv)·D), the projections of q, k and v; keys and values
     (B, Hkv, L, D), written in place; rotary (2, positions, D / 2), cosines and sines; bound, how
     many slots to look at, at least those in use after this call; scale, of the scores, D^−½ unless
-    given; out, where the result is to be.
+    given; out, where the result is to be. New nodes that have no slot any more leave nothing.
     Returns (B, Q, H·D) in qkv's dtype.
     """
     batch, num_new, _ = qkv.shape
+    if steering.rows is not None:
+        return _attend_rows(
+            qkv, (keys, values), rotary, topology, steering, first, bound, scale, out
+        )
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(batch, num_new, -1, head_dim).transpose(1, 2)
     num_heads, bound = heads.shape[1] - 2 * num_kv_heads, min(bound, keys.shape[2])
@@ -56,6 +62,29 @@ def attend_tree(
     y = tree_attention(q, keys, values, places.mask, places.unused, scale)
     y = y.transpose(1, 2).flatten(2)
     return y if out is None else out.copy_(y)
+
+
+def _attend_rows(
+    qkv: Tensor,
+    caches: tuple[Tensor, Tensor],
+    rotary: Tensor,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    bound: int,
+    scale: float | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`attend_tree` of some sequences of a cache, on copies that have a slot for each node."""
+    rows, count = steering.rows, caches[0].shape[2]
+    assert rows is not None
+    room = (0, 0, 0, first + qkv.shape[1])
+    keys, values = (F.pad(cache.index_select(0, rows), room) for cache in caches)
+    steering = replace(steering, rows=None)
+    y = attend_tree(qkv, keys, values, rotary, topology, steering, first, bound, scale, out)
+    for cache, each in zip(caches, (keys, values), strict=True):
+        cache.index_copy_(0, rows, each[:, :, :count])
+    return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -78,8 +78,10 @@ class Attention(Part):
         self, x: Tensor, cache: AttentionCache, context: Extension, adapters: Adapters = None
     ) -> Tensor:
         q, k, v = self._project(x, context, adapters)
-        keys, values = context.put(cache.keys, k), context.put(cache.values, v)
-        y = self._attend(q, keys, values, context)
+        bound = context.start + x.shape[1]
+        cache.keys[:, :, context.start : bound] = k
+        cache.values[:, :, context.start : bound] = v
+        y = self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
         return self._finish(y, x)
 
     def tree(

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stree.errors import UsageError
@@ -26,6 +25,7 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
+MOST_PADDING = 512  # tokens
 STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
@@ -35,7 +35,7 @@ class AttentionCache:
 
     keys: Tensor
     values: Tensor
-    rotary: Tensor  # (2, slots, D / 2), shared by all layers
+    rotary: Tensor  # (2, slots or more, D / 2), shared by all layers
 
     def narrow(self, first: int, count: int) -> AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
@@ -53,23 +53,14 @@ class AttentionCache:
         for cache, each in zip((self.keys, self.values), saved, strict=True):
             cache[:, :, : each.shape[2]] = each
 
-    def taken(self, row: Tensor, bound: int, length: Tensor) -> AttentionCache:
-        """Copies of a sequence's first `bound` slots, 0 beyond its length."""
+    def for_piece(self, num_nodes: int) -> AttentionCache:
+        """Keys stay where they are: `Steering.rows` says whose they are."""
+        return self
 
-        count = min(bound, self.keys.shape[2])
-        beyond = (torch.arange(count, device=row.device) >= length)[:, None]
+    def taken(self, row: Tensor, scratch: AttentionCache) -> AttentionCache:
+        return self
 
-        def first(cache: Tensor) -> Tensor:
-            kept = cache[:, :, :count].index_select(0, row).masked_fill(beyond, 0)
-            return F.pad(kept, (0, 0, 0, bound - count))
-
-        return AttentionCache(first(self.keys), first(self.values), self.rotary)
-
-    def put_back(self, row: Tensor, taken: AttentionCache) -> None:
-        """Take over what `taken` has become."""
-        for cache, each in ((self.keys, taken.keys), (self.values, taken.values)):
-            count = min(each.shape[2], cache.shape[2])
-            cache[:, :, :count].index_copy_(0, row, each[:, :, :count])
+    def put_back(self, row: Tensor, taken: AttentionCache) -> None: ...
 
     def sharing(self, other: AttentionCache) -> AttentionCache:
         """Keys and values are each layer's own."""
@@ -126,12 +117,20 @@ class ConvCache:
             own_tail=None if tail is None else tail.narrow(0, first, count),
         )  # fmt: skip
 
-    def taken(self, row: Tensor, bound: int, length: Tensor) -> Self:
-        """A copy of what a sequence's committed tokens have left."""
+    def for_piece(self, num_nodes: int) -> Self:
+        """A cache of one sequence, whose tail and state are to come, for a tree of so many nodes
+        that is committed in the same call."""
+        length, _ = self.tail_shape()
+        rows = self.rows.new_zeros(2, 1, length + num_nodes, self.rows.shape[3])
+        return replace(self, rows=rows, parity=torch.zeros_like(self.parity), own_tail=None)
+
+    def taken(self, row: Tensor, scratch: Self) -> Self:
+        """What the committed tokens of a sequence, row (1,), have left, with room for nodes as
+        `scratch` has; to be put back."""
         if self.own_tail is not None:
-            return replace(self, own_tail=self.own_tail.index_select(0, row))
-        width, channels = self.tail_shape()
-        return replace(self, own_tail=self.rows[self.parity, row, :width, :channels])
+            return replace(scratch, own_tail=self.own_tail.index_select(0, row))
+        length, channels = self.tail_shape()
+        return replace(scratch, own_tail=self.rows[self.parity, row, :length, :channels])
 
     def put_back(self, row: Tensor, taken: Self) -> None:
         """Take over what `taken` has become."""
@@ -139,8 +138,8 @@ class ConvCache:
         if self.own_tail is not None:
             self.own_tail.index_copy_(0, row, taken.own_tail)
         else:
-            width, channels = self.tail_shape()
-            self.rows[self.parity, row, :width, :channels] = taken.own_tail
+            length, channels = self.tail_shape()
+            self.rows[self.parity, row, :length, :channels] = taken.own_tail
 
     def reset(self) -> None:
         self.rows[:, :, : self.tail_shape()[0]].zero_()
@@ -191,13 +190,19 @@ class RecurrentCache(ConvCache):
             derived=self.derived and self.derived.narrow(first, count),
         )  # fmt: skip
 
-    def taken(self, row: Tensor, bound: int, length: Tensor) -> Self:
-        taken = super().taken(row, bound, length)
-        return replace(taken, state=self.state.index_select(0, row))
+    def for_piece(self, num_nodes: int) -> Self:
+        scratch = super().for_piece(num_nodes)
+        return replace(scratch, derived=ops.new_derived(self.shape, scratch.rows))
+
+    def taken(self, row: Tensor, scratch: Self) -> Self:
+        alone = len(self.state) == 1  # nothing to copy
+        state = self.state if alone else self.state.index_select(0, row)
+        return replace(super().taken(row, scratch), state=state)
 
     def put_back(self, row: Tensor, taken: Self) -> None:
         super().put_back(row, taken)
-        self.state.index_copy_(0, row, taken.state)
+        if taken.state is not self.state:
+            self.state.index_copy_(0, row, taken.state)
 
     def reset(self) -> None:
         super().reset()
@@ -288,6 +293,10 @@ class GatedDeltaCache(RecurrentCache):
     def narrow(self, first: int, count: int) -> Self:
         return replace(super().narrow(first, count), updates=self.updates.narrow(0, first, count))
 
+    def for_piece(self, num_nodes: int) -> Self:
+        updates = self.updates.new_zeros(1, num_nodes, *self.updates.shape[2:])
+        return replace(super().for_piece(num_nodes), updates=updates)
+
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), updates=other.updates)
 
@@ -361,7 +370,8 @@ class HybridCache:
             self.last_tree = LastTree.empty(batch, path.topology(config.d_conv), self.parity)
         rotary = None
         if config.attn_layers:
-            positions = torch.arange(self.num_slots, device=device)
+            # What pads a piece of a prompt may stand behind the last slot
+            positions = torch.arange(self.num_slots + MOST_PADDING, device=device)
             rotary = rotary_angles(config, positions, state_dtype)
 
         def attention() -> AttentionCache:

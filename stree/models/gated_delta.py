@@ -77,13 +77,12 @@ class GatedDeltaNet(Part):
     def extend(self, x: Tensor, cache: GatedDeltaCache, context: Extension) -> Tensor:
         seen = torch.cat([cache.tail, self.in_proj_qkv(x)], dim=1)
         q, k, v = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
-        gates = map(context.counted, self._decay_and_strength(x))
         y, state = gated_delta_scan(
-            q, k, v, *gates,
+            q, k, v, *self._decay_and_strength(x),
             chunk_size=self.chunk_size, initial_state=cache.state,
         )  # fmt: skip
         cache.state.copy_(state)
-        cache.tail = context.last(seen, self.shape.tail)
+        cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
         return self._finish(y, x)
 
     def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Tensor:

@@ -29,7 +29,6 @@ from stree.models.joint import JointCall
 from stree.models.layer import Layer, SharedTransformer
 from stree.models.parts import (
     Extension,
-    PaddedExtension,
     Part,
     Sequences,
     TreeCall,
@@ -37,6 +36,7 @@ from stree.models.parts import (
     lay_for_products,
     product_dtype,
 )
+from stree.models.reading import PieceRoom, ReadingCall
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
@@ -388,9 +388,18 @@ class HybridModel(nn.Module):
         if start and self.config.attn_layers:
             mask = torch.ones(num_tokens, bound, dtype=torch.bool, device=tokens.device)
             mask = mask.tril(start)[None, None]
-        context = Extension(mask=mask, caches=cache.layers, start=start, features=features)
-        places = torch.arange(start, bound, device=tokens.device)
-        x = self._run_extension(tokens, places, inputs, context)
+        positions = torch.arange(start, bound, device=tokens.device).expand_as(tokens)
+        x, y = self.model.embed_tokens(tokens), None
+        if inputs is not None:
+            x = x + inputs
+        context = Extension(
+            self._rotary(positions), mask=mask, shared=self.model.shared_blocks, embedded=x,
+            caches=cache.layers, start=start, features=features,
+        )  # fmt: skip
+        for layer in cast(list[Layer], self.model.layers):
+            x, y = layer.run(x, y, context)
+        x = context.add(x, y)
+        context.enter(self.config.num_layers, x)
         cache.length += num_tokens
         cache.num_committed += num_tokens
         return x
@@ -403,6 +412,7 @@ class HybridModel(nn.Module):
         count: Tensor,
         row: Tensor,
         cache: HybridCache,
+        room: PieceRoom,
         bound: int,
         *,
         features: Features | None = None,
@@ -411,38 +421,19 @@ class HybridModel(nn.Module):
         """`prefill` of the first of tokens (1, T), for graphs: only the device knows how many they
         are, count (1,), and which of a cache's sequences reads them, row (1,).
 
-        Nothing of its last tree may be pending. bound, slots to look at: T where it has read
-        nothing so far, else at least as many as it has with all T. Returns the logits (1, V) after
-        the last token; features has padding, too.
+        Nothing of its last tree may be pending. room, for pieces of T tokens; bound, slots to look
+        at, at least as many as it has with all T. Returns the logits (1, V) after the last token;
+        features has padding, too.
         """
-        length = cache.length.index_select(0, row)
-        places = length + torch.arange(tokens.shape[1], device=tokens.device)
-        mask = None
-        if bound > tokens.shape[1]:
-            mask = torch.arange(bound, device=tokens.device) <= places[:, None]
-            mask = mask[None, None]
-        context = PaddedExtension(
-            mask=mask, caches=cache.layers, features=features,
-            row=row, length=length, count=count, places=places, bound=bound,
+        self.pack_what_moved()
+        call = ReadingCall.of(
+            tokens, count, row, cache, room, bound, inputs,
+            embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
+            features=features,
         )  # fmt: skip
-        hidden = self._run_extension(tokens, places, inputs, context)
-        cache.length.index_add_(0, row, count)
+        hidden = self.tree_hidden(call)
         last = hidden.index_select(1, (count - 1).clamp(min=0))
-        return self.logits(self.model.norm(last[:, 0]))
-
-    def _run_extension(
-        self, tokens: Tensor, places: Tensor, inputs: Tensor | None, context: Extension
-    ) -> Tensor:
-        x, y = self.model.embed_tokens(tokens), None
-        if inputs is not None:
-            x = x + inputs
-        context.rotary, context.embedded = self._rotary(places.expand_as(tokens)), x
-        context.shared = self.model.shared_blocks
-        for layer in cast(list[Layer], self.model.layers):
-            x, y = layer.run(x, y, context)
-        x = context.add(x, y)
-        context.enter(self.config.num_layers, x)
-        return x
+        return self.logits(last[:, 0])
 
     @torch.no_grad()
     def tree_forward(

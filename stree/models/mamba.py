@@ -128,11 +128,11 @@ class Mamba2(Part):
         seen = torch.cat([cache.tail, inputs], dim=1)
         values, B, C = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
         y, state = chunk_scan(
-            values, context.counted(dt), self.A, B, C, self.D,
+            values, dt, self.A, B, C, self.D,
             chunk_size=self.chunk_size, initial_state=cache.state,
         )  # fmt: skip
         cache.state.copy_(state)
-        cache.tail = context.last(seen, self.shape.tail)
+        cache.tail = seen[:, -self.shape.tail :]
         return self._finish(y, z)
 
     def tree(self, x: Stream, cache: MambaCache, call: TreeCall) -> Tensor:

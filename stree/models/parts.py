@@ -104,20 +104,6 @@ class Extension(Sequences):
     start: int = 0  # committed tokens
     features: Features | None = None
 
-    def put(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Write the tokens' keys or values (B, Hkv, T, P) into a cache; returns all so far."""
-        bound = self.start + new.shape[2]
-        cache[:, :, self.start : bound] = new
-        return cache[:, :, :bound]
-
-    def last(self, seen: Tensor, count: int) -> Tensor:
-        """The last `count` of what a conv has seen (B, T', C), which ends with the tokens'."""
-        return seen[:, seen.shape[1] - count :]
-
-    def counted(self, x: Tensor) -> Tensor:
-        """x (B, T, ·), 0 for what is no token."""
-        return x
-
     def enter(self, layer: int, x: Tensor) -> None:
         if self.features is not None:
             self.features.take(layer - 1, x)
@@ -126,42 +112,6 @@ class Extension(Sequences):
         if slot is None:
             return part(x, self, *adapters)
         return part.extend(x, self.caches[slot], self, *adapters)  # type: ignore[operator]
-
-
-@dataclass(kw_only=True)
-class PaddedExtension(Extension):
-    """The same over one sequence's next tokens, of which only the device knows how many they are,
-    after how many, and whose. What is behind them enters mixers as 0 and changes no state, so that
-    it may be anything. A layer works on a copy of what the sequence has left there."""
-
-    row: Tensor  # (1,) the sequence
-    length: Tensor  # (1,) its committed tokens
-    count: Tensor  # (1,) tokens
-    places: Tensor  # (T,) their slots
-    bound: int  # slots to look at
-    padding: Tensor = field(init=False)  # (T, 1) bool, what is no token
-
-    def __post_init__(self) -> None:
-        number = torch.arange(len(self.places), device=self.places.device)
-        self.padding = (number >= self.count)[:, None]
-
-    def run(self, part: nn.Module, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
-        if slot is None:
-            return part(x, self, *adapters)
-        cache = self.caches[slot]
-        taken = cache.taken(self.row, self.bound, self.length)
-        y = part.extend(self.counted(x), taken, self, *adapters)  # type: ignore[operator]
-        cache.put_back(self.row, taken)
-        return y
-
-    def put(self, cache: Tensor, new: Tensor) -> Tensor:
-        return cache.index_copy_(2, self.places, new)
-
-    def last(self, seen: Tensor, count: int) -> Tensor:
-        return seen.index_select(1, self.count + torch.arange(count, device=seen.device))
-
-    def counted(self, x: Tensor) -> Tensor:
-        return x.masked_fill(self.padding, 0)
 
 
 @dataclass

@@ -5,6 +5,8 @@ room. With bf16 inputs the rotated queries, the softmax weights and the output a
 bf16 (2⁻⁹ each), and the twin in fp64 is not: about 4e-3, 1e-2 leaves room.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import (
@@ -128,6 +130,33 @@ def test_keys_that_nobody_sees_are_not_read():
         got = tree_attention.attend_tree(qkv, *rest, topology, steering, 0, 0, skips=skips)
         spoiled.append(got[0].isnan().any(-1).nonzero().flatten().tolist())
     assert spoiled[1] == list(range(32)) and set(spoiled[0]) > set(spoiled[1])
+
+
+@pytest.mark.parametrize("slack", [7, -16])
+def test_some_sequences_of_a_cache(slack):
+    """The third and first of four; with too few slots, what has none leaves nothing."""
+    tree, paths, chosen = TokenTree.chain(19), [[], [0, 1]], [2, 0]
+    topology, steering = topology_of([tree]), steering_of([33, 5], paths, 1, 3)
+    rows = torch.tensor(chosen, device=DEVICE)
+    qkv, keys, values, rotary = make(tree, [5, 40, 33, 9], [[0, 1]] * 4, torch.float32, slack=0)
+    count = 40 + 40 if slack > 0 else 33 + 20 + slack
+    held = [cache[:, :, :count].clone() for cache in (keys, values)]
+    exact, before = ([each.clone() for each in held] for _ in range(2))
+    exact = [each.double() for each in exact]
+    qkv = qkv[:2].contiguous()
+    steering = replace(steering, rows=rows)
+    wanted = naive.attend_tree(
+        qkv.double(), *exact, rotary.double(), topology, steering, 0, 40 + 40
+    )
+    got = tree_attention.attend_tree(qkv, *held, rotary, topology, steering, 0, 0)
+    assert relative_error(got, wanted) < TOLERANCE[torch.float32]
+    for ours, theirs, old in zip(held, exact, before, strict=True):
+        for length, row in zip((33, 7), chosen, strict=True):
+            used = slice(0, length + 20)
+            assert relative_error(ours[row, :, used], theirs[row, :, used]) < 1e-5
+            assert not torch.equal(ours[row].nan_to_num(9.0), old[row].nan_to_num(9.0))
+        for row in (1, 3):
+            assert torch.equal(ours[row].nan_to_num(9.0), old[row].nan_to_num(9.0))
 
 
 HEADS = [(4, 4, 20), (6, 2, 64), (3, 1, 8)]

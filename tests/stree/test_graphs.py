@@ -49,7 +49,6 @@ def test_graphs_give_what_eager_steps_give(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_prompts_read_by_graphs_are_as_read_without(models, dtype, monkeypatch):
-    monkeypatch.setattr("stree.executors.MOST_READ", 1024)
     model = models[0].to(dtype)
     decoder = BatchDecoder(model, num_rows=3, max_length=2000)
     near = dict(rtol=1e-9, atol=1e-11) if dtype == torch.float64 else dict(rtol=0, atol=1e-3)
