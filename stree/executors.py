@@ -291,13 +291,13 @@ class Reading:
             shape = 1, size, model.config.d_model
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
 
-        room = PieceRoom(cache, size, model.config.d_conv)
+        self.room = PieceRoom(cache, size, model.config.d_conv)  # graphs hold addresses
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
 
         def read() -> None:
             features = Features(layers)
             logits = model.prefill_padded(
-                self.tokens, self.count, self.row, cache, room, bound,
+                self.tokens, self.count, self.row, cache, self.room, bound,
                 features=features, inputs=self.inputs,
             )  # fmt: skip
             given = [logits, *features.streams]
