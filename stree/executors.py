@@ -17,16 +17,13 @@ from torch import Tensor
 
 from stree.forest import Forest
 from stree.last_used import LastUsed
-from stree.models.cache import HybridCache
-from stree.models.features import Features
-from stree.models.hybrid import HybridModel, read_row
-from stree.models.reading import PieceRoom
+from stree.models.hybrid import HybridModel
+from stree.readers import Called, Pieces, Whole
 from stree.rows import Rows
 from stree.step import Step
 from stree_kernels import ops
 
 MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
-PIECE, LEAST_READ = 256, 16  # tokens of a prompt that a graph reads, padding included
 Mark = Callable[[str], None]
 
 
@@ -34,8 +31,11 @@ def executor_of(step: Step) -> Eager | Graphs:
     """Graphs where target and drafter can be captured."""
     drafter = step.drafter
     capturable = drafter is None or drafter.capturable
-    on_gpu = isinstance(step.target, HybridModel) and step.target.device.type == "cuda"
-    return Graphs(step) if on_gpu and capturable else Eager(step)
+    return Graphs(step) if capturable and _on_gpu(step) else Eager(step)
+
+
+def _on_gpu(step: Step) -> bool:
+    return isinstance(step.target, HybridModel) and step.target.device.type == "cuda"
 
 
 class Eager:
@@ -46,6 +46,7 @@ class Eager:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.reports: deque[Tensor] = deque()
+        self.reader = Pieces(Called) if _on_gpu(step) else Whole()
 
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
@@ -85,11 +86,6 @@ class Eager:
     def follow_weights(self) -> None:
         """Weights may have moved since the last step."""
 
-    read_row = staticmethod(read_row)
-
-    def prepare_reading(self, *reading: Any) -> None:
-        """Nothing has to be made ready."""
-
 
 class Graphs:
     """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
@@ -108,7 +104,7 @@ class Graphs:
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[int] = []
-        self.readings: LastUsed[Any, Reading] = LastUsed(MAX_KEPT)  # of pieces of prompts
+        self.reader = Pieces(Capture)
 
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """As `Eager.launch`; the next report is on its way when this returns."""
@@ -152,64 +148,6 @@ class Graphs:
         """A power of two, so that few envelopes serve any number."""
         return min(1 << (taken - 1).bit_length(), most)
 
-    def read_row(
-        self,
-        model: HybridModel,
-        cache: HybridCache,
-        row: int,
-        tokens: Tensor,
-        features: Features | None = None,
-        inputs: Tensor | None = None,
-    ) -> Tensor:
-        """See `stree.models.hybrid.read_row`: in pieces of up to PIECE tokens, a graph each, as the
-        host takes longer to start a prompt's operations than the device to do them. Waits for the
-        device. The logits are to be used before any row reads again."""
-        lengths = torch.stack([cache.length[row], cache.path_length[row]])
-        committed, pending = lengths.tolist()
-        one, start = cache.narrow(row, 1), committed + pending
-        asked = () if features is None else features.layers
-        reads_inputs = inputs is not None
-        one.num_committed = start
-        one.reserve(len(tokens))
-        if pending:
-            model.apply_path(one)
-        readings = self.prepare_reading(model, cache, row, start, len(tokens), asked, reads_inputs)
-        pieces = tokens.split(PIECE)
-        added = [None] * len(pieces) if inputs is None else inputs.split(PIECE)
-        for reading, piece, more in zip(readings, pieces, added, strict=True):
-            logits = reading.replay(row, piece, more)
-            for layer, stream in zip(asked, reading.streams, strict=True):
-                assert features is not None
-                features.take(layer, stream[:, : len(piece)].clone())
-        return logits
-
-    def prepare_reading(
-        self,
-        model: HybridModel,
-        cache: HybridCache,
-        row: int,
-        start: int,
-        count: int,
-        layers: tuple[int, ...] = (),
-        reads_inputs: bool = False,
-    ) -> list[Reading]:
-        """The graphs of the pieces of `count` more tokens after `start`, captured when first asked
-        for. layers, those whose streams are asked for."""
-        readings: list[Reading] = []
-        for begin in range(start, start + count, PIECE):
-            left = min(PIECE, start + count - begin)
-            size = max(LEAST_READ, 1 << (left - 1).bit_length())
-            bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
-            bound = -(-(begin + size) // bucket) * bucket
-            key = id(cache), size, bound, layers, reads_inputs
-            if key not in self.readings:
-                beside = next(iter(self.readings.values()), None)
-                self.readings[key] = Reading(
-                    model, cache, row, size, bound, layers, reads_inputs, beside
-                )
-            readings.append(self.readings[key])
-        return readings
-
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
         models = [self.step.target, getattr(self.step.drafter, "model", None)]
@@ -221,7 +159,7 @@ class Graphs:
         ]
         if weights != self.weights:
             self.envelopes.clear()
-            self.readings.clear()
+            self.reader.pieces.clear()
             self.captured.clear()
             self.weights = weights
 
@@ -268,61 +206,6 @@ class Envelope:
         self.arrived[self.turn].record()
         mark("accept")
         return self.pinned[self.turn], self.arrived[self.turn]
-
-
-class Reading:
-    """The graph of a piece of a prompt, of up to `size` tokens and by any row.
-
-    It is captured with no token of the row that is about to read, which changes nothing of it.
-    Those of an executor share memory: they run one after the other. What they give lies outside,
-    where no other's replay overwrites it.
-    """
-
-    def __init__(
-        self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
-        layers: tuple[int, ...], reads_inputs: bool, beside: Reading | None,
-    ) -> None:  # fmt: skip
-        device = cache.device
-        self.tokens = torch.zeros(1, size, dtype=torch.long, device=device)
-        self.count = torch.zeros(1, dtype=torch.long, device=device)
-        self.row = torch.full_like(self.count, row)
-        self.inputs: Tensor | None = None
-        if reads_inputs:
-            shape = 1, size, model.config.d_model
-            self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
-
-        self.room = PieceRoom(cache, size, model.config.d_conv)  # graphs hold addresses
-        self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
-
-        def read() -> None:
-            features = Features(layers)
-            logits = model.prefill_padded(
-                self.tokens, self.count, self.row, cache, self.room, bound,
-                features=features, inputs=self.inputs,
-            )  # fmt: skip
-            given = [logits, *features.streams]
-            if not self.given:  # at the first rehearsal
-                self.given = [torch.empty_like(each) for each in given]
-            for mine, each in zip(self.given, given, strict=True):
-                mine.copy_(each)
-
-        self.capture: Capture = Capture(device, read, None if beside is None else beside.capture)
-
-    def replay(self, row: int, tokens: Tensor, inputs: Tensor | None) -> Tensor:
-        """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be used before
-        the next replay of this graph."""
-        self.row.fill_(row)
-        self.count.fill_(len(tokens))
-        self.tokens[0, : len(tokens)] = tokens
-        if self.inputs is not None and inputs is not None:
-            self.inputs[0, : len(tokens)] = inputs
-        self.capture.replay()
-        return self.given[0]
-
-    @property
-    def streams(self) -> list[Tensor]:
-        """What the last replay gave of them, (1, T, ·) a layer, padded."""
-        return self.given[1:]
 
 
 class Capture:

@@ -51,7 +51,7 @@ class Prefill:
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
-        prepare = self.executor.prepare_reading
+        prepare = self.executor.reader.prepare
         prepare(step.target, step.cache, row, read, length - read, layers)
         if isinstance(drafter := step.drafter, ModelDrafter):
             reads_inputs = drafter.inputs is not None
@@ -69,10 +69,10 @@ class Prefill:
             unread = tokens[sequence.num_drafted_from : start + most]
             if reader is not None:
                 features = Features(reader.feature_layers)
-                logits = self.executor.read_row(target, cache, row, piece, features)
+                logits = self.executor.reader.read_row(target, cache, row, piece, features)
                 self._let_drafter_read(row, unread, features.values[0])
             else:
-                logits = self.executor.read_row(target, cache, row, piece)
+                logits = self.executor.reader.read_row(target, cache, row, piece)
                 if drafter is not None and len(unread):
                     self._let_drafter_read(row, unread)
             sequence.num_read = sequence.num_drafted_from = start + len(piece)
@@ -81,7 +81,7 @@ class Prefill:
     def _let_drafter_read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
         drafter: Any = self.step.drafter
         if isinstance(drafter, ModelDrafter):
-            drafter.read(row, tokens, features, self.executor.read_row)
+            drafter.read(row, tokens, features, self.executor.reader.read_row)
         elif features is None:
             drafter.read(row, tokens)
         else:

@@ -127,7 +127,8 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
             return call
 
-        functions = {"graphs": reading(decoder.executor.read_row), "operations": reading(read_row)}
+        by_graphs = decoder.executor.reader.read_row
+        functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
         times = in_turns(functions, target.device, repeats)
         yield dict(what="prompt", num_tokens=num_tokens) | {
             f"us_{name}": each for name, each in times.items()

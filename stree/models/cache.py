@@ -25,7 +25,7 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
-MOST_PADDING = 512  # tokens
+LONGEST_PIECE = 512  # tokens of a prompt that one call reads, padding included
 STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
@@ -371,7 +371,7 @@ class HybridCache:
         rotary = None
         if config.attn_layers:
             # What pads a piece of a prompt may stand behind the last slot
-            positions = torch.arange(self.num_slots + MOST_PADDING, device=device)
+            positions = torch.arange(self.num_slots + LONGEST_PIECE, device=device)
             rotary = rotary_angles(config, positions, state_dtype)
 
         def attention() -> AttentionCache:

@@ -85,8 +85,8 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
 def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch):
     """In pieces and behind what was read before, the last of them longer than graphs read; with
     streams taken out, with inputs added, and with an accepted path pending."""
-    monkeypatch.setattr("stree.executors.PIECE", 8)
-    monkeypatch.setattr("stree.executors.LEAST_READ", 2)
+    monkeypatch.setattr("stree.readers.LONGEST_PIECE", 8)
+    monkeypatch.setattr("stree.readers.LEAST_READ", 2)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
@@ -99,14 +99,14 @@ def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch
         mine, theirs = Features([0, 2]), Features([0, 2])
         logits = model.prefill(tokens, wanted, features=theirs, inputs=inputs)
         given = (tokens[0], mine, None if inputs is None else inputs[0])
-        got = decoder.executor.read_row(model, cache, 1, *given)
+        got = decoder.executor.reader.read_row(model, cache, 1, *given)
         torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(mine.values, theirs.values, rtol=1e-9, atol=1e-12)
         if turn == 1:  # a tree's path is accepted in between
             for each in (cache.at(1), wanted):
                 model.tree_forward(tokens[:, :3], TokenTree((-1, 0, 0)), each)
                 each.commit([0, 2])
-    assert len(decoder.executor.readings) > 4
+    assert len(decoder.executor.reader.pieces) > 4
     assert cache.narrow(1, 1).save().length == 50
     assert cache.length.tolist() == [0, 50, 0]
     for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):

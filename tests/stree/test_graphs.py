@@ -55,9 +55,9 @@ def test_prompts_read_by_graphs_are_as_read_without(models, dtype, monkeypatch):
     wanted = model.new_cache(2000, 1)
     for count in (5, 600, 30, 700):
         tokens = torch.randint(61, (1, count), device=model.device)
-        got = decoder.executor.read_row(model, decoder.cache, 1, tokens[0])
+        got = decoder.executor.reader.read_row(model, decoder.cache, 1, tokens[0])
         torch.testing.assert_close(got, model.prefill(tokens, wanted), **near)
-    assert len(decoder.executor.readings) == 4
+    assert len(decoder.executor.reader.pieces) == 4
     assert decoder.cache.length.tolist() == [0, 1335, 0]
     saved = (cache.save().layers for cache in (decoder.cache.narrow(1, 1), wanted))
     for got, each in zip(*saved, strict=True):
