@@ -150,13 +150,11 @@ class Graphs:
 
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
-        models = [self.step.target, getattr(self.step.drafter, "model", None)]
-        for model in models:
-            if isinstance(model, HybridModel):  # now, or the next call would move them again
-                model.pack_what_moved()
-        weights = [
-            each.data_ptr() for model in models if model is not None for each in model.parameters()
-        ]
+        weights: list[int] = []
+        for model in (self.step.target, getattr(self.step.drafter, "model", None)):
+            if isinstance(model, HybridModel):
+                model.pack_what_moved()  # now, or the next call would move them again
+                weights += model.addresses()
         if weights != self.weights:
             self.envelopes.clear()
             self.reader.pieces.clear()

@@ -109,6 +109,8 @@ def _is_encoding(value: Any) -> bool:
 
 def _is_several_ids(value: Any) -> bool:
     """Whether an item of a list is a prompt, not a token; a text or message is told later."""
+    if type(value) is int:  # most of all that is asked for
+        return False
     one_of_many = isinstance(value, list | tuple | range | str) or _is_encoding(value)
     return one_of_many or getattr(value, "ndim", 0) > 0
 

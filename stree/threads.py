@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -61,9 +62,14 @@ if hasattr(os, "sched_getaffinity"):  # Linux; OpenMP itself heeds the affinity
     _limit()
 
 
+_small: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # asked for in each step
+
+
 def _is_small(target: Any) -> bool:
-    weights = target.parameters() if hasattr(target, "parameters") else ()
-    return sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
+    if target not in _small:
+        weights = target.parameters() if hasattr(target, "parameters") else ()
+        _small[target] = sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
+    return _small[target]
 
 
 @contextlib.contextmanager
