@@ -387,7 +387,7 @@ def attend_kernel(
     tl.store(sums + sums_stride + at, total, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def combine_kernel(
     qkv, qkv_batch_stride, qkv_stride,
     keys, values, cache_batch_stride, cache_head_stride, slot_stride,

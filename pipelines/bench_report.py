@@ -333,7 +333,7 @@ def runtime_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
         dense = np.linspace(1, nodes.max(), 100)
         axes.plot(dense, np.polyval(fit(rows, _degree(rows)), dense) / 1e3, "-", color=colour)
     axes.set(xlabel="nodes N", ylabel="target call, ms", ylim=(0, None))
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
@@ -347,7 +347,7 @@ def required_tau_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
         ratio = np.polyval(coefficients, dense) / np.polyval(coefficients, CHAIN_NODES)
         axes.plot(dense, ratio, "-", color=colour, label=shape)
     axes.set(xlabel="nodes N", ylabel=f"τ ratio to a chain of {CHAIN_NODES}")
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
