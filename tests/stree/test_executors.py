@@ -86,7 +86,6 @@ def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch
     """In pieces and behind what was read before, the last of them longer than graphs read; with
     streams taken out, with inputs added, and with an accepted path pending."""
     monkeypatch.setattr("stree.readers.LONGEST_PIECE", 8)
-    monkeypatch.setattr("stree.readers.LEAST_READ", 2)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
