@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stree.drafters.model import ModelDrafter
 from stree.executors import Eager, Graphs
+from stree.models.cache import LONGEST_PIECE
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
@@ -16,7 +17,7 @@ from stree.requests import Progress
 from stree.rows import Rows
 from stree_kernels import ops
 
-PREFILL_CHUNK = 512  # prompt tokens that a row reads between two steps of others
+PREFILL_CHUNK = LONGEST_PIECE  # prompt tokens that a row reads between two steps of others
 FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
 
 

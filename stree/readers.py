@@ -88,20 +88,24 @@ class Pieces:
         layers: tuple[int, ...] = (),
         reads_inputs: bool = False,
     ) -> list[Piece]:
-        """The pieces of `count` more tokens after `start`, captured when first asked for. layers,
-        those whose streams are asked for."""
+        """The pieces of `count` more tokens after `start`, captured when first asked for: by a row
+        without a path that is pending, behind whose tokens padding is written. layers, those whose
+        streams are asked for."""
         pieces: list[Piece] = []
         for begin in range(start, start + count, LONGEST_PIECE):
             left = min(LONGEST_PIECE, start + count - begin)
             size = max(LEAST_READ, 1 << (left - 1).bit_length())
-            bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
-            bound = -(-(begin + size) // bucket) * bucket
-            key = id(cache), size, bound, layers, reads_inputs
+            bound = bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
+            if bucket < cache.num_slots:  # of those that count, and of the padding's
+                bound = -(-(begin + size) // bucket) * bucket
+            key = id(model), id(cache), size, bound, layers, reads_inputs
             if key not in self.pieces:
-                beside = next(iter(self.pieces.values()), None)
+                there = self.pieces.values()
+                alike = (each for each in there if each.cache is cache and each.size == size)
                 self.pieces[key] = Piece(
-                    model, cache, row, size, bound, layers, reads_inputs, self.capture, beside
-                )
+                    model, cache, row, size, bound, layers, reads_inputs, self.capture,
+                    beside=next(iter(there), None), alike=next(alike, None),
+                )  # fmt: skip
             pieces.append(self.pieces[key])
         return pieces
 
@@ -116,18 +120,21 @@ class Piece:
 
     def __init__(
         self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
-        layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType, beside: Piece | None,
+        layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType,
+        beside: Piece | None, alike: Piece | None,
     ) -> None:  # fmt: skip
-        device = cache.device
-        self.tokens = tokens = torch.zeros(1, size, dtype=torch.long, device=device)
-        self.count = count = torch.zeros(1, dtype=torch.long, device=device)
-        self.row = whose = torch.full_like(count, row)
-        self.inputs: Tensor | None = None
-        if reads_inputs:
-            shape = 1, size, model.config.d_model
-            self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
-        added = self.inputs
-        self.room = room = PieceRoom(cache, size, model.config.d_conv)  # graphs hold addresses
+        self.model, self.cache, self.size, device = model, cache, size, cache.device
+        with torch.inference_mode(False):  # they are written inside of it and outside
+            self.tokens = tokens = torch.zeros(1, size, dtype=torch.long, device=device)
+            self.count = count = torch.zeros(1, dtype=torch.long, device=device)
+            self.row = whose = torch.full_like(count, row)
+            self.inputs: Tensor | None = None
+            if reads_inputs:
+                shape = 1, size, model.config.d_model
+                self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
+            # Graphs hold addresses, also of what no call before has left anything in
+            room = PieceRoom(cache, size, model.config.d_conv) if alike is None else alike.room
+        self.room, added = room, self.inputs
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
         kept = self.given  # the function holds what it needs, and not this piece, which holds it
 
@@ -138,7 +145,8 @@ class Piece:
             )
             given = [logits, *features.streams]
             if not kept:  # at the first rehearsal
-                kept.extend(torch.empty_like(each) for each in given)
+                with torch.inference_mode(False):
+                    kept.extend(torch.empty_like(each) for each in given)
             for mine, each in zip(kept, given, strict=True):
                 mine.copy_(each)
 

@@ -66,9 +66,10 @@ _small: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # asked for in each 
 
 
 def _is_small(target: Any) -> bool:
+    if not hasattr(target, "parameters"):
+        return True
     if target not in _small:
-        weights = target.parameters() if hasattr(target, "parameters") else ()
-        _small[target] = sum(weight.nbytes for weight in weights) < SHARED_FROM_BYTES
+        _small[target] = sum(each.nbytes for each in target.parameters()) < SHARED_FROM_BYTES
     return _small[target]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from stree.description import device_name
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig
 from stree.models.convert import load_config
+from stree.modes import row_counts
 from stree.requests import Request
 from stree.speculation_profile import Tree
 from stree_pipelines.benches.queueing import (
@@ -105,6 +107,7 @@ class QueueBench:
             longest = max((request.prompt_ids for request in requests), key=len)
             decoder = self.evaluation.decoders.warm(job, list(longest))
             self.evaluation.say_room()
+            rehearse(decoder, requests)
             label = f"{setting.policy.name} {job.method} {setting.rate:g}/s"
             finished: list[float] = []
 
@@ -216,3 +219,19 @@ def policy_of(options: Any, name: str) -> Policy:
     if not 0 <= options.max_wait_s < float("inf"):
         raise UsageError(f"--max_wait_s is {options.max_wait_s}, wanted seconds from 0 on")
     return Policy(name, queue_size, options.max_wait_s)
+
+
+def rehearse(decoder: BatchDecoder, requests: Sequence[Request]) -> None:
+    """Make ready what prompts of each size and steps of each number of rows need (graphs): nobody's
+    latency to pay for. Nothing is decoded."""
+    of_sizes = {len(each.prompt_ids).bit_length(): each for each in requests}
+    together = [[each] for each in of_sizes.values()]
+    together += [
+        list(itertools.islice(itertools.cycle(requests), count))
+        for count in row_counts(decoder.num_rows)
+    ]
+    for some in together:
+        rows = [decoder.admit(each) for each in some]
+        decoder.prepare()
+        for row in rows:
+            decoder.release(row)

@@ -101,7 +101,7 @@ class HybridModel(nn.Module):
         self.head_in_8_bits: Scaled | None = None  # what decoding multiplies by instead, if any
         self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
         self._packed_at: list[int] | None = None
-        self._holders: list[dict[str, nn.Parameter | None]] = []
+        self._holders: list[tuple[dict[str, Any], dict[str, Any]]] = []
         if self.device.type != "meta":
             initialise(self, config.num_layers)
 
@@ -326,7 +326,7 @@ class HybridModel(nn.Module):
             projection for part in parts for product in part.products() for projection in product
         ]
         self._packed_at = self._addresses()
-        self._holders = [module._parameters for module in self.modules()]
+        self._holders = [(each._modules, each._parameters) for each in self.modules()]
 
     def pack_what_moved(self) -> None:
         """`pack`, where weights were moved since."""
@@ -334,10 +334,13 @@ class HybridModel(nn.Module):
             self.pack()
 
     def addresses(self) -> list[int]:
-        """Where all weights lie, of the modules that there were when they were packed."""
+        """Where all weights lie, and all modules, of those that there were at the last `pack`."""
         return [
-            each.data_ptr()
-            for holder in self._holders for each in holder.values() if each is not None
+            address for modules, weights in self._holders
+            for address in (
+                *map(id, modules.values()),
+                *(each.data_ptr() for each in weights.values() if each is not None),
+            )
         ]  # fmt: skip
 
     def _addresses(self) -> list[int]:

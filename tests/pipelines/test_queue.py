@@ -216,3 +216,19 @@ def test_a_method_that_drafts_wants_a_drafter(world, tmp_path):
         bench_queue.main([
             str(tmp_path / "o"), "--target", str(world / "target"), "--methods", "stree",
         ])  # fmt: skip
+
+
+def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
+    """Of prompts of all sizes and steps of all numbers of rows."""
+    decoder = BatchDecoder(tiny_model(0, 64), num_rows=4, max_length=64)
+    requests = [
+        Request(list(range(1, 1 + count)), GenerationConfig(4, ignore_eos=True))
+        for count in (3, 9, 20, 4, 30, 5)
+    ]
+    queue_bench.rehearse(decoder, requests)
+    assert decoder.num_free_rows == 4
+    executor = decoder.executor
+    ready = set(executor.envelopes), set(executor.reader.pieces)
+    assert ready[0] and ready[1]
+    decoder.generate(requests)
+    assert (set(executor.envelopes), set(executor.reader.pieces)) == ready

@@ -19,6 +19,7 @@ from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.errors import InvariantBroken
 from stree.executors import Graphs
 from stree.models.features import Features
+from stree.readers import Called, Pieces
 from stree.tree import balanced
 from stree_kernels import ops
 
@@ -82,32 +83,42 @@ def test_steps_of_fused_kernels_give_the_same_tokens(
     assert serve() == wanted
 
 
-def test_prompts_read_by_graphs_are_as_read_without(captured_on_cpu, monkeypatch):
-    """In pieces and behind what was read before, the last of them longer than graphs read; with
-    streams taken out, with inputs added, and with an accepted path pending."""
-    monkeypatch.setattr("stree.readers.LONGEST_PIECE", 8)
+@pytest.mark.parametrize("longest", [8, 32])
+@pytest.mark.parametrize("captured", [True, False])
+def test_prompts_read_by_graphs_are_as_read_without(
+    captured, longest, captured_on_cpu, monkeypatch
+):
+    """In pieces, of which one ends, padded, behind the last slot, and behind what was read before,
+    inside of inference mode and outside; with streams taken out, with inputs added, and with an
+    accepted path pending."""
+    monkeypatch.setattr("stree.readers.LONGEST_PIECE", longest)
     model = tiny_model(1, num_layers=4, attn_layers=(1, 3))
     decoder = BatchDecoder(model, model, num_rows=3, max_length=64, max_nodes=4)
+    reader = decoder.executor.reader if captured else Pieces(Called)
     cache, wanted = decoder.cache, model.new_cache(64, 4)
     cache.variant.zero_()  # one tree for all
     draw = torch.Generator().manual_seed(2)
-    for turn, count in enumerate((5, 21, 3, 17, 2)):
+    for turn, count in enumerate((5, 21, 3, 12, 2, 17)):
         tokens = torch.randint(61, (1, count), generator=draw)
         inputs = torch.randn(1, count, model.config.d_model, generator=draw, dtype=model.dtype)
         inputs = inputs if turn % 2 else None
         mine, theirs = Features([0, 2]), Features([0, 2])
         logits = model.prefill(tokens, wanted, features=theirs, inputs=inputs)
         given = (tokens[0], mine, None if inputs is None else inputs[0])
-        got = decoder.executor.reader.read_row(model, cache, 1, *given)
+        with torch.inference_mode(turn % 3 == 0):
+            got = reader.read_row(model, cache, 1, *given)
         torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(mine.values, theirs.values, rtol=1e-9, atol=1e-12)
         if turn == 1:  # a tree's path is accepted in between
             for each in (cache.at(1), wanted):
                 model.tree_forward(tokens[:, :3], TokenTree((-1, 0, 0)), each)
                 each.commit([0, 2])
-    assert len(decoder.executor.reader.pieces) > 4
-    assert cache.narrow(1, 1).save().length == 50
-    assert cache.length.tolist() == [0, 50, 0]
+    sizes = {8: {2, 4, 8}, 32: {2, 4, 8, 16, 32}}[longest]
+    assert {(piece.size, bound) for (_, _, _, bound, *_), piece in reader.pieces.items()} == {
+        (size, cache.num_slots) for size in sizes
+    }
+    assert cache.narrow(1, 1).save().length == 62
+    assert cache.length.tolist() == [0, 62, 0]
     for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
 
