@@ -132,9 +132,10 @@ class Piece:
             if reads_inputs:
                 shape = 1, size, model.config.d_model
                 self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
-            # Graphs hold addresses, also of what no call before has left anything in
-            room = PieceRoom(cache, size, model.config.d_conv) if alike is None else alike.room
-        self.room, added = room, self.inputs
+            # Kept, as graphs hold its addresses; pieces run one after the other
+            room = alike.room if alike else PieceRoom(cache, size, model.config.d_conv)
+        self.room: PieceRoom = room
+        added = self.inputs
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
         kept = self.given  # the function holds what it needs, and not this piece, which holds it
 
