@@ -243,7 +243,7 @@ def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, mon
             clock.now += 100
             super().__init__(*arguments)
 
-    monkeypatch.setattr("stree.executors.Capture", Slow)
+    monkeypatch.setattr(batch.decoder.executor.reader, "capture", Slow)
     rows = {batch.admit(each) for each in requests[2:]}
     shares = []
     while rows:
