@@ -333,7 +333,7 @@ def runtime_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
         dense = np.linspace(1, nodes.max(), 100)
         axes.plot(dense, np.polyval(fit(rows, _degree(rows)), dense) / 1e3, "-", color=colour)
     axes.set(xlabel="nodes N", ylabel="target call, ms", ylim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    add_legend(figure, axes, ncols=2, handlelength=2)
     return figure
 
 
@@ -347,7 +347,7 @@ def required_tau_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
         ratio = np.polyval(coefficients, dense) / np.polyval(coefficients, CHAIN_NODES)
         axes.plot(dense, ratio, "-", color=colour, label=shape)
     axes.set(xlabel="nodes N", ylabel=f"τ ratio to a chain of {CHAIN_NODES}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    add_legend(figure, axes, ncols=2, handlelength=2)
     return figure
 
 
@@ -360,7 +360,7 @@ def unrolled_figure(rows: list[Row]) -> Figure:
         label = key.removeprefix("us_").replace("_", " ")
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
     axes.set(xlabel="nodes of the full binary tree", ylabel="target call, ms", ylim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    add_legend(figure, axes, ncols=2, handlelength=2)
     return figure
 
 
@@ -451,7 +451,7 @@ def serving_figure(rows: list[Row]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.set(xlabel="sequences at once", ylabel="speed-up over plain decoding")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    add_legend(figure, axes, ncols=2, handlelength=2)
     return figure
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from stree.drafters.model import ModelDrafter
 from stree.executors import Eager, Graphs
-from stree.models.cache import LONGEST_PIECE
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
+from stree.readers import LONGEST_PIECE
 from stree.requests import Progress
 from stree.rows import Rows
 from stree_kernels import ops

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from stree.last_used import LastUsed
-from stree.models.cache import LONGEST_PIECE, HybridCache
+from stree.models.cache import HybridCache
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel, read_row
 from stree.models.reading import PieceRoom
 from stree_kernels import ops
 
 MAX_KEPT = 64  # pieces
-LEAST_READ = 16  # tokens of a piece, padding included
+LEAST_READ, LONGEST_PIECE = 16, 512  # tokens of a piece, padding included
 CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`: has `replay`
 
 
@@ -92,10 +92,11 @@ class Pieces:
         without a path that is pending, behind whose tokens padding is written. layers, those whose
         streams are asked for."""
         pieces: list[Piece] = []
+        bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
         for begin in range(start, start + count, LONGEST_PIECE):
             left = min(LONGEST_PIECE, start + count - begin)
             size = max(LEAST_READ, 1 << (left - 1).bit_length())
-            bound = bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
+            bound = bucket
             if bucket < cache.num_slots:  # of those that count, and of the padding's
                 bound = -(-(begin + size) // bucket) * bucket
             key = id(model), id(cache), size, bound, layers, reads_inputs

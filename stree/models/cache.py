@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.errors import UsageError
@@ -25,7 +26,6 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
-LONGEST_PIECE = 512  # tokens of a prompt that one call reads, padding included
 STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
@@ -35,7 +35,7 @@ class AttentionCache:
 
     keys: Tensor
     values: Tensor
-    rotary: Tensor  # (2, slots or more, D / 2), shared by all layers
+    rotary: Tensor  # (2, slots, D / 2), shared by all layers
 
     def narrow(self, first: int, count: int) -> AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
@@ -54,11 +54,12 @@ class AttentionCache:
             cache[:, :, : each.shape[2]] = each
 
     def for_piece(self, num_nodes: int) -> AttentionCache:
-        """Keys stay where they are: `Steering.rows` says whose they are."""
-        return self
+        """With angles for what pads a piece behind the last slot, which nobody sees."""
+        return replace(self, rotary=F.pad(self.rotary, (0, 0, 0, num_nodes)))
 
     def taken(self, row: Tensor, scratch: AttentionCache) -> AttentionCache:
-        return self
+        """Keys stay where they are: `Steering.rows` says whose they are."""
+        return replace(self, rotary=scratch.rotary)
 
     def put_back(self, row: Tensor, taken: AttentionCache) -> None: ...
 
@@ -370,8 +371,7 @@ class HybridCache:
             self.last_tree = LastTree.empty(batch, path.topology(config.d_conv), self.parity)
         rotary = None
         if config.attn_layers:
-            # What pads a piece of a prompt may stand behind the last slot
-            positions = torch.arange(self.num_slots + LONGEST_PIECE, device=device)
+            positions = torch.arange(self.num_slots, device=device)
             rotary = rotary_angles(config, positions, state_dtype)
 
         def attention() -> AttentionCache:

@@ -325,12 +325,12 @@ class HybridModel(nn.Module):
         self._read = [
             projection for part in parts for product in part.products() for projection in product
         ]
-        self._packed_at = self._addresses()
+        self._packed_at = self._packed_addresses()
         self._holders = [(each._modules, each._parameters) for each in self.modules()]
 
     def pack_what_moved(self) -> None:
         """`pack`, where weights were moved since."""
-        if self._addresses() != self._packed_at:
+        if self._packed_addresses() != self._packed_at:
             self.pack()
 
     def addresses(self) -> list[int]:
@@ -343,7 +343,7 @@ class HybridModel(nn.Module):
             )
         ]  # fmt: skip
 
-    def _addresses(self) -> list[int]:
+    def _packed_addresses(self) -> list[int]:
         """Where the weights lie that are packed."""
         return [
             each.data_ptr()

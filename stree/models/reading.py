@@ -34,10 +34,7 @@ class PieceRoom:
         self.chain = topology_of(TokenTree.chain(size - 1), width, device)
         self.pair = topology_of(TokenTree.chain(1), width, device)
         self.places = torch.arange(size, device=device)[None]
-        self.numbers = (
-            torch.zeros(1, dtype=torch.long, device=device),
-            torch.ones_like(cache.parity),
-        )
+        self.numbers = torch.zeros_like(cache.parity), torch.ones_like(cache.parity)
         alike: dict[type[LayerCache], LayerCache] = {}
         for layer in cache.layers:
             if type(layer) not in alike:
