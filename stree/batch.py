@@ -229,7 +229,7 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self.cache.narrow(row, 1).reset()
+        self.cache.reset(row)
         if self.drafter is not None:
             self.drafter.clear(row)
         self.rows.set(row, generation, prompt, self.target.config.vocab_size)

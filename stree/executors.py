@@ -103,7 +103,7 @@ class Graphs:
         self.captured: set[Any] = set()  # keys of all that were, dropped ones included
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
-        self.weights: list[int] = []
+        self.weights: list[list[int]] = []
         self.reader = Pieces(Capture)
 
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
@@ -150,16 +150,17 @@ class Graphs:
 
     def follow_weights(self) -> None:
         """Drop graphs of weights that have moved: graphs hold their addresses."""
-        weights: list[int] = []
-        for model in (self.step.target, getattr(self.step.drafter, "model", None)):
-            if isinstance(model, HybridModel):
-                model.pack_what_moved()  # now, or the next call would move them again
-                weights += model.addresses()
-        if weights != self.weights:
+        models = [
+            each for each in (self.step.target, getattr(self.step.drafter, "model", None))
+            if isinstance(each, HybridModel)
+        ]  # fmt: skip
+        if [each.addresses() for each in models] != self.weights:
+            for each in models:
+                each.pack_what_moved()  # now, or the next call would move them again
             self.envelopes.clear()
             self.reader.pieces.clear()
             self.captured.clear()
-            self.weights = weights
+            self.weights = [each.addresses() for each in models]
 
 
 class Envelope:

@@ -402,9 +402,9 @@ def measure_costs(
     began = time.perf_counter()
     counts = row_counts(decoder.num_rows) if counts is None else counts
     tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
-    first = decoder.cache.narrow(0, 1)
-    first.reset()
-    decoder.target.prefill(tokens[None], decoder.cache.at(0))
+    decoder.cache.reset(0)
+    first = decoder.cache.at(0)
+    decoder.target.prefill(tokens[None], first)
     prefix = first.save()
     costs = Costs(
         device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
@@ -457,9 +457,8 @@ def _begin_after(
     """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
     seconds = 0.0
     for row in range(count):
-        cache = decoder.cache.narrow(row, 1)
-        cache.reset()
-        cache.load(prefix)
+        decoder.cache.reset(row)
+        decoder.cache.narrow(row, 1).load(prefix)
         decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)

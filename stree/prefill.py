@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Prefill:
         rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
         token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
-        return int(token), bool(score.isfinite())
+        return int(token), math.isfinite(score)
 
     def catch_up(self, decoding: dict[int, Progress]) -> None:
         """Let the drafter read what it has missed; the host knows all of it by now."""

@@ -61,12 +61,10 @@ class Pieces:
         before any row reads again."""
         lengths = torch.stack([cache.length[row], cache.path_length[row]])
         committed, pending = lengths.tolist()
-        one, start = cache.narrow(row, 1), committed + pending
-        asked = () if features is None else features.layers
-        one.num_committed = start
-        one.reserve(len(tokens))
+        start, asked = committed + pending, () if features is None else features.layers
+        cache.reserve(len(tokens), start)
         if pending:
-            model.apply_path(one)
+            model.apply_path(cache.at(row))
         reads_inputs = inputs is not None
         pieces = self.prepare(model, cache, row, start, len(tokens), asked, reads_inputs)
         parts = tokens.split(LONGEST_PIECE)

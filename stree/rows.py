@@ -49,6 +49,7 @@ class Rows:
     ranked: bool = False
     penalised: bool = False
     seen: Tensor | None = None
+    settings: Tensor | None = None  # (6, B) int64: what `set` writes, in one copy to the device
 
     @classmethod
     def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> Rows:
@@ -57,11 +58,12 @@ class Rows:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
+        settings = _bits(GenerationConfig())[:, None].repeat(1, batch).to(device)
+        temperature, top_p, min_p, penalty = settings[:4].view(torch.float64)
         return cls(
-            zeros(dtype=torch.bool), zeros(dtype=torch.float64), zeros(dtype=torch.long),
-            zeros(dtype=torch.float64) + 1.0, zeros(dtype=torch.float64),
-            zeros(dtype=torch.float64) + 1.0, zeros(dtype=torch.long), zeros(dtype=torch.long),
-            zeros(1, dtype=torch.long), zeros(1 + longest, dtype=torch.long),
+            zeros(dtype=torch.bool), temperature, settings[4], top_p, min_p, penalty, settings[5],
+            zeros(dtype=torch.long), zeros(1, dtype=torch.long),
+            zeros(1 + longest, dtype=torch.long), settings=settings,
         )  # fmt: skip
 
     def set(
@@ -73,12 +75,9 @@ class Rows:
     ) -> None:
         """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
         needs the prompt and the vocabulary's size."""
+        assert self.settings is not None, "these rows are a part of others"
         self.active[row] = False
-        self.temperature[row], self.top_p[row] = generation.temperature, generation.top_p
-        self.top_k[row], self.seed[row] = generation.top_k, generation.seed
-        self.min_p[row], self.repetition_penalty[row] = (
-            generation.min_p, generation.repetition_penalty
-        )  # fmt: skip
+        self.settings[:, row] = _bits(generation).to(self.settings.device)
         if generation.repetition_penalty != 1:
             if self.seen is None:
                 assert vocabulary is not None
@@ -181,6 +180,14 @@ class Rows:
         """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its
         temperature; at 0 all of it on the best token."""
         return naive.distribution(logits, self.temperature)
+
+
+def _bits(generation: GenerationConfig) -> Tensor:
+    """(6,) int64, the settings of a row as they lie in `Rows.settings`."""
+    of = generation
+    floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
+    wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
+    return torch.cat([wide, torch.tensor([of.top_k, of.seed])])
 
 
 def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

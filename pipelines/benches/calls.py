@@ -122,7 +122,7 @@ def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterat
 
         def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
             def call() -> Tensor:
-                decoder.cache.narrow(0, 1).reset()
+                decoder.cache.reset(0)
                 return read(target, decoder.cache, 0, tokens)
 
             return call

@@ -76,7 +76,7 @@ class ModelDrafter:
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def clear(self, row: int) -> None:
-        self.cache.narrow(row, 1).reset()
+        self.cache.reset(row)
         if self.inputs is not None:
             self.inputs[row] = self._reader.unknown.detach()
 

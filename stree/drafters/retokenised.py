@@ -93,7 +93,7 @@ class RetokenisingDrafter:
 
     def clear(self, row: int) -> None:
         self.texts[row] = _Text()
-        self.cache.narrow(row, 1).reset()
+        self.cache.reset(row)
 
     def read(self, row: int, tokens: Tensor) -> None:
         self.texts[row].tokens += tokens.tolist()
@@ -114,7 +114,7 @@ class RetokenisingDrafter:
         """Continuations of a row's text in the target's tokens, the best first."""
         text, state = _decoded(self.targets, self.texts[row].tokens), self.texts[row]
         if not text.startswith(state.read):  # the end of a character came, or a word was mended
-            self.cache.narrow(row, 1).reset()
+            self.cache.reset(row)
             state.read, state.num_read = "", 0
         certain = max(_last_word(text), len(state.read))
         new = encode_text(self.own, text[len(state.read) : certain])

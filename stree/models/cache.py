@@ -26,6 +26,8 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
+Which = int | slice  # of the sequences
+EACH = slice(None)
 STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
 
 
@@ -41,7 +43,7 @@ class AttentionCache:
         keys, values = (each.narrow(0, first, count) for each in (self.keys, self.values))
         return AttentionCache(keys, values, self.rotary)
 
-    def reset(self) -> None:
+    def reset(self, row: Which = EACH) -> None:
         """Nothing to forget: what is behind the length is never read."""
 
     def save(self, length: int) -> tuple[Tensor, ...]:
@@ -142,10 +144,10 @@ class ConvCache:
             length, channels = self.tail_shape()
             self.rows[self.parity, row, :length, :channels] = taken.own_tail
 
-    def reset(self) -> None:
-        self.rows[:, :, : self.tail_shape()[0]].zero_()
+    def reset(self, row: Which = EACH) -> None:
+        self.rows[:, row, : self.tail_shape()[0]].zero_()
         if self.own_tail is not None:
-            self.own_tail.zero_()
+            self.own_tail[row].zero_()
 
     def sharing(self, other: Self) -> Self:
         """The same with the rows of another layer, and a tail beside."""
@@ -205,9 +207,9 @@ class RecurrentCache(ConvCache):
         if taken.state is not self.state:
             self.state.index_copy_(0, row, taken.state)
 
-    def reset(self) -> None:
-        super().reset()
-        self.state.zero_()
+    def reset(self, row: Which = EACH) -> None:
+        super().reset(row)
+        self.state[row].zero_()
 
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), derived=other.derived)
@@ -444,12 +446,12 @@ class HybridCache:
         view.num_committed = int(view.length + view.path_length)
         return view
 
-    def reset(self) -> None:
-        """Forget everything, so that the buffers serve another sequence."""
+    def reset(self, row: Which = EACH) -> None:
+        """Forget everything of all sequences, or of one, so that the buffers serve another."""
         for layer in self.layers:
-            layer.reset()
-        self.length.zero_()
-        self.path_length.zero_()
+            layer.reset(row)
+        self.length[row].zero_()
+        self.path_length[row].zero_()
         self.num_committed = 0
 
     def save(self) -> SavedPrefix:
@@ -476,10 +478,11 @@ class HybridCache:
         self.path_length.fill_(len(path))
         self.num_committed += len(path)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Check that as many more tokens fit."""
-        if self.num_committed + num_tokens > self.max_length:
+    def reserve(self, num_tokens: int, after: int | None = None) -> None:
+        """Check that as many more tokens fit, after those that are committed (or after so many)."""
+        start = self.num_committed if after is None else after
+        if start + num_tokens > self.max_length:
             raise UsageError(
-                f"{self.num_committed} + {num_tokens} tokens do not fit a cache of "
-                f"{self.max_length}; raise max_length"
+                f"{start} + {num_tokens} tokens do not fit a cache of {self.max_length}; raise "
+                "max_length"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -101,7 +102,8 @@ class HybridModel(nn.Module):
         self.head_in_8_bits: Scaled | None = None  # what decoding multiplies by instead, if any
         self._read: list[nn.Linear] = []  # what is packed, and where it lay when it was
         self._packed_at: list[int] | None = None
-        self._holders: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._module_dicts: list[dict[str, Any]] = []  # all that have any, and all with weights
+        self._weight_dicts: list[dict[str, Any]] = []
         if self.device.type != "meta":
             initialise(self, config.num_layers)
 
@@ -326,7 +328,9 @@ class HybridModel(nn.Module):
             projection for part in parts for product in part.products() for projection in product
         ]
         self._packed_at = self._packed_addresses()
-        self._holders = [(each._modules, each._parameters) for each in self.modules()]
+        modules = list(self.modules())
+        self._module_dicts = [each._modules for each in modules if each._modules]
+        self._weight_dicts = [each._parameters for each in modules if each._parameters]
 
     def pack_what_moved(self) -> None:
         """`pack`, where weights were moved since."""
@@ -335,13 +339,12 @@ class HybridModel(nn.Module):
 
     def addresses(self) -> list[int]:
         """Where all weights lie, and all modules, of those that there were at the last `pack`."""
-        return [
-            address for modules, weights in self._holders
-            for address in (
-                *map(id, modules.values()),
-                *(each.data_ptr() for each in weights.values() if each is not None),
-            )
-        ]  # fmt: skip
+        modules, weights = (
+            chain.from_iterable(map(dict.values, each))
+            for each in (self._module_dicts, self._weight_dicts)
+        )
+        there = [each for each in weights if each is not None]
+        return [*map(id, modules), *map(Tensor.data_ptr, there)]
 
     def _packed_addresses(self) -> list[int]:
         """Where the weights lie that are packed."""

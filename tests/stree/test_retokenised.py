@@ -74,8 +74,8 @@ class _Read:
     def at(self, row):
         return self.narrow(row, 1)
 
-    def reset(self):
-        self.rows[0].clear()
+    def reset(self, row):
+        self.rows[row].clear()
 
     def save(self):
         return list(self.rows[0])

@@ -174,10 +174,9 @@ class TableCache:
     def at(self, row: int) -> TableCache:
         return self.narrow(row, 1)
 
-    def reset(self) -> None:
-        self.path_length.zero_()
-        for row in self.rows:
-            row.committed, row.tree = [], []
+    def reset(self, row: int) -> None:
+        self.path_length[row] = 0
+        self.rows[row].committed, self.rows[row].tree = [], []
 
     def save(self) -> list[int]:
         (row,) = self.rows
