@@ -7,9 +7,11 @@ replay.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -218,7 +220,7 @@ class Capture:
     def __init__(
         self, device: torch.device, function: Callable[[], Any], beside: Capture | None = None
     ) -> None:
-        with ops.current(device):
+        with ops.current(device), no_garbage_collected():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -235,6 +237,19 @@ class Capture:
         """Run it; returns the static outputs, which the next replay overwrites."""
         self.graph.replay()
         return self.outputs
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Keeps automatic collection from happening: a graph that it found, of a decoder that is no
+    longer there, would be destroyed, and a capture that is under way would fail with it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def new_report(rows: Rows, forest: Forest) -> Tensor:

@@ -1,6 +1,8 @@
 """Graphs give what steps one operation after the other give. Runs on CUDA only."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from eager import without_graphs
 from toys import recurrent, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
-from stree.executors import MAX_KEPT, Graphs
+from stree.executors import MAX_KEPT, Capture, Graphs
 from stree.models.joint import BACKTRACKING
 from stree.tree import balanced
 
@@ -236,3 +238,23 @@ def test_neither_decoding_nor_the_next_prefill_holds_the_step_ahead(models, temp
         stats = decoder.generate([1, 2, 3], generation).stats
         assert abs(stats.decode_s / spin_s - stats.num_calls) < 0.5
         assert stats.prefill_s < 0.5 * spin_s
+
+
+def test_graphs_of_a_decoder_that_is_gone_are_not_destroyed_during_a_capture(models):
+    decoder = BatchDecoder(*models, max_length=64)
+    decoder.generate([1, 2, 3], max_new_tokens=4)
+    decoder.itself = decoder
+    gone = weakref.ref(decoder)
+    there = torch.zeros(4, device="cuda")
+
+    def collected() -> None:
+        there.add_(1)
+        if torch.cuda.is_current_stream_capturing():  # so much that Python looks for garbage
+            _ = [[number] for number in range(100_000)]
+
+    gc.collect()
+    del decoder
+    Capture(torch.device("cuda"), collected).replay()
+    assert there.tolist() == [3.0] * 4
+    gc.collect()
+    assert gone() is None
