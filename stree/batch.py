@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from stree import threads, verifiers
-from stree.clock import PhaseClock
+from stree.clock import PhaseClock, recorded
 from stree.costs import Costs
 from stree.description import counted, described, placed
 from stree.drafters import Drafter
@@ -162,7 +162,8 @@ class BatchDecoder:
         self.rows = Rows.new(num_rows, self.max_nodes, target.device)
         self.prefixes = Prefixes(num_prefixes, self.cache, drafter) if num_prefixes else None
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
-        self.read_s = 0.0  # what steps have spent on prompts so far
+        self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
+        self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
         step = Step(target, self.cache, drafter, self.verifier)
         self.executor = executor_of(step)
         self._prefill = Prefill(self.executor, self.rows, self.prefixes)
@@ -256,13 +257,17 @@ class BatchDecoder:
                         return self._collect()
                     self._prefill.catch_up(decoding)
                 self._launch(decoding, trees)
-            reports = []
-            if reading:
-                started = self.now()
-                for row, each in reading.items():
-                    reports += self._read(row, each, whole=not decoding)
-                self.read_s += self.now() - started
-            return reports + (self._collect() if decoding else [])
+            for row, each in reading.items():
+                begun = recorded(self.target.device)
+                self._read(row, each, whole=not decoding)
+                self._readings.append((begun, recorded(self.target.device)))
+            reports = self._collect() if decoding else []
+            # Where others decode, the next step is launched before what they began with is known
+            firsts = self._first_tokens(self._sequences, wait=not decoding)
+            while self._readings and self._readings[0][1].query():
+                begun, done = self._readings.popleft()
+                self.read_s += begun.elapsed_time(done) / 1e3
+            return firsts + reports
 
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
         """Take a row back; returns what it generated. "released" ends an unfinished request.
@@ -337,18 +342,25 @@ class BatchDecoder:
             if self._sequences.get(row) is each and each.decoding
         ]  # fmt: skip
 
-    def _read(self, row: int, sequence: Progress, whole: bool) -> list[Report]:
-        """A piece of the row's prompt; the first token when it was the last piece."""
+    def _read(self, row: int, sequence: Progress, whole: bool) -> None:
+        """A piece of the row's prompt; after the last one it begins to decode."""
         logits = self._prefill.read(row, sequence, whole)
-        if logits is None:
-            return []
-        token, finite = self._prefill.first_token(row, sequence, logits)
-        now = time.perf_counter()
-        sequence.stats.prefill_s, sequence.since = now - sequence.since, now
-        if not finite:
-            return [self._fail(row, sequence, "target")]
-        self.rows.begin(row, len(sequence.prompt), token)
-        return [self._keep(row, sequence, [token])]
+        if logits is not None:
+            sequence.first = self._prefill.begin(row, sequence, logits)
+
+    def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[Report]:
+        """What rows have begun with and not told yet, as far as it is known, or of all of them."""
+        reports = []
+        for row in rows:
+            sequence = self._sequences[row]
+            first = sequence.first
+            if first is not None and (wait or first.is_there()):
+                token, finite = first.tolist()
+                sequence.first, now = None, time.perf_counter()
+                sequence.stats.prefill_s, sequence.since = now - sequence.since, now
+                told = self._keep(row, sequence, [token]) if finite else None
+                reports.append(told or self._fail(row, sequence, "target"))
+        return reports
 
     def prepare(self) -> None:
         """Make ready now what steps of the rows that are taken need (graphs), and reading their
@@ -458,9 +470,10 @@ class BatchDecoder:
 
     def _collect(self) -> list[Report]:
         launch, report = self._launched.popleft(), self.executor.collect()
-        living = self._living(launch)
-        return [
-            self._account(row, *launch.rows[row], launch.drafted, report[row]) for row in living
+        firsts = self._first_tokens(self._living(launch), wait=True)  # from which it went on
+        return firsts + [
+            self._account(row, *launch.rows[row], launch.drafted, report[row])
+            for row in self._living(launch)
         ]
 
     def _account(

@@ -20,8 +20,18 @@ class HostEvent:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, later: HostEvent) -> float:
         return (later.at - self.at) * 1e3
+
+
+def recorded(device: torch.device) -> Any:
+    """An event of now: of a GPU's stream, when all that was started before is done."""
+    event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
+    event.record()
+    return event
 
 
 class PhaseClock:
@@ -47,9 +57,7 @@ class PhaseClock:
 
     def mark(self, phase: str) -> None:
         """The phase ends here; the next begins."""
-        event = torch.cuda.Event(enable_timing=True) if self.on_cuda else HostEvent()
-        event.record()
-        self.marks.append((phase, event))
+        self.marks.append((phase, recorded(self.device)))
 
     def end_call(self) -> None:
         """What was marked last is the end of a call."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.arrival import Arrival, Sent
 from stree.forest import Forest
 from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
@@ -44,6 +45,7 @@ class Eager:
     """Runs steps as they are asked for: the CPU, fp64, drafters that think on the host."""
 
     ahead = 0  # how many steps are launched before the one is read that they follow
+    hand_over = Arrival  # of values to the host
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -97,6 +99,7 @@ class Graphs:
     """
 
     ahead = 1
+    hand_over = Sent
 
     def __init__(self, step: Step) -> None:
         self.step = step

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.arrival import Arrival
 from stree.drafters.model import ModelDrafter
 from stree.executors import Eager, Graphs
 from stree.models.features import Features
@@ -38,7 +39,7 @@ class Prefill:
             sequence.num_read, sequence.num_drafted_from = read
             sequence.stats.num_reused_tokens = sequence.num_read
         end = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
-        tokens = torch.tensor(sequence.prompt[:end], device=self.step.target.device)
+        tokens = self._on_device(sequence.prompt[:end])
         logits = self._read_tokens(row, sequence, tokens)
         if sequence.reading:
             return None
@@ -64,39 +65,46 @@ class Prefill:
         """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
         returns the logits (1, V) after the last."""
         target, cache, drafter = self.step.target, self.step.cache, self.step.drafter
-        reader = self.step.feature_drafter
+        reader, read_row = self.step.feature_drafter, self.executor.reader.read_row
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
-            piece = tokens[start : start + most]
-            unread = tokens[sequence.num_drafted_from : start + most]
+            piece, drafted = tokens[start : start + most], sequence.num_drafted_from
+            unread = tokens[drafted : start + most]
             if reader is not None:
                 features = Features(reader.feature_layers)
-                logits = self.executor.reader.read_row(target, cache, row, piece, features)
-                self._let_drafter_read(row, unread, features.values[0])
+                logits = read_row(target, cache, row, piece, features, start=start)
+                self._let_drafter_read(row, unread, features.values[0], drafted)
             else:
-                logits = self.executor.reader.read_row(target, cache, row, piece)
+                logits = read_row(target, cache, row, piece, start=start)
                 if drafter is not None and len(unread):
-                    self._let_drafter_read(row, unread)
+                    self._let_drafter_read(row, unread, start=drafted)
             sequence.num_read = sequence.num_drafted_from = start + len(piece)
         return logits
 
-    def _let_drafter_read(self, row: int, tokens: Tensor, features: Tensor | None = None) -> None:
+    def _let_drafter_read(
+        self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
+    ) -> None:
+        """start, as in `Pieces.read_row`."""
         drafter: Any = self.step.drafter
         if isinstance(drafter, ModelDrafter):
-            drafter.read(row, tokens, features, self.executor.reader.read_row)
+            read_row = partial(self.executor.reader.read_row, start=start)
+            drafter.read(row, tokens, features, read_row)
         elif features is None:
             drafter.read(row, tokens)
         else:
             drafter.read(row, tokens, features)
 
-    def first_token(self, row: int, sequence: Progress, logits: Tensor) -> tuple[int, bool]:
-        """The token that the target chooses by the logits (1, V) after a prompt, and whether they
-        are finite."""
+    def begin(self, row: int, sequence: Progress, logits: Tensor) -> Arrival:
+        """Let a row decode from the token that the target chooses by the logits (1, V) after its
+        prompt, if they are finite; returns the token and whether they are."""
         rows = self.rows.narrow(row, 1, [sequence.generation])
         rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
         token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
-        return int(token), math.isfinite(score)
+        finite = score.isfinite()
+        first = torch.cat([token.where(finite, 0), finite.to(token.dtype)])[:, 0]
+        self.rows.begin(row, len(sequence.prompt), first[0], finite[0, 0])
+        return self.executor.hand_over(first)
 
     def catch_up(self, decoding: dict[int, Progress]) -> None:
         """Let the drafter read what it has missed; the host knows all of it by now."""
@@ -106,7 +114,10 @@ class Prefill:
                 tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
                 *missed, root = tokens
                 if missed:
-                    unread = torch.tensor(missed, device=self.step.target.device)
-                    self._let_drafter_read(row, unread)
+                    self._let_drafter_read(row, self._on_device(missed))
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
+
+    def _on_device(self, tokens: list[int]) -> Tensor:
+        """Does not wait for the device."""
+        return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)

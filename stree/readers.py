@@ -23,7 +23,19 @@ CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`
 class Whole:
     """Operations over whole sequences: the CPU, where it costs little to start one."""
 
-    read_row = staticmethod(read_row)
+    def read_row(
+        self,
+        model: HybridModel,
+        cache: HybridCache,
+        row: int,
+        tokens: Tensor,
+        features: Features | None = None,
+        inputs: Tensor | None = None,
+        *,
+        start: int | None = None,
+    ) -> Tensor:
+        """See `stree.models.hybrid.read_row`."""
+        return read_row(model, cache, row, tokens, features, inputs)
 
     def prepare(self, *reading: Any) -> None:
         """Nothing has to be made ready."""
@@ -56,16 +68,20 @@ class Pieces:
         tokens: Tensor,
         features: Features | None = None,
         inputs: Tensor | None = None,
+        *,
+        start: int | None = None,
     ) -> Tensor:
-        """See `stree.models.hybrid.read_row`. Waits for the device. The logits are to be used
-        before any row reads again."""
-        lengths = torch.stack([cache.length[row], cache.path_length[row]])
-        committed, pending = lengths.tolist()
-        start, asked = committed + pending, () if features is None else features.layers
+        """See `stree.models.hybrid.read_row`. start, how many tokens the row has read, where no
+        path of it is pending: without, this waits for the device. The logits are to be used before
+        any row reads again."""
+        if start is None:
+            lengths = torch.stack([cache.length[row], cache.path_length[row]])
+            committed, pending = lengths.tolist()
+            start = committed + pending
+            if pending:
+                model.apply_path(cache.at(row))
         cache.reserve(len(tokens), start)
-        if pending:
-            model.apply_path(cache.at(row))
-        reads_inputs = inputs is not None
+        asked, reads_inputs = () if features is None else features.layers, inputs is not None
         pieces = self.prepare(model, cache, row, start, len(tokens), asked, reads_inputs)
         parts = tokens.split(LONGEST_PIECE)
         added = [None] * len(parts) if inputs is None else inputs.split(LONGEST_PIECE)

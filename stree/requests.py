@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stree.arrival import Arrival
 from stree.errors import StreeError, UsageError
 from stree.forest import Forest
 from stree.generation import DecodingStats, GenerationConfig, StopRule
@@ -80,6 +81,7 @@ class Progress:
     longest: int = 1  # the most tokens that the row's block has
     finish_reason: str = ""
     since: float = field(default_factory=time.perf_counter)
+    first: Arrival | None = None  # the token after the prompt, and whether its logits are finite
 
     @property
     def reading(self) -> bool:
@@ -92,7 +94,7 @@ class Progress:
     @property
     def position(self) -> int:
         """Where the root stands in the sequence: all before it is committed."""
-        return len(self.prompt) + len(self.stop.tokens) - 1
+        return len(self.prompt) + len(self.stop.tokens) + (self.first is not None) - 1
 
 
 @dataclass

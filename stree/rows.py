@@ -77,7 +77,7 @@ class Rows:
         needs the prompt and the vocabulary's size."""
         assert self.settings is not None, "these rows are a part of others"
         self.active[row] = False
-        self.settings[:, row] = _bits(generation).to(self.settings.device)
+        self.settings[:, row].copy_(_bits(generation), non_blocking=True)
         if generation.repetition_penalty != 1:
             if self.seen is None:
                 assert vocabulary is not None
@@ -86,11 +86,14 @@ class Rows:
             self.seen[row] = False
             self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
 
-    def begin(self, row: int, position: int, root: int) -> None:
-        """Decode from a root that stands at `position` and is in no cache; all before it is."""
+    def begin(
+        self, row: int, position: int, root: int | Tensor, active: bool | Tensor = True
+    ) -> None:
+        """Decode from a root that stands at `position` and is in no cache; all before it is. root
+        and active, whether to decode at all, are () tensors where only the device knows them."""
         self.position[row], self.root[row] = position, root
-        self.block[row, :2] = torch.tensor([1, root])
-        self.active[row] = True
+        self.block[row, 0], self.block[row, 1] = 1, root
+        self.active[row] = active
         if self.seen is not None:
             self.seen[row, root] = True
 

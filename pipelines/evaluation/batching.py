@@ -37,6 +37,7 @@ class Batch:
         self.decoder = decoder
         self._shares: dict[int, Share] = {}
         self._reading: set[int] = set()  # rows without a token yet
+        self._read_s = 0.0  # spent on prompts, and counted for nobody yet
 
     @property
     def is_full(self) -> bool:
@@ -55,7 +56,10 @@ class Batch:
         started = time.perf_counter()
         reports = self.decoder.step()
         step_s = time.perf_counter() - started
-        read_s = self.decoder.read_s - read_before
+        # A device may have read while the steps before waited for others
+        self._read_s += self.decoder.read_s - read_before
+        read_s = min(self._read_s, step_s) if reading else 0.0
+        self._read_s -= read_s
         decoded = set()
         for report in reports:
             if report.row in self._reading:  # its first token, which reading the prompt gave

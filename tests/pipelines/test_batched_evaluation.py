@@ -198,6 +198,7 @@ class HandMadeClock:
         self.now = 0.0
         monkeypatch.setattr("stree_pipelines.evaluation.batching.time", self)
         monkeypatch.setattr("stree.batch.time", self)
+        monkeypatch.setattr("stree.clock.time", self)
 
     def perf_counter(self) -> float:
         return self.now

@@ -7,10 +7,11 @@ the kernels run in Triton's interpreter.
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
-from captures import living_captures
+from captures import Event, NothingWaits, living_captures
 from eager import without_graphs
 from lanes import quick_first
 from toys import mixed_requests, recurrent, right_now_and_then, tiny_model
@@ -51,6 +52,51 @@ def test_graphs_give_what_eager_steps_give(num_rows, verifier, captured_on_cpu, 
         assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
         assert got.stats.end_node_per_call == wanted.stats.end_node_per_call
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
+
+
+def test_rows_go_on_before_the_host_knows_what_others_begin_with(captured_on_cpu, monkeypatch):
+    """A prompt is read, and its row decodes in the next step, without a value from the device; what
+    came after the prompt is told with that step, or before."""
+    target, served = tiny_model(1), mixed_requests(8, TREES, seed=1)
+    served.append(Request([3, 4], GenerationConfig(1)))  # ends with its first token
+    drafter = right_now_and_then(target)
+
+    def decoder():
+        return BatchDecoder(target, drafter, num_rows=3, max_length=64, max_nodes=13)
+
+    alone = without_graphs(monkeypatch, lambda: decoder().generate(served))
+    monkeypatch.setattr(Event, "is_there", False)
+    batch, read = decoder(), BatchDecoder._read
+    waited = []
+
+    def read_without_waiting(self, row, sequence, whole):
+        waited.append(whole)
+        with nullcontext() if whole else NothingWaits():
+            return read(self, row, sequence, whole)
+
+    monkeypatch.setattr(BatchDecoder, "_read", read_without_waiting)
+    for got, wanted in zip(batch.generate(served), alone, strict=True):
+        assert (got.tokens, got.finish_reason) == (wanted.tokens, wanted.finish_reason)
+        assert got.stats.accepted_per_call == wanted.stats.accepted_per_call
+    assert sorted(waited) == [False] * 6 + [True] * 3
+
+
+def test_a_prompt_after_which_logits_are_bad_ends_with_its_error(captured_on_cpu, monkeypatch):
+    monkeypatch.setattr(Event, "is_there", False)
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[60] = torch.nan
+        target.lm_head.weight[60] = 0
+    decoder = BatchDecoder(target, num_rows=2, max_length=64)
+    good = decoder.admit(Request([5, 6], GenerationConfig(12, ignore_eos=True)))
+    reports = decoder.step()
+    bad = decoder.admit(Request([60], GenerationConfig(12)))
+    while not any(each.finish_reason for each in reports if each.row == good):
+        reports += decoder.step()
+    (failed,) = [each for each in reports if each.row == bad]
+    assert failed.finish_reason == "error" and isinstance(failed.error, InvariantBroken)
+    assert sum(len(each.tokens) for each in reports if each.row == good) == 12
+    assert decoder.release(bad).tokens == []
 
 
 @pytest.mark.long

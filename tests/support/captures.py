@@ -71,6 +71,11 @@ class Replayed:
 
 
 class Event:
+    is_there = True
+
     def record(self): ...
+
+    def query(self):
+        return self.is_there
 
     def synchronize(self): ...

@@ -1,0 +1,39 @@
+"""What a device hands to the host, which may do something else until it is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """Values on their way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def is_there(self) -> bool:
+        """Whether `tolist` does not wait."""
+        return True
+
+    def tolist(self) -> list[Any]:
+        return self.values.tolist()
+
+
+class Sent(Arrival):
+    """Values that a GPU copies to the host, behind all that was started before."""
+
+    def __init__(self, values: Tensor) -> None:
+        pinned = torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)
+        super().__init__(pinned.copy_(values, non_blocking=True))
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def is_there(self) -> bool:
+        return self.event.query()
+
+    def tolist(self) -> list[Any]:
+        self.event.synchronize()
+        return super().tolist()
