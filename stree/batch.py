@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -247,7 +247,7 @@ class BatchDecoder:
         with ops.current(self.target.device), threads.for_decoding(self.target):
             decoding = {row: each for row, each in self._sequences.items() if each.decoding}
             reading = {row: each for row, each in self._sequences.items() if each.reading}
-            while self._launched and not self._living(self._launched[0]):
+            while self._launched and next(self._living(self._launched[0]), None) is None:
                 self._launched.popleft()
                 self.executor.drop()
             while decoding and len(self._launched) <= self.executor.ahead:
@@ -335,12 +335,11 @@ class BatchDecoder:
                 self.release(row)
         return [outputs[index] for index in range(len(requests))]
 
-    def _living(self, launch: Launch) -> list[int]:
+    def _living(self, launch: Launch) -> Iterator[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
-        return [
-            row for row, (each, _) in launch.rows.items()
-            if self._sequences.get(row) is each and each.decoding
-        ]  # fmt: skip
+        for row, (each, _) in launch.rows.items():
+            if self._sequences.get(row) is each and each.decoding:
+                yield row
 
     def _read(self, row: int, sequence: Progress, whole: bool) -> None:
         """A piece of the row's prompt; after the last one it begins to decode."""

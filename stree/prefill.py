@@ -101,8 +101,8 @@ class Prefill:
         rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
         token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
-        finite = score.isfinite()
-        first = torch.cat([token.where(finite, 0), finite.to(token.dtype)])[:, 0]
+        finite = score.abs() < torch.inf
+        first = torch.cat([token * finite, finite.to(token.dtype)])[:, 0]
         self.rows.begin(row, len(sequence.prompt), first[0], finite[0, 0])
         return self.executor.hand_over(first)
 
