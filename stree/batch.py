@@ -166,7 +166,7 @@ class BatchDecoder:
         self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
         step = Step(target, self.cache, drafter, self.verifier)
         self.executor = executor_of(step)
-        self._prefill = Prefill(self.executor, self.rows, self.prefixes)
+        self.prefill = Prefill(self.executor, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._prepared: Prepared | None = None  # of the last step
@@ -255,7 +255,7 @@ class BatchDecoder:
                 if any(each.behind and trees[row].num_nodes > 1 for row, each in decoding.items()):
                     if self._launched:  # what they yield has to be known first
                         return self._collect()
-                    self._prefill.catch_up(decoding)
+                    self.prefill.catch_up(decoding)
                 self._launch(decoding, trees)
             for row, each in reading.items():
                 begun = recorded(self.target.device)
@@ -343,9 +343,9 @@ class BatchDecoder:
 
     def _read(self, row: int, sequence: Progress, whole: bool) -> None:
         """A piece of the row's prompt; after the last one it begins to decode."""
-        logits = self._prefill.read(row, sequence, whole)
+        logits = self.prefill.read(row, sequence, whole)
         if logits is not None:
-            sequence.first = self._prefill.begin(row, sequence, logits)
+            sequence.first = self.prefill.begin(row, sequence, logits)
 
     def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[Report]:
         """What rows have begun with and not told yet, as far as it is known, or of all of them."""
@@ -380,7 +380,7 @@ class BatchDecoder:
         with ops.current(self.target.device):
             for row, each in self._sequences.items():
                 if each.reading:
-                    self._prefill.prepare(row, each)
+                    self.prefill.prepare(row, each)
 
     def _longest(self, forest: Forest, longest: int) -> int:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees

@@ -463,7 +463,7 @@ def _begin_after(
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
             started = decoder.now()
-            decoder.drafter.read(row, tokens)
+            decoder.prefill.let_drafter_read(row, tokens)
             seconds = decoder.now() - started
         decoder.rows.begin(row, len(tokens), 0)
     return seconds

@@ -73,18 +73,19 @@ class Prefill:
             if reader is not None:
                 features = Features(reader.feature_layers)
                 logits = read_row(target, cache, row, piece, features, start=start)
-                self._let_drafter_read(row, unread, features.values[0], drafted)
+                self.let_drafter_read(row, unread, features.values[0], drafted)
             else:
                 logits = read_row(target, cache, row, piece, start=start)
                 if drafter is not None and len(unread):
-                    self._let_drafter_read(row, unread, start=drafted)
+                    self.let_drafter_read(row, unread, start=drafted)
             sequence.num_read = sequence.num_drafted_from = start + len(piece)
         return logits
 
-    def _let_drafter_read(
+    def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
     ) -> None:
-        """start, as in `Pieces.read_row`."""
+        """Let the drafter read tokens (T,), with features as it takes them; start, as in
+        `Pieces.read_row`."""
         drafter: Any = self.step.drafter
         if isinstance(drafter, ModelDrafter):
             read_row = partial(self.executor.reader.read_row, start=start)
@@ -114,7 +115,7 @@ class Prefill:
                 tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
                 *missed, root = tokens
                 if missed:
-                    self._let_drafter_read(row, self._on_device(missed))
+                    self.let_drafter_read(row, self._on_device(missed))
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
 
