@@ -5,7 +5,7 @@ python pipelines/compare.py configs/compare/quickstart.yaml --limit 2 --max_new_
 The file holds options of eval_spec.py and `arms`, each a name, a drafter (if not that of the file),
 a tree (chain-tuned: the fastest of chain-1 to chain-6 there; A or B: chosen step by step, by
 measured cost; bandit A or B), a verifier and a way to backtrack.
-Writes comparison.md, comparison.html, and the rows and samples behind them; goes on where it was
+Writes comparison.md, .html and .svg, and the rows and samples behind them; goes on where it was
 stopped. Plain decoding takes part, and each verdict says plainly when it wins, or a chain.
 """
 
@@ -20,7 +20,7 @@ from stree_pipelines.evaluation.arms import Comparison, read_comparison
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.evaluation.options import DRAFTING, OPTIONS, add_options
-from stree_pipelines.reports import arms
+from stree_pipelines.reports import arms, plots
 from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.terminal.command_line import PlainParser
 
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             page = render_page("compare.html.j2", arms.page(places, folder.resolve().name))
             write_atomically(folder / "comparison.md", text)
             write_atomically(folder / "comparison.html", page)
+            drawing = plots.to_svg(arms.overview(places), "Speed-ups of all arms")
+            write_atomically(folder / "comparison.svg", drawing)
             print(f"{text}\n{folder / 'comparison.md'}\n{folder / 'comparison.html'}")
     finally:
         comparison.workers.leave()

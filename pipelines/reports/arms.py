@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from stree import metrics
 from stree_pipelines.evaluation.arms import Tuning
@@ -174,19 +176,50 @@ def page(places: Sequence[Place], name: str) -> dict[str, Any]:
 def speedups(place: Place) -> Figure:
     """A point an arm with its interval; plain decoding is the line at 1."""
     drawn, axes = plots.new_figure()
-    names = [name for name in place.cells if name != AUTOREGRESSIVE][::-1]
     with mpl.rc_context(plots.STYLE):
-        for at, name in enumerate(names):
-            cell = place.cells[name]
-            if cell["speedup"] is None:
-                continue
-            low, high = cell.interval("speedup") or (cell["speedup"],) * 2
-            axes.plot([low, high], [at, at], "-", color=plots.MORE_COLOURS[0])
-            axes.plot(cell["speedup"], at, "o", color=plots.MORE_COLOURS[0])
-        axes.axvline(1.0, color=plots.PLAIN_COLOUR, lw=1.2)
-        axes.set_yticks(range(len(names)), names)
+        _draw_speedups(axes, place, _arms_of([place]))
         axes.set_xlabel("times plain decoding")
     return drawn
+
+
+def overview(places: Sequence[Place]) -> Figure:
+    """`speedups` beside each other: a row a benchmark, a column a temperature."""
+    benchmarks = list(dict.fromkeys(place.benchmark for place in places))
+    temperatures = sorted({place.temperature for place in places})
+    names = _arms_of(places)
+    width = 0.08 * max(map(len, names), default=0) + 2.3 * len(temperatures)
+    size = width, 0.6 + (0.5 + 0.19 * len(names)) * len(benchmarks)
+    with mpl.rc_context(plots.STYLE):
+        drawn = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.08))
+        panels = drawn.subplots(
+            len(benchmarks), len(temperatures), sharex=True, sharey=True, squeeze=False
+        )
+        for place in places:
+            row, column = benchmarks.index(place.benchmark), temperatures.index(place.temperature)
+            axes = panels[row, column]
+            _draw_speedups(axes, place, names)
+            axes.set_title(f"{place.benchmark}, T = {place.temperature:g}", fontsize=9)
+        for axes in panels[-1]:
+            axes.set_xlabel("times plain decoding")
+    return drawn
+
+
+def _arms_of(places: Sequence[Place]) -> list[str]:
+    """The last first, as they are drawn from below."""
+    names = dict.fromkeys(name for place in places for name in place.cells)
+    return [name for name in names if name != AUTOREGRESSIVE][::-1]
+
+
+def _draw_speedups(axes: Axes, place: Place, names: Sequence[str]) -> None:
+    for at, name in enumerate(names):
+        cell = place.cells.get(name)
+        if cell is None or cell["speedup"] is None:
+            continue
+        low, high = cell.interval("speedup") or (cell["speedup"],) * 2
+        axes.plot([low, high], [at, at], "-", color=plots.MORE_COLOURS[0])
+        axes.plot(cell["speedup"], at, "o", color=plots.MORE_COLOURS[0])
+    axes.axvline(1.0, color=plots.PLAIN_COLOUR, lw=1.2)
+    axes.set_yticks(range(len(names)), names)
 
 
 def _tree(row: ResultRow, place: Place) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -249,6 +249,7 @@ def test_what_the_command_says_goes_before_the_file(world, tmp_path):
         assert (row.max_new_tokens, row.seed, row.batch_size, row.ignore_eos) == (3, 7, 2, True)
         assert row.environment.dtypes["weights"] == "float64"
     assert (tmp_path / "try/comparison.md").exists() and not (tmp_path / "file").exists()
+    assert "<svg" in (tmp_path / "try/comparison.svg").read_text(encoding="utf-8")
 
 
 def test_every_option_of_what_is_measured_may_be_typed(capsys):
@@ -351,6 +352,20 @@ def place(speedups: dict[str, tuple[float, tuple[float, float]]], done) -> repor
         found.cells[name] = Cell(summary, 3)
         found.rows[name] = rows["chain" if name.endswith("chain") else "tree"]
     return found
+
+
+def test_the_overview_has_a_panel_a_place_and_a_row_an_arm(done):
+    cold = place({"a": (0.9, (0.8, 0.95)), "b": (0.7, (0.6, 0.8))}, done)
+    warm = replace(place({"b": (1.4, (1.2, 1.5))}, done), temperature=1.0)
+    left, right = report.overview([warm, cold]).axes
+    assert [each.get_title() for each in (left, right)] == ["sums, T = 0", "sums, T = 1"]
+    assert [each.get_text() for each in left.get_yticklabels()] == ["a", "b"]
+    points = [
+        [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines
+         if line.get_marker() == "o"]
+        for axes in (left, right)
+    ]  # fmt: skip
+    assert points == [[(0.9, 0), (0.7, 1)], [(1.4, 1)]]
 
 
 def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
