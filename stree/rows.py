@@ -75,7 +75,7 @@ class Rows:
     ) -> None:
         """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
         needs the prompt and the vocabulary's size."""
-        assert self.settings is not None, "these rows are a part of others"
+        assert self.settings is not None, "these rows were made by hand"
         self.active[row] = False
         self.settings[:, row].copy_(_bits(generation), non_blocking=True)
         if generation.repetition_penalty != 1:
@@ -113,6 +113,7 @@ class Rows:
             view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
             view(self.root), view(self.block), bool(sampling), filtered, ranked, penalised,
             None if self.seen is None else view(self.seen),
+            None if self.settings is None else self.settings.narrow(1, first, count),
         )  # fmt: skip
 
     @property
