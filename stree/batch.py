@@ -230,12 +230,9 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        self.cache.reset(row)
-        if self.drafter is not None:
-            self.drafter.clear(row)
-        self.rows.set(row, generation, prompt, self.target.config.vocab_size)
-        # Last: whatever fails before, the row is still free
-        self._sequences[row] = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
+        sequence = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
+        self.prefill.admit(row, sequence)
+        self._sequences[row] = sequence  # last: whatever fails before, the row is still free
         return row
 
     @torch.no_grad()

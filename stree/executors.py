@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,11 @@ class Eager:
         """Forget the oldest report; nothing waits for it."""
         self.reports.popleft()
 
+    def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
+        """Do what a request needs between steps: a function of tensors of fixed places that never
+        waits for the device, and may be done twice; returns what it does."""
+        return task()
+
     def num_rows(self, taken: int, most: int) -> int:
         """How many rows a step has when the first `taken` of them must take part."""
         return taken
@@ -110,6 +115,7 @@ class Graphs:
         self.launched: deque[tuple[Tensor, Any]] = deque()
         self.weights: list[list[int]] = []
         self.reader = Pieces(Capture)
+        self.tasks: dict[Hashable, Capture] = {}
 
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
         """As `Eager.launch`; the next report is on its way when this returns."""
@@ -149,6 +155,13 @@ class Graphs:
     def drop(self) -> None:
         self.launched.popleft()
 
+    def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
+        """As `Eager.run`; captured when a key is first asked for. What it returns the next run
+        with that key overwrites."""
+        if key not in self.tasks:
+            self.tasks[key] = Capture(self.step.cache.device, task)
+        return self.tasks[key].replay()
+
     def num_rows(self, taken: int, most: int) -> int:
         """A power of two, so that few envelopes serve any number."""
         return min(1 << (taken - 1).bit_length(), most)
@@ -164,6 +177,7 @@ class Graphs:
                 each.pack_what_moved()  # now, or the next call would move them again
             self.envelopes.clear()
             self.reader.pieces.clear()
+            self.tasks.clear()
             self.captured.clear()
             self.weights = [each.addresses() for each in models]
 

@@ -16,7 +16,7 @@ from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
 from stree.readers import LONGEST_PIECE
 from stree.requests import Progress
-from stree.rows import Rows
+from stree.rows import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
 from stree_kernels import ops
 
 PREFILL_CHUNK = LONGEST_PIECE  # prompt tokens that a row reads between two steps of others
@@ -30,6 +30,24 @@ class Prefill:
     def __init__(self, executor: Eager | Graphs, rows: Rows, prefixes: Prefixes | None) -> None:
         self.executor, self.step = executor, executor.step
         self.rows, self.prefixes = rows, prefixes
+        self._given = rows.position.new_zeros(1 + NUM_SETTINGS)  # a row, and what it is told
+        self._logits: Tensor | None = None  # (1, V) after a prompt
+
+    def admit(self, row: int, sequence: Progress) -> None:
+        """Give a row to a request: nothing of another is left, and its settings count."""
+        vocabulary, drafter = self.step.target.config.vocab_size, self.step.drafter
+        self._give(row, bits_of(sequence.generation))
+        self.executor.run("admit", self._admit)
+        if drafter is not None and not drafter.capturable:
+            drafter.clear(row)
+        self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
+
+    def _admit(self) -> None:
+        row, drafter = self._given[:1], self.step.drafter
+        self.rows.set_to(row, self._given[1:])
+        self.step.cache.reset(row)
+        if drafter is not None and drafter.capturable:
+            drafter.clear(row)
 
     def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
         """A piece of the row's prompt, or the whole of it; the logits (1, V) after its last token
@@ -55,7 +73,12 @@ class Prefill:
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
         prepare = self.executor.reader.prepare
-        prepare(step.target, step.cache, row, read, length - read, layers)
+        pieces = prepare(step.target, step.cache, row, read, length - read, layers)
+        if pieces and pieces[-1].given:  # as it will begin, but for the token
+            self.begin(row, sequence, pieces[-1].given[0])
+            self.rows.active[row] = False
+            vocabulary = step.target.config.vocab_size
+            self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
         if isinstance(drafter := step.drafter, ModelDrafter):
             reads_inputs = drafter.inputs is not None
             rest = length - drafted
@@ -98,14 +121,28 @@ class Prefill:
     def begin(self, row: int, sequence: Progress, logits: Tensor) -> Arrival:
         """Let a row decode from the token that the target chooses by the logits (1, V) after its
         prompt, if they are finite; returns the token and whether they are."""
-        rows = self.rows.narrow(row, 1, [sequence.generation])
-        rows.position.fill_(len(sequence.prompt) - 1)  # as after a tree's root there
+        if self._logits is None:
+            with torch.inference_mode(False):  # written inside of it and outside
+                self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        self._give(row, torch.tensor([len(sequence.prompt)]))
+        asked, seen = asked_by([sequence.generation]), self.rows.seen
+        first = self.executor.run(("begin", asked), partial(self._begin, self._logits, asked))
+        assert first is not None
+        if seen is not None:
+            seen[self._given[:1], first[:1]] = True
+        return self.executor.hand_over(first)
+
+    def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
+        row, position = self._given[:1], self._given[1:2]
+        rows = self.rows.at(row, asked)
+        rows.position = position - 1  # as after a tree's root there
         depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
         token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
         finite = score.abs() < torch.inf
         first = torch.cat([token * finite, finite.to(token.dtype)])[:, 0]
-        self.rows.begin(row, len(sequence.prompt), first[0], finite[0, 0])
-        return self.executor.hand_over(first)
+        self.rows.place(row, position, first[:1], finite[0])
+        return first
 
     def catch_up(self, decoding: dict[int, Progress]) -> None:
         """Let the drafter read what it has missed; the host knows all of it by now."""
@@ -118,6 +155,11 @@ class Prefill:
                     self.let_drafter_read(row, self._on_device(missed))
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
+
+    def _give(self, row: int, told: Tensor) -> None:
+        """Tell the device of a row; does not wait for it."""
+        given = torch.cat([torch.tensor([row]), told])
+        self._given[: len(given)].copy_(given, non_blocking=True)
 
     def _on_device(self, tokens: list[int]) -> Tensor:
         """Does not wait for the device."""

@@ -37,8 +37,9 @@ class Whole:
         """See `stree.models.hybrid.read_row`."""
         return read_row(model, cache, row, tokens, features, inputs)
 
-    def prepare(self, *reading: Any) -> None:
+    def prepare(self, *reading: Any) -> list[Piece]:
         """Nothing has to be made ready."""
+        return []
 
 
 class Called:

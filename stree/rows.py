@@ -15,8 +15,12 @@ from torch import Tensor
 
 from stree.generation import GenerationConfig
 from stree.head_columns import columns_of
+from stree.models.cache import fill
 from stree_kernels import naive
 from stree_kernels.shapes import Sampling
+
+NUM_SETTINGS = 6  # of a row
+Asked = tuple[bool, bool, bool, bool]
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Rows:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
-        settings = _bits(GenerationConfig())[:, None].repeat(1, batch).to(device)
+        settings = bits_of(GenerationConfig())[:, None].repeat(1, batch).to(device)
         temperature, top_p, min_p, penalty = settings[:4].view(torch.float64)
         return cls(
             zeros(dtype=torch.bool), temperature, settings[4], top_p, min_p, penalty, settings[5],
@@ -75,35 +79,56 @@ class Rows:
     ) -> None:
         """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
         needs the prompt and the vocabulary's size."""
+        self.set_to(row, bits_of(generation).to(self.active.device))
+        self.see(row, generation, prompt, vocabulary)
+
+    def set_to(self, row: int | Tensor, bits: Tensor) -> None:
+        """A row's settings, as `bits_of` gives them, on the device; row, an int or (1,) there."""
         assert self.settings is not None, "these rows were made by hand"
-        self.active[row] = False
-        self.settings[:, row].copy_(_bits(generation), non_blocking=True)
-        if generation.repetition_penalty != 1:
-            if self.seen is None:
-                assert vocabulary is not None
-                shape = len(self.active), vocabulary + 1
-                self.seen = torch.zeros(shape, dtype=torch.bool, device=self.active.device)
-            self.seen[row] = False
-            self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
+        fill(self.active, row, value=False)
+        self.settings[:, row] = bits if isinstance(row, int) else bits[:, None]
+
+    def see(
+        self,
+        row: int,
+        generation: GenerationConfig,
+        prompt: Sequence[int],
+        vocabulary: int | None,
+    ) -> None:
+        """Take note of a row's prompt, where its repetition penalty asks for it."""
+        if generation.repetition_penalty == 1:
+            return
+        if self.seen is None:
+            assert vocabulary is not None
+            shape = len(self.active), vocabulary + 1
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.active.device)
+        self.seen[row] = False
+        self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
 
     def begin(
-        self, row: int, position: int, root: int | Tensor, active: bool | Tensor = True
-    ) -> None:
-        """Decode from a root that stands at `position` and is in no cache; all before it is. root
-        and active, whether to decode at all, are () tensors where only the device knows them."""
-        self.position[row], self.root[row] = position, root
-        self.block[row, 0], self.block[row, 1] = 1, root
-        self.active[row] = active
+        self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
+        active: bool | Tensor = True,
+    ) -> None:  # fmt: skip
+        """Decode from a root that stands at `position` and is in no cache; all before it is. Each
+        is a tensor (1,) where only the device knows it; active, whether to decode at all."""
+        self.place(row, position, root, active)
         if self.seen is not None:
             self.seen[row, root] = True
 
+    def place(
+        self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
+        active: bool | Tensor = True,
+    ) -> None:  # fmt: skip
+        """`begin`, but that the root is not among the tokens that penalties know of yet: so it may
+        be done twice."""
+        self.position[row], self.root[row] = position, root
+        fill(self.block[:, 0], row, value=1)
+        self.block[row, 1] = root
+        self.active[row] = active
+
     def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> Rows:
         """Some of the rows, as views; generations, what those of them are for that are active."""
-        generations = list(generations)
-        sampling = [each for each in generations if each.temperature > 0]
-        ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
-        filtered = ranked or any(each.min_p > 0 for each in sampling)
-        penalised = any(each.repetition_penalty != 1 for each in generations)
+        sampled, filtered, ranked, penalised = asked_by(generations)
 
         def view(tensor: Tensor) -> Tensor:
             return tensor if len(tensor) == count else tensor.narrow(0, first, count)
@@ -111,9 +136,22 @@ class Rows:
         return Rows(
             view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
             view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
-            view(self.root), view(self.block), bool(sampling), filtered, ranked, penalised,
+            view(self.root), view(self.block), sampled, filtered, ranked, penalised,
             None if self.seen is None else view(self.seen),
             None if self.settings is None else self.settings.narrow(1, first, count),
+        )  # fmt: skip
+
+    def at(self, row: Tensor, asked: Asked) -> Rows:
+        """A copy of one row, (1,) int64 on the device."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, row)
+
+        return Rows(
+            copy(self.active), copy(self.temperature), copy(self.top_k), copy(self.top_p),
+            copy(self.min_p), copy(self.repetition_penalty), copy(self.seed), copy(self.position),
+            copy(self.root), copy(self.block), *asked,
+            seen=None if self.seen is None else copy(self.seen),
         )  # fmt: skip
 
     @property
@@ -186,7 +224,17 @@ class Rows:
         return naive.distribution(logits, self.temperature)
 
 
-def _bits(generation: GenerationConfig) -> Tensor:
+def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
+    """`sampled`, `filtered`, `ranked` and `penalised` of `Rows`, for such requests."""
+    generations = list(generations)
+    sampling = [each for each in generations if each.temperature > 0]
+    ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
+    filtered = ranked or any(each.min_p > 0 for each in sampling)
+    penalised = any(each.repetition_penalty != 1 for each in generations)
+    return bool(sampling), filtered, ranked, penalised
+
+
+def bits_of(generation: GenerationConfig) -> Tensor:
     """(6,) int64, the settings of a row as they lie in `Rows.settings`."""
     of = generation
     floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -51,8 +51,8 @@ class Drafter(Protocol):
     capturable: bool  # drafts touch tensors of fixed places only, and never wait for the device
     grows: bool  # may fill trees whose shapes it has to choose (`Forest.grow`); without it: no
 
-    def clear(self, row: int) -> None:
-        """Forget a row's sequence."""
+    def clear(self, row: Any) -> None:
+        """Forget a row's sequence. row, an int, or where it is capturable a tensor (1,) int64."""
 
     def read(self, row: int, tokens: Tensor) -> None:
         """Read more of a row's prompt, tokens (T,)."""

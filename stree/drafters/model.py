@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest, Level
+from stree.models.cache import Which
 from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel, read_row
 from stree.rows import Rows
@@ -75,7 +76,7 @@ class ModelDrafter:
             shape = num_rows, max_nodes, model.config.d_model
             self.inputs = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
-    def clear(self, row: int) -> None:
+    def clear(self, row: Which) -> None:
         self.cache.reset(row)
         if self.inputs is not None:
             self.inputs[row] = self._reader.unknown.detach()

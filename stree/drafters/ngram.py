@@ -19,6 +19,7 @@ from stree.drafters import Drawn, Proposal
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.generation import require_whole
+from stree.models.cache import Which, fill
 from stree.models.hybrid import HybridModel
 from stree.rows import Rows
 
@@ -122,9 +123,9 @@ class Text:
         self.num_read = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._back = torch.arange(context, device=device)
 
-    def clear(self, row: int) -> None:
-        self.slots[row, self.start :] = NOTHING
-        self.num_read[row] = 0
+    def clear(self, row: Which) -> None:
+        fill(self.slots[:, self.start :], row, value=NOTHING)
+        fill(self.num_read, row)
 
     def read(self, row: int, tokens: Tensor) -> None:
         places = torch.arange(len(tokens), device=self.slots.device)
@@ -251,7 +252,7 @@ class NGramDrafter:
     def __init__(self, text: Text) -> None:
         self.text = text
 
-    def clear(self, row: int) -> None:
+    def clear(self, row: Which) -> None:
         self.text.clear(row)
 
     def read(self, row: int, tokens: Tensor) -> None:
@@ -280,7 +281,7 @@ class GraftingDrafter(ModelDrafter):
         if siblings is not Drawn.POINT:
             self.drawn = Drawn.MIXED
 
-    def clear(self, row: int) -> None:
+    def clear(self, row: Which) -> None:
         super().clear(row)
         self.text.clear(row)
 

@@ -26,9 +26,17 @@ from stree.tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
 
-Which = int | slice  # of the sequences
+Which = int | slice | Tensor  # of the sequences; a tensor of rows, (n,) int64, for graphs
 EACH = slice(None)
 STATES, KEYS, NODES = "states", "keys and values", "nodes of trees"
+
+
+def fill(tensor: Tensor, row: Which, dim: int = 0, value: float = 0) -> None:
+    """Fill what `row` says of a dimension, in graphs, too."""
+    if isinstance(row, Tensor):  # an assignment would bring the value from the host
+        tensor.index_fill_(dim, row, value)
+    else:
+        tensor.transpose(0, dim)[row] = value
 
 
 @dataclass
@@ -145,9 +153,9 @@ class ConvCache:
             self.rows[self.parity, row, :length, :channels] = taken.own_tail
 
     def reset(self, row: Which = EACH) -> None:
-        self.rows[:, row, : self.tail_shape()[0]].zero_()
+        fill(self.rows[:, :, : self.tail_shape()[0]], row, 1)
         if self.own_tail is not None:
-            self.own_tail[row].zero_()
+            fill(self.own_tail, row)
 
     def sharing(self, other: Self) -> Self:
         """The same with the rows of another layer, and a tail beside."""
@@ -209,7 +217,7 @@ class RecurrentCache(ConvCache):
 
     def reset(self, row: Which = EACH) -> None:
         super().reset(row)
-        self.state[row].zero_()
+        fill(self.state, row)
 
     def sharing(self, other: Self) -> Self:
         return replace(super().sharing(other), derived=other.derived)
@@ -447,11 +455,11 @@ class HybridCache:
         return view
 
     def reset(self, row: Which = EACH) -> None:
-        """Forget everything of all sequences, or of one, so that the buffers serve another."""
+        """Forget everything of all sequences, or of some, so that the buffers serve others."""
         for layer in self.layers:
             layer.reset(row)
-        self.length[row].zero_()
-        self.path_length[row].zero_()
+        fill(self.length, row)
+        fill(self.path_length, row)
         self.num_committed = 0
 
     def save(self) -> SavedPrefix:

@@ -59,15 +59,20 @@ class Replayed:
 
     def replay(self):
         for other in self.sharing - {self}:
-            for each in vars(other.outputs).values() if other.outputs is not None else ():
+            for each in tensors_of(other.outputs):
                 if torch.is_tensor(each):
                     each.fill_(torch.nan if each.is_floating_point() else -1)
-        new = self.function()
-        if new is not None:  # a proposal
-            for mine, theirs in zip(vars(self.outputs).values(), vars(new).values(), strict=True):
-                if mine is not None and mine is not theirs:
-                    mine.copy_(theirs)
+        for mine, theirs in zip(tensors_of(self.outputs), tensors_of(self.function()), strict=True):
+            if mine is not None and mine is not theirs:
+                mine.copy_(theirs)
         return self.outputs
+
+
+def tensors_of(outputs):
+    """Of nothing, of a tensor or of a proposal."""
+    if outputs is None or torch.is_tensor(outputs):
+        return [] if outputs is None else [outputs]
+    return list(vars(outputs).values())
 
 
 class Event:
