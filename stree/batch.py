@@ -250,8 +250,11 @@ class BatchDecoder:
             while decoding and len(self._launched) <= self.executor.ahead:
                 trees = self._trees(decoding)
                 if any(each.behind and trees[row].num_nodes > 1 for row, each in decoding.items()):
-                    if self._launched:  # what they yield has to be known first
+                    # What they have begun with and what steps yield has to be known first
+                    if self._launched:
                         return self._collect()
+                    if firsts := self._first_tokens(decoding, wait=True):
+                        return firsts
                     self.prefill.catch_up(decoding)
                 self._launch(decoding, trees)
             for row, each in reading.items():
@@ -340,6 +343,8 @@ class BatchDecoder:
 
     def _read(self, row: int, sequence: Progress, whole: bool) -> None:
         """A piece of the row's prompt; after the last one it begins to decode."""
+        if sequence.tree is None and self.modes is not None and sequence.num_read == 0:
+            sequence.behind = not self.modes.drafts
         logits = self.prefill.read(row, sequence, whole)
         if logits is not None:
             sequence.first = self.prefill.begin(row, sequence, logits)
@@ -495,6 +500,9 @@ class BatchDecoder:
         kept, sequence.finish_reason = sequence.stop.keep(block)
         if sequence.finish_reason:
             self.rows.active[row] = False
+            if self.modes is not None and sequence.tree is None:
+                tokens = len(sequence.stop.tokens)
+                self.modes.learn_answer(tokens, sequence.drafter_read_s)
         return Report(row, kept, sequence.finish_reason)
 
     def _fail(self, row: int, sequence: Progress, who: str) -> Report:

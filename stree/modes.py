@@ -9,6 +9,7 @@ accepted lately, and changed seldom.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ PROBE_SHARE = 0.01  # of the time that may be lost to see whether drafts have be
 LEAST_LOSS = 0.3  # of a step, that one with another tree counts as losing
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what a row's observation counts one step later
+ANSWERS_MEMORY = 0.95  # what an answer counts one answer later
 REVISED_AFTER = 8  # steps, since working out what to expect takes the host longer than one
 TRIED_FIRST = 8  # observations of each tree that shows what no other does, before any is judged
 NUM_TIMINGS = 5
@@ -167,8 +169,24 @@ class GrownRates:
         return [each / drafts[-1] for each in drafts]
 
 
+class Mean:
+    """Of numbers of which the latest count most; `first` while there are none."""
+
+    def __init__(self, first: float) -> None:
+        self.value, self._weight = first, 0.0
+
+    def learn(self, number: float) -> None:
+        self._weight = ANSWERS_MEMORY * self._weight + 1
+        share = 1 / self._weight
+        self.value = number if share == 1 else self.value + share * (number - self.value)
+
+
 class Modes:
     """Chooses among trees; plain decoding is always one of them.
+
+    What drafting takes is its steps and, once for each request, the drafter's reading of the
+    prompt: with many rows and short answers the latter decides. While plain decoding is best,
+    drafters read no prompts (`drafts`).
 
     Args: trees, at most one a step for all rows that leave it to the decoder; costs, as measured
     by `BatchDecoder.measure_costs`.
@@ -182,6 +200,7 @@ class Modes:
             )
         self.trees = (PLAIN, *given)
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
+        self._answer_tokens = Mean(math.inf)
         self.costs = costs or Costs()
         self.rates = AcceptRates()
         self._telling = telling(self.trees[1:])
@@ -201,6 +220,7 @@ class Modes:
         self._revise()
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
+        self._missed_s = 0.0  # of those, what drafting would have saved since it is best
         self._probing = 0  # steps of a probe that are left
         self._probed = deque(self._telling)  # the next probe's tree first
 
@@ -214,10 +234,18 @@ class Modes:
     @costs.setter
     def costs(self, costs: Costs) -> None:
         self._costs, self._speeds = costs, {}
+        self._reading_s = Mean(costs.catch_up)  # a request, by the drafter
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafters have to read new prompts."""
+        return self.current != PLAIN
 
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
         self._num_rows = num_rows
+        if self._probing == 1:
+            self._revise()  # by what it has shown
         speed = self._speed(num_rows)
         for tree in self._untried:
             if self._might_pay(tree, num_rows):
@@ -228,16 +256,27 @@ class Modes:
             if not self._probing:
                 self.current = best
         elif speed[best] > speed[self.current] * (1 if best == PLAIN else 1 + HYSTERESIS):
-            self.current = best
+            if self.current != PLAIN or self._pays_for_reading(best, num_rows):
+                self.current = best
+        else:
+            self._missed_s = 0.0
         if self.current == PLAIN:
             self._consider_a_probe(num_rows)
             return self.current
+        self._missed_s = 0.0
         return self._unseen(num_rows) or self.current
 
     def _might_pay(self, tree: TokenTree, num_rows: int) -> bool:
         """Whether it would be faster than plain decoding were all of it accepted."""
-        plain = self.costs.of(num_rows, PLAIN)
-        return (tree.max_depth + 1) * plain > self.costs.of(num_rows, tree)
+        most = self._speed_of(num_rows, tree, tree.max_depth + 1)
+        return most > self._speed_of(num_rows, PLAIN, 1.0)
+
+    def _pays_for_reading(self, tree: TokenTree, num_rows: int) -> bool:
+        """Whether steps that were plain instead of a tree's have lost what all rows' drafter takes
+        to read what it has missed: then so much is given for the change, and not more often."""
+        speed = self._speed(num_rows)
+        self._missed_s += self.costs.of(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
+        return self._missed_s >= num_rows * self._reading_s.value
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
@@ -251,6 +290,14 @@ class Modes:
         if isinstance(tree, BeamTree):
             self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
+
+    def learn_answer(self, num_tokens: int, reading_s: float | None = None) -> None:
+        """A request has got so many tokens; reading_s, what the drafter took to read for it, unless
+        it did not."""
+        self._answer_tokens.learn(max(num_tokens, 1))
+        if reading_s is not None:
+            self._reading_s.learn(reading_s)
+        self._speeds = {}
 
     def _count(self, tree: TokenTree) -> None:
         """An observation of a tree: now and then expectations follow from all of them, here and
@@ -288,10 +335,18 @@ class Modes:
         """Expected tokens a second and row, by tree."""
         if num_rows not in self._speeds:
             self._speeds[num_rows] = {
-                tree: tokens / self.costs.of(num_rows, tree)
+                tree: self._speed_of(num_rows, tree, tokens)
                 for tree, tokens in self._expected.items()
             }
         return self._speeds[num_rows]
+
+    def _speed_of(self, num_rows: int, tree: TokenTree, tokens: float) -> float:
+        """Tokens a second and row of steps that yield so many, and of reading for all rows what
+        these take of the drafter's prompts."""
+        seconds = self.costs.of(num_rows, tree)
+        if tree != PLAIN:
+            seconds += num_rows * self._reading_s.value * tokens / self._answer_tokens.value
+        return tokens / seconds
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
         """Now and then a tree that alone shows what it accepts: the less it seems to lose, the more
@@ -312,7 +367,7 @@ class Modes:
         """In turns: if only what looks best is tried, no other tree can show that it is better."""
         self._plain_s += self.costs.of(num_rows, PLAIN)
         tree = self._probed[0]
-        lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self.costs.catch_up
+        lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self._reading_s.value
         if self._plain_s > lost / PROBE_SHARE:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
             self._probed.rotate(-1)

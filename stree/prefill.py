@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stree.arrival import Arrival
+from stree.clock import recorded
 from stree.drafters.model import ModelDrafter
 from stree.executors import Eager, Graphs
 from stree.models.features import Features
@@ -85,8 +86,8 @@ class Prefill:
             prepare(drafter.model, drafter.cache, row, drafted, rest, (), reads_inputs)
 
     def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
-        """Let target and drafter read those of the prompt's first tokens (T,) that they have not;
-        returns the logits (1, V) after the last."""
+        """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
+        that they have not; returns the logits (1, V) after the last."""
         target, cache, drafter = self.step.target, self.step.cache, self.step.drafter
         reader, read_row = self.step.feature_drafter, self.executor.reader.read_row
         most = len(tokens) if reader is None else FEATURES_CHUNK
@@ -96,13 +97,26 @@ class Prefill:
             if reader is not None:
                 features = Features(reader.feature_layers)
                 logits = read_row(target, cache, row, piece, features, start=start)
-                self.let_drafter_read(row, unread, features.values[0], drafted)
             else:
+                features = None
                 logits = read_row(target, cache, row, piece, start=start)
-                if drafter is not None and len(unread):
-                    self.let_drafter_read(row, unread, start=drafted)
-            sequence.num_read = sequence.num_drafted_from = start + len(piece)
+            sequence.num_read = start + len(piece)
+            if drafter is not None and not sequence.behind:
+                if len(unread):
+                    known = None if features is None else features.values[0]
+                    self._drafter_reads(row, sequence, unread, known, drafted)
+                sequence.num_drafted_from = sequence.num_read
         return logits
+
+    def _drafter_reads(
+        self, row: int, sequence: Progress, tokens: Tensor, features: Tensor | None,
+        start: int | None,
+    ) -> None:  # fmt: skip
+        """As `let_drafter_read`, timed where the steps' trees are chosen by what that takes."""
+        begun = recorded(tokens.device) if sequence.tree is None else None
+        self.let_drafter_read(row, tokens, features, start)
+        if begun is not None:
+            sequence.readings.append((begun, recorded(tokens.device)))
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
@@ -152,7 +166,8 @@ class Prefill:
                 tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
                 *missed, root = tokens
                 if missed:
-                    self.let_drafter_read(row, self._on_device(missed))
+                    start = None if each.num_drafted_from else 0
+                    self._drafter_reads(row, each, self._on_device(missed), None, start)
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
 

@@ -77,7 +77,8 @@ class Progress:
     stats: DecodingStats
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
-    behind: bool = False  # whether the drafter has missed a block
+    behind: bool = False  # whether the drafter has missed the prompt or a block
+    readings: list[tuple[Any, Any]] = field(default_factory=list)  # the drafter's, begun and done
     longest: int = 1  # the most tokens that the row's block has
     finish_reason: str = ""
     since: float = field(default_factory=time.perf_counter)
@@ -90,6 +91,14 @@ class Progress:
     @property
     def decoding(self) -> bool:
         return not self.reading and not self.finish_reason
+
+    @property
+    def drafter_read_s(self) -> float | None:
+        """What the drafter took to read for the row, when all of it is done; None where it did
+        not."""
+        if not self.readings:
+            return None
+        return sum(begun.elapsed_time(done) for begun, done in self.readings) / 1e3
 
     @property
     def position(self) -> int:

@@ -149,6 +149,53 @@ def apportioning() -> Modes:
     return modes
 
 
+def served(modes: Modes | None, table: Costs, rows: int, length: int, reading_s: float, steps: int):
+    """Tokens a second of rows that get another request as soon as one has its `length` tokens; a
+    drafter takes `reading_s` for a request when it first drafts for it. Without modes: plain."""
+    rng = random.Random(0)
+    seconds, tokens, left, read = 0.0, 0, [0] * rows, [-1.0] * rows
+    for _ in range(steps):
+        tree = PLAIN if modes is None else modes.choose(rows)
+        for row in range(rows):
+            if left[row] <= 0:
+                if read[row] >= 0 and modes is not None:
+                    modes.learn_answer(length, read[row] or None)
+                left[row], read[row] = length, 0.0
+                if modes is not None and modes.drafts:
+                    read[row] = reading_s
+            if tree != PLAIN and not read[row]:
+                read[row] = reading_s
+                seconds += reading_s
+            elif left[row] == length and read[row]:
+                seconds += reading_s
+            end = 0
+            while end < tree.max_depth and rng.random() < 0.7:
+                end += 1
+            if modes is not None and tree != PLAIN:
+                modes.learn(tree, end)
+            left[row] -= end + 1
+            tokens += end + 1
+        seconds += table.of(rows, tree)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("length", [8, 64, 512])
+@pytest.mark.parametrize("reading_s", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("measured", [0.05, 1.0, 20.0], ids="{} of it measured".format)
+def test_what_drafters_read_counts(rows, length, reading_s, measured):
+    """A chain of 2 that yields 2.2 tokens in 1.4 times a plain step's time is taken where it pays
+    for reading prompts, too, whatever was measured of that beforehand."""
+    table = costs(1.0, 1.4, 9.0, rows)
+    table.catch_up = reading_s * measured
+    steps = 40 * length + 4000
+    plain = served(None, table, rows, length, reading_s, steps)
+    chosen = served(Modes([CHAIN], table), table, rows, length, reading_s, steps)
+    yields = 1 + 0.7 + 0.7**2
+    drafting = yields / (1.4 + rows * reading_s * yields / length) * rows
+    assert chosen > 0.975 * max(plain, drafting)
+
+
 def test_few_rows_get_more_drafts():
     """Apportioned speculation: what many sequences leave free goes to more drafts of few."""
     modes = apportioning()
@@ -199,7 +246,8 @@ class Alternating(Modes):
 
     def choose(self, num_rows):
         self.turn = getattr(self, "turn", -1) + 1
-        return self.trees[self.turn // 3 % len(self.trees)]
+        self.current = self.trees[self.turn // 3 % len(self.trees)]
+        return self.current
 
 
 @pytest.mark.parametrize(("graphs", "penalty"), [(False, 1.0), (True, 1.0), (True, 1.7)], ids=str)
@@ -296,6 +344,21 @@ def test_the_drafter_reads_each_token_once():
         assert read == [1, 2, 3, *wanted][: len(read)]
     assert len(drafter.sequences[row]) > 20
     decoder.release(row)
+
+
+def test_drafters_read_no_prompts_while_plain_decoding_is_best():
+    """And they do for requests with a tree of their own."""
+    torch.manual_seed(0)
+    target = TableTarget(2 * torch.randn(7, 7, 7, dtype=torch.float64))
+    drafter, tree = TableDrafter(target.table), TokenTree.chain(2)
+    costs = Costs({(2, PLAIN): 1.0, (2, CHAIN): 9.0, (1, PLAIN): 1.0, (1, CHAIN): 9.0})
+    decoder = BatchDecoder(target, drafter, Modes([CHAIN], costs), num_rows=2, max_length=64)
+    decoder.generate([Request([1, 2, 3], GenerationConfig(30))])
+    assert not decoder.modes.drafts
+    left = decoder.admit(Request([4, 5, 6, 1], GenerationConfig(9)))
+    own = decoder.admit(Request([4, 5, 6, 2], GenerationConfig(9), tree))
+    decoder.step()
+    assert not drafter.sequences[left] and drafter.sequences[own][:4] == [4, 5, 6, 2]
 
 
 def test_costs_are_measured_while_no_row_is_taken():
