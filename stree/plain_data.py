@@ -92,6 +92,9 @@ def require_plain_yaml(text: str) -> None:
             if num_nodes > MAX_YAML_NODES:
                 raise ValueError(f"it stands for more than {MAX_YAML_NODES:,} values")
     except yaml.YAMLError as error:
+        # The scanner is ahead of the events, and since PyYAML 6.0.4 it has a limit of its own
+        if "nesting depth" in str(error):
+            raise ValueError("it is nested too deep") from None
         raise ValueError(" ".join(str(error).split())) from error
 
 

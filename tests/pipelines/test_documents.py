@@ -161,7 +161,9 @@ def test_examples_of_parts_of_one_s_own_decode_as_plainly():
     for block in blocks:
         exec(block, scope)  # this repository's own words
         if scope["decoder"].modes is not None:  # what it measured depends on the machine's load
-            scope["decoder"].modes.costs = SimpleNamespace(of=lambda num_rows, tree: 1.0)
+            scope["decoder"].modes.costs = SimpleNamespace(
+                of=lambda num_rows, tree: 1.0, catch_up=0.0
+            )
         (output,) = scope["decoder"].generate([request])
         assert output.tokens == wanted.tokens
         longest = max(output.stats.accepted_per_call)
