@@ -3,7 +3,8 @@
 What `tree_scan.py` does by matrix products, this does as the recurrence itself: each program keeps
 its part of the state in registers and takes the new tokens one by one (the fused update of Snakes
 and Ladders, Wu et al. 2024). Useless for a tree, which has to be unrolled into chains. Replay and
-conv are the same launch as for a tree. The naive twin is `naive.mamba_tree`.
+conv are the same launch as for a tree; many sequences go another way (`streamed_scan.py`). The
+naive twin is `naive.mamba_tree`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
-from stree_kernels.products import mixed_precision_of, precision_of
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import replay, replay_and_convolve, scan_replays
+from stree_kernels.streamed_scan import mamba_streamed, streams
+from stree_kernels.tree_conv import replay_and_convolve
 
 
 def mamba_chain(
@@ -31,11 +32,11 @@ def mamba_chain(
 ) -> Tensor:
     """`naive.mamba_tree` of new chains, as `topology` must be, in two launches."""
     batch, num_new, _ = projected.shape
+    if streams(state, num_new):
+        where = (weights, shape, topology, steering, out)
+        return mamba_streamed(projected, rows, derived, state, *where, as_chain=True)
     kept = projected[..., shape.d_inner :]
-    replays = scan_replays(state, 0)
-    C = replay_and_convolve(
-        kept, rows, derived, state, weights, shape, topology, steering, 0, replays
-    )
+    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, 0)
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     xb, steps, heads = derived.xb, derived.steps, shape.num_heads
@@ -49,13 +50,10 @@ def mamba_chain(
         y, y.stride(0), y.stride(1),
         projected if shape.gated else None, projected.stride(0), projected.stride(1),
         weights.A_log, weights.D, steering.parity, num_new,
-        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
-        min(xb.shape[2], steps.shape[3]),
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim,
-        BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)), REPLAYS=replays,
-        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
+        BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         num_warps=4, **overlapping(kept),
     )  # fmt: skip
     return y
@@ -68,12 +66,11 @@ def chain_scan_kernel(
     C_pointer, C_batch_stride, C_stride,
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
     y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
-    A_log, D_pointer, parities, num_new, path, path_stride, path_size, path_lengths, num_slots,
+    A_log, D_pointer, parities, num_new,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, REPLAYS: tl.constexpr,
-    PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -89,24 +86,11 @@ def chain_scan_kernel(
     xb += batch * xb_batch_stride
     steps += batch * steps_batch_stride + head
     state_pointer += batch * state_batch_stride + head * state_head_stride
-    if REPLAYS:
-        state = replay(
-            state_pointer, state_row_stride,
-            xb + parity * xb_parity_stride, xb_stride,
-            steps + parity * steps_parity_stride, steps_stride, A_log + head,
-            path + batch * path_stride, path_size,
-            load_kept(path_lengths + batch).to(tl.int32), num_slots,
-            block * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
-            B_CHANNEL + (head // HEADS_A_B) * D_STATE,
-            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
-        )  # fmt: skip
-        follow(OVERLAPS)
-    else:
-        follow(OVERLAPS)
-        state = tl.load(
-            state_pointer + p[:, None] * state_row_stride + s[None, :],
-            mask=in_p[:, None] & in_s[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+    follow(OVERLAPS)
+    state = tl.load(
+        state_pointer + p[:, None] * state_row_stride + s[None, :],
+        mask=in_p[:, None] & in_s[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
     xb += (1 - parity) * xb_parity_stride
     steps += (1 - parity) * steps_parity_stride
     for node in range(0, num_new):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stree_kernels import gather, pointwise, products
+from stree_kernels import gather, pointwise, products, tiled_products
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, silu_times, with_parts
 from stree_kernels.products import device_of, precision_of, product
@@ -55,7 +55,10 @@ def linear_swiglu(x: Tensor | Stream, weight: Tensor) -> Tensor:
     x = _as_normed(x)
     if fits(x, weight, gated=True):
         return _product(x, weight, gated=True)
-    return products.linear_swiglu(norm(x) if isinstance(x, Stream) else x, weight)
+    rows = norm(x) if isinstance(x, Stream) else x
+    if tiled_products.fits(rows, weight):
+        return tiled_products.linear_swiglu(rows, weight)
+    return products.linear_swiglu(rows, weight)
 
 
 def norm(stream: Stream) -> Tensor:

@@ -23,9 +23,9 @@ from stree_kernels.shapes import Steering, Topology
 # What was fastest on an H200, for 1 to 64 nodes and 1,024 and 8,192 committed tokens
 PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocessor of an H200
 ALONE_PROGRAMS = 528  # the same of a single query, which needs no tiles for tensor cores
-STAGED_FROM = 128  # heads of all sequences from which on keys arrive by way of shared memory, and
-STAGED_PROGRAMS = 528  # what the splits should fill then
+STAGED_FROM = 64  # heads of all sequences from which on keys arrive by way of shared memory
 STAGES = 3  # how many times ahead, this one counted
+LEAST_SPLITS = 2  # then
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
 CORNER_KEYS = 16  # accepted and new ones at a time
@@ -75,11 +75,12 @@ def attend_tree(
     tiles_bytes = STAGES * block_l * 2 * head_dim * qkv.element_size()
     staged = not alone and sequence_heads >= STAGED_FROM
     staged = staged and 2 * tiles_bytes < device_of(qkv)[1]  # two programs a multiprocessor
-    if staged:
-        num_splits = min(32, STAGED_PROGRAMS // (sequence_heads * row_blocks))
-    else:
-        programs = ALONE_PROGRAMS if alone else PROGRAMS
-        num_splits = min(32, programs // (sequence_heads * row_blocks)) - num_corners
+    num_splits = (ALONE_PROGRAMS if alone else PROGRAMS) // (sequence_heads * row_blocks)
+    num_splits, large = min(32, num_splits), num_rows > MAX_ROWS // 2
+    if large or not staged:  # else what the corner takes does not count
+        num_splits -= num_corners
+    if staged and not (large and num_splits == 1):
+        num_splits = max(num_splits, LEAST_SPLITS)
     num_splits = max(1, min(num_splits, triton.cdiv(keys.shape[2], block_l)))
     num_parts = num_corners + num_splits
     block_parts = triton.next_power_of_2(num_parts)

@@ -2,13 +2,13 @@
 
 Neither needs the other, so their programs run side by side. Replay: one program serves a sequence,
 a head and a block of its channels, and advances the state along the last accepted path; of many
-sequences the scan's programs do, each before it waits for the conv (`scan_replays`). Conv: one
-serves a sequence, a block of channels and a few nodes; it reads each node's window of raw inputs
-(new nodes, older nodes of the tree, or the accepted path and the tail of the last tree), keeps the
-nodes' own raw inputs, and writes silu(conv); a last block of programs does the same for dt and the
-log-decay. What the next call's replay needs is kept (`Derived`), so that nothing is convolved
-twice. The naive twins are in `naive.mamba_tree`. A gated-delta layer's call begins with the same
-launch, without replay (`convolve`).
+sequences the scan's programs do that (`streamed_scan.py`). Conv: one serves a sequence, a block of
+channels and a few nodes; it reads each node's window of raw inputs (new nodes, older nodes of the
+tree, or the accepted path and the tail of the last tree), keeps the nodes' own raw inputs, and
+writes silu(conv); a last block of programs does the same for dt and the log-decay. What the next
+call's replay needs is kept (`Derived`), so that nothing is convolved twice. The naive twins are in
+`naive.mamba_tree`. A gated-delta layer's call begins with the same launch, without replay
+(`convolve`).
 
 The last tree's inputs are still read while the new tree's are written: hence two buffers, and
 `Steering.parity` says which is which.
@@ -38,38 +38,29 @@ from stree_kernels.shapes import (
 BLOCK_CHANNELS, BLOCK_NODES = 64, 16  # that a program convolves
 MANY, MOST_CHANNELS = 8, 256  # sequences from which on few nodes have wider blocks, at most so wide
 BLOCK_HEAD = 32  # channels of a head whose state a program advances
-FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps for the scan
-
-
-def scan_replays(state: Tensor, first: int, query_blocks: int = 1) -> bool:
-    """Whether the scan shall advance the states itself, so that they are read once, and not again
-    where they lie in memory by then. It can where a program has all nodes of a block of a state."""
-    return first == 0 and query_blocks == 1 and state.nbytes >= FAR_STATES
 
 
 def replay_and_convolve(
     kept: Tensor,
     rows: Tensor,
     derived: Derived,
-    state: Tensor,
+    state: Tensor | None,
     weights: MixerWeights,
     shape: MixerShape,
     topology: Topology,
     steering: Steering,
     first: int,
-    leave_state: bool = False,
 ) -> Tensor:
     """Nodes first … first + Q − 1, of which kept (B, Q, C + H) holds the raw inputs.
 
-    Writes rows and state, as `naive.mamba_tree` does, and derived. Returns C (B, Q, Gc·S). With
-    leave_state it does not write the state: the scan replays.
+    Writes rows and state, as `naive.mamba_tree` does, and derived; without a state none, then the
+    scan replays. Returns C (B, Q, Gc·S).
     """
     x_conv, b_conv, _ = shape.scan_groups
     heads = shape.num_heads
     block_p = max(16, min(BLOCK_HEAD, triton.next_power_of_2(shape.head_dim)))
     return _launch(
-        kept, rows, derived, None if leave_state else state,
-        weights, shape, topology, steering, first,
+        kept, rows, derived, state, weights, shape, topology, steering, first,
         columns=shape.xbc_dims, dt_limit=shape.dt_limit,
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv,
@@ -249,7 +240,7 @@ def replay(
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Advance the state of a block of a head's channels along the accepted path; the state then."""
+    """Advance the state of a block of a head's channels along the accepted path."""
     p, s = start_p + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
     in_p, in_s = p < HEAD_DIM, s < D_STATE
     at_state = state + p[:, None] * row_stride + s[None, :]
@@ -258,50 +249,57 @@ def replay(
     A = -tl.exp(load_kept(A_log).to(tl.float32))
     # Of the first nodes all is there by the time it is known how many of them count
     k = tl.arange(0, 16)
-    dt, x, B = _path_inputs(
-        path, k, k < path_size, num_slots, xb, xb_stride, dt_pointer, dt_stride,
-        x_start + p, in_p, b_start + s, in_s,
-    )  # fmt: skip
-    h = _advanced(h, A, dt, x, B, k < path_length, PRECISION, MIXED)
+    node, there, dt, B = path_inputs(
+        path, k, k < path_size, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_start + s, in_s
+    )
+    at = xb + node[:, None] * xb_stride + (x_start + p)[None, :]
+    x = load_kept(at, there[:, None] & in_p[None, :])
+    decay, after = path_weights(A, dt, k < path_length)
+    h = advanced(h, decay, after, x, B, k < path_length, PRECISION, MIXED)
     for start in range(16, path_length, 16):
-        accepted = start + k < path_length
-        dt, x, B = _path_inputs(
-            path, start + k, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
-            x_start + p, in_p, b_start + s, in_s,
+        counts = start + k < path_length
+        node, there, dt, B = path_inputs(
+            path, start + k, counts, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+            b_start + s, in_s,
         )  # fmt: skip
-        h = _advanced(h, A, dt, x, B, accepted, PRECISION, MIXED)
-    kept = h.to(state.dtype.element_ty)
+        at = xb + node[:, None] * xb_stride + (x_start + p)[None, :]
+        x = load_kept(at, there[:, None] & in_p[None, :])
+        decay, after = path_weights(A, dt, counts)
+        h = advanced(h, decay, after, x, B, counts, PRECISION, MIXED)
     if path_length > 0:
-        tl.store(at_state, kept, mask=in_state)
-    return kept.to(tl.float32)
+        tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
 
 
 @triton.jit
-def _path_inputs(
-    path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride,
-    x_channel, in_p, b_channel, in_s,
+def path_inputs(
+    path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
 ):  # fmt: skip
-    """dt, x and B of some nodes of a path buffer, of which not all need count."""
+    """Some nodes of a path buffer, of which not all need count, and which of them there are; their
+    dt and B."""
     node = load_kept(path + k, listed).to(tl.int32)
     there = listed & (node >= 0) & (node < num_slots)
     dt = load_kept(dt_pointer + node * dt_stride, there)
-    at = xb + node[:, None] * xb_stride
-    x = load_kept(at + x_channel[None, :], there[:, None] & in_p[None, :])
-    B = load_kept(at + b_channel[None, :], there[:, None] & in_s[None, :])
-    return dt, x, B
+    at = xb + node[:, None] * xb_stride + b_channel[None, :]
+    return node, there, dt, load_kept(at, there[:, None] & in_s[None, :])
 
 
 @triton.jit
-def _advanced(h, A, dt, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl.constexpr):
-    """The state after those of 16 nodes of the path that are accepted."""
+def path_weights(A, dt, accepted):
+    """By what 16 nodes of the path, those that are accepted, fade the state, and how much of each
+    is left of it after the last."""
     dt = tl.where(accepted, dt, 0.0)
+    total = tl.sum(dt * A, axis=0)
+    return tl.exp(total), tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
+
+
+@triton.jit
+def advanced(h, decay, after, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl.constexpr):
+    """The state after those of 16 nodes of the path that are accepted."""
     x = tl.where(accepted[:, None], x.to(tl.float32), 0.0)
     B = tl.where(accepted[:, None], B, 0.0)
-    total = tl.sum(dt * A, axis=0)
-    after = tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
     added = mixed_product(tl.trans(x * after[:, None]), B, PRECISION, MIXED)
     # Of one rounding, whatever kernel this is a part of
-    return tl.fma(tl.zeros_like(h) + tl.exp(total), h, added)
+    return tl.fma(tl.zeros_like(h) + decay, h, added)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """A Mamba-2 layer's tree call in two launches: replay and tree conv, then the tree scan (Triton).
 
 In the scan one program serves one sequence, a few nodes, one head and a block of that head's
-channels. Only the first launch writes the state, so any number of programs may read it; of many
-sequences each program advances its own block of it (`scan_replays`). On GPUs
+channels. Only the first launch writes the state, so any number of programs may read it. On GPUs
 that can (compute capability 9.0) each launch is made before the one that it needs has ended, and
-waits for it. The naive twin is `naive.mamba_tree`.
+waits for it. Many sequences go another way (`streamed_scan.py`). The naive twin is
+`naive.mamba_tree`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import replay, replay_and_convolve, scan_replays
+from stree_kernels.streamed_scan import mamba_streamed, streams
+from stree_kernels.tree_conv import replay_and_convolve
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
 # What was fastest on an H200.
@@ -38,14 +39,15 @@ def mamba_tree(
 ) -> Tensor:
     """`naive.mamba_tree` in two launches; y (B, Q, H·P) in projected's dtype."""
     batch, num_new, _ = projected.shape
+    if streams(state, num_new, first):
+        return mamba_streamed(
+            projected, rows, derived, state, weights, shape, topology, steering, out
+        )
     xb, steps = derived.xb, derived.steps
     kept = projected[..., shape.d_inner :]
     block_q, most_channels, num_warps = FEW if num_new <= FEW[0] else MANY
     query_blocks = triton.cdiv(num_new, block_q)
-    replays = scan_replays(state, first, query_blocks)
-    C = replay_and_convolve(
-        kept, rows, derived, state, weights, shape, topology, steering, first, replays
-    )
+    C = replay_and_convolve(kept, rows, derived, state, weights, shape, topology, steering, first)
     y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
     assert y.stride(2) == projected.stride(2) == 1
     block_p = max(16, min(most_channels, triton.next_power_of_2(shape.head_dim)))
@@ -62,14 +64,12 @@ def mamba_tree(
         weights.A_log, weights.D,
         topology.ancestors.view(torch.uint8), topology.depths.shape[1],
         steering.variant, steering.parity, first, num_new, query_blocks,
-        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
-        min(xb.shape[2], steps.shape[3]),
         HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim, NEW_HALF=first == 0,
         BLOCK_P=block_p, BLOCK_S=max(16, triton.next_power_of_2(shape.d_state)),
         BLOCK_N=block_n, BLOCK_Q=block_q, ONE_TILE=num_nodes <= block_n,
-        REPLAYS=replays, PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
+        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         # Tiles of fp32 in several stages would not fit the shared memory of smaller GPUs
         num_stages=1 if projected.dtype == torch.float32 else 3,
         num_warps=num_warps, **overlapping(kept),
@@ -123,12 +123,11 @@ def tree_scan_kernel(
     state_pointer, state_batch_stride, state_head_stride, state_row_stride,
     y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
     A_log, D_pointer, ancestors, tree_size, variants, parities, first, num_new, query_blocks,
-    path, path_stride, path_size, path_lengths, num_slots,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, NEW_HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ONE_TILE: tl.constexpr, REPLAYS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     block, query_block = tl.program_id(0) // query_blocks, tl.program_id(0) % query_blocks
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -153,17 +152,6 @@ def tree_scan_kernel(
     num_nodes = tl.minimum(first + (query_block + 1) * BLOCK_Q, first + num_new)
     if ONE_TILE:
         above = _above(ancestors, tree_size, node, known, 0, num_nodes, BLOCK_N)
-    if REPLAYS:
-        state = replay(
-            state_pointer, state_row_stride,
-            xb + parity * xb_parity_stride, xb_stride,
-            steps + parity * steps_parity_stride, steps_stride, A_log + head,
-            path + batch * path_stride, path_size,
-            load_kept(path_lengths + batch).to(tl.int32), num_slots,
-            block * BLOCK_P, (head // HEADS_A_X) * HEAD_DIM,
-            B_CHANNEL + (head // HEADS_A_B) * D_STATE,
-            HEAD_DIM, D_STATE, BLOCK_P, BLOCK_S, PRECISION, MIXED,
-        )  # fmt: skip
     xb += half * xb_parity_stride
     steps += half * steps_parity_stride
     follow(OVERLAPS)
@@ -171,11 +159,10 @@ def tree_scan_kernel(
         C_pointer + batch * C_batch_stride + q[:, None] * C_stride + c_channel[None, :],
         mask=known[:, None] & in_s[None, :], other=0.0,
     )  # fmt: skip
-    if not REPLAYS:
-        state = tl.load(
-            state_pointer + p[:, None] * state_row_stride + s[None, :],
-            mask=in_p[:, None] & in_s[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+    state = tl.load(
+        state_pointer + p[:, None] * state_row_stride + s[None, :],
+        mask=in_p[:, None] & in_s[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
     log_decay = tl.load(steps + steps_part_stride + node * steps_stride, mask=known, other=0.0)
     if ONE_TILE:
         x, B, dt, other_decay = _nodes(

@@ -31,7 +31,7 @@ from lanes import quick_first
 from toys import random_tree
 
 from stree.tree import TokenTree
-from stree_kernels import chain_scan, naive, tree_conv, tree_scan
+from stree_kernels import chain_scan, naive, streamed_scan, tree_conv, tree_scan
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights
 
 SHAPES = {
@@ -181,7 +181,7 @@ LONG_FAR = [
 def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monkeypatch):
     paths = [tree.path_to(tree.num_nodes - 1), [], [0]]
     near = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
-    monkeypatch.setattr(tree_conv, "FAR_STATES", 0)
+    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
     compare(SHAPES[name], [tree], paths, dtype, as_chain=as_chain)
     far = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
     assert torch.equal(near[-1], far[-1])

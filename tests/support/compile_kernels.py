@@ -29,7 +29,7 @@ from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
-from stree_kernels import naive, ops, tree_attention, tree_conv
+from stree_kernels import naive, ops, streamed_scan, tiled_products, tree_attention, tree_conv
 from stree_kernels.shapes import (
     Derived,
     Drafts,
@@ -102,7 +102,7 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:
     """What a call of many sequences has otherwise, over a tree and of one token."""
-    settings = (tree_conv, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
+    settings = (streamed_scan, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
     before = [getattr(*each) for each in settings]
     for each in settings:
         setattr(*each, 1)
@@ -256,6 +256,9 @@ def main() -> None:
         gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
+        if options.capability >= 90:
+            whole = torch.zeros(2 * 132 * tiled_products.OUTPUTS, config.d_model, dtype=many.dtype)
+            ops.linear_swiglu(many, whole)
         head = naive.in_8_bits(model.head_weight)
         for rows in (1, 8, 16, 64):
             ops.linear(many[:, :rows], head)
