@@ -34,8 +34,8 @@ STAGES, REGISTERS = (
     3,
     None,
 )  # how many times ahead, this one counted; of a thread, as many as wanted
-# Where there are more programs than three a multiprocessor, four together
-MANY_STAGES, MANY_REGISTERS = 2, 128
+# Of few nodes, where there are more programs than three a multiprocessor: four together
+FEW_NODES, MANY_STAGES, MANY_REGISTERS = 16, 2, 128
 
 
 def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
@@ -67,8 +67,9 @@ def mamba_streamed(
     x_conv, b_conv, c_conv = shape.scan_groups
     block_s = max(16, triton.next_power_of_2(shape.d_state))
     block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
-    stages, registers = STAGES, REGISTERS
-    if heads * batch > 3 * device_of(projected)[0]:
+    stages, registers, wide = STAGES, REGISTERS, projected.element_size() == 4
+    many = heads * batch > 3 * device_of(projected)[0]
+    if many and num_new <= FEW_NODES and not wide:
         stages, registers = MANY_STAGES, MANY_REGISTERS
     streamed_scan_kernel[(heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
@@ -86,10 +87,10 @@ def mamba_streamed(
         HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
         B_CHANNEL=x_conv * shape.head_dim,
         BLOCK_P=block_p, BLOCK_S=block_s, STAGES=stages,
-        CHAIN=num_new if as_chain else 0, BLOCK_Q=16 if num_new <= 16 else MOST_NODES,
+        CHAIN=num_new if as_chain else 0, BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES,
         PIECES=triton.cdiv(steering.path.shape[1], 16),
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
-        num_warps=4, num_stages=1, maxnreg=registers, **overlapping(kept),
+        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
     )  # fmt: skip
     return y
 
