@@ -96,6 +96,17 @@ def mamba_streamed(
 
 
 @triton.jit
+def pair_scores(
+    node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION: tl.constexpr
+):  # fmt: skip
+    """How much of each other node's x a node receives, (nodes, others)."""
+    # Off the ancestors the difference can be positive and overflow: mask it before exp
+    difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
+    scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
+    return scores + tl.where(node[:, None] == other[None, :], D, 0.0)
+
+
+@triton.jit
 def streamed_scan_kernel(
     xb, xb_parity_stride, xb_batch_stride, xb_stride,
     steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
@@ -152,10 +163,7 @@ def streamed_scan_kernel(
         C = tl.load(C_pointer[None, :] + q[:, None] * C_stride, mask=in_nodes, other=0.0)
         dt = load_kept(steps + q * steps_stride, known)
         log_decay = tl.load(steps + steps_part_stride + q * steps_stride, mask=known, other=0.0)
-        # Off the ancestors the difference can be positive and overflow: mask it before exp
-        difference = tl.where(above, log_decay[:, None] - log_decay[None, :], -float("inf"))
-        scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
-        scores += tl.where(q[:, None] == q[None, :], D, 0.0)
+        scores = pair_scores(q, q, above, C, log_decay, B, dt, log_decay, D, PRECISION)
         fade = tl.exp(log_decay)
     for start in tl.range(0, HEAD_DIM, BLOCK_P, num_stages=STAGES):
         p = start + tl.arange(0, BLOCK_P)

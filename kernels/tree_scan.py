@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
-from stree_kernels.products import mixed_precision_of, mixed_product, precision_of, product
+from stree_kernels.products import mixed_precision_of, mixed_product, precision_of
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.streamed_scan import mamba_streamed, streams
+from stree_kernels.streamed_scan import mamba_streamed, pair_scores, streams
 from stree_kernels.tree_conv import replay_and_convolve
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
@@ -108,10 +108,7 @@ def _among_nodes(
 ):  # fmt: skip
     """What nodes receive from a block of their ancestors."""
     other = start + tl.arange(0, BLOCK_N)
-    # Off the ancestors the difference can be positive and overflow: mask it before exp
-    difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
-    scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
-    scores += tl.where(node[:, None] == other[None, :], D, 0.0)
+    scores = pair_scores(node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION)
     return mixed_product(scores, x, PRECISION, MIXED)
 
 

@@ -28,6 +28,7 @@ from kernel_cases import (
     topology_of,
 )
 from lanes import quick_first
+from planted import edited_module
 from toys import random_tree
 
 from stree.tree import TokenTree
@@ -189,6 +190,31 @@ def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monk
         assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
 
 
+MISTAKES = {
+    "the last tree's inputs": ("xb += (1 - parity)", "xb += parity"),
+    "no state after the root alone": ("if path_length > 0:", "if path_length > 1:"),
+    "whoever is no ancestor": ("tl.where(above, ", "tl.where(above | True, "),
+    "16 nodes of a path": ("if path_length > 16 * piece", "if path_length > 32 * piece"),
+    "the first head's decay": ("A_log + head", "A_log"),
+    "the state ahead of the path": ("h = kept.to(tl.float32)", "h = h / decay"),
+}
+QUICK = {"the last tree's inputs", "16 nodes of a path"}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter reads edited sources")
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in MISTAKES],
+)
+def test_a_mistake_in_the_scan_of_far_states_is_caught(mistake, monkeypatch, tmp_path):
+    broken = edited_module(streamed_scan, *MISTAKES[mistake], tmp_path)
+    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    monkeypatch.setattr(streamed_scan, "streamed_scan_kernel", broken.streamed_scan_kernel)
+    tree = TokenTree.chain(17) if mistake == "16 nodes of a path" else TokenTree.paper()
+    with pytest.raises(AssertionError):
+        compare(SHAPES["grouped"], [tree], [tree.path_to(tree.num_nodes - 1), [0]])
+
+
 def steered_twice(shape, tree, paths, dtype, as_chain):
     """What two calls give, the second after these paths, and the states then."""
     case = make(shape, tree.num_nodes, dtype, len(paths), as_chain=as_chain)
@@ -199,6 +225,22 @@ def steered_twice(shape, tree, paths, dtype, as_chain):
         for n, each in enumerate((first, paths))
     ]
     return [*outputs, case.state]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_a_path_held_before_does_not_count(far, monkeypatch):
+    """Nodes of the tree that a longer path has left behind the accepted ones."""
+    if far:
+        monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    shape, tree, found = SHAPES["grouped"], TokenTree.paper(), []
+    for left in (10_000, 2):
+        case = make(shape, tree.num_nodes, torch.float32)
+        topology, before = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)
+        case.call(0, shape, topology, before)
+        after = steering_of([0, 0], [[0], [0, 1]], 1, 4, parity=0)
+        after.path[after.path == 10_000] = left
+        found.append([case.call(1, shape, topology, after), case.state])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_the_conv_of_many_sequences(monkeypatch):
