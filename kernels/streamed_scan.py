@@ -88,7 +88,7 @@ def mamba_streamed(
         B_CHANNEL=x_conv * shape.head_dim,
         BLOCK_P=block_p, BLOCK_S=block_s, STAGES=stages,
         CHAIN=num_new if as_chain else 0, BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES,
-        PIECES=triton.cdiv(steering.path.shape[1], 16),
+        LONG_PATHS=steering.path.shape[1] > 16,
         PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
         num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
     )  # fmt: skip
@@ -119,7 +119,7 @@ def streamed_scan_kernel(
     HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
     B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
-    CHAIN: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    CHAIN: tl.constexpr, LONG_PATHS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
@@ -175,18 +175,19 @@ def streamed_scan_kernel(
         at = old + node[:, None] * xb_stride + x_channel[None, :]
         old_x = load_kept(at, there[:, None] & in_p[None, :])
         h = advanced(h, decay, after, old_x, old_B, accepted, PRECISION, MIXED)
-        for piece in tl.static_range(1, PIECES):  # of long paths, which are rare
-            if path_length > 16 * piece:
-                later = 16 * piece + k
-                counts = later < path_length
-                node_, there_, dt_, B_ = path_inputs(
-                    path, later, counts, num_slots, old, xb_stride, old_steps, steps_stride,
-                    b_channel, in_s,
-                )  # fmt: skip
-                at = old + node_[:, None] * xb_stride + x_channel[None, :]
-                x_ = load_kept(at, there_[:, None] & in_p[None, :])
-                decay_, after_ = path_weights(A, dt_, counts)
-                h = advanced(h, decay_, after_, x_, B_, counts, PRECISION, MIXED)
+        if LONG_PATHS:  # noqa: SIM102 (known when it is compiled; a loop in no `if` would end the stream)
+            if path_length > 16:
+                for first in range(16, path_length, 16):
+                    later = first + k
+                    counts = later < path_length
+                    node_, there_, dt_, B_ = path_inputs(
+                        path, later, counts, num_slots, old, xb_stride, old_steps, steps_stride,
+                        b_channel, in_s,
+                    )  # fmt: skip
+                    at = old + node_[:, None] * xb_stride + x_channel[None, :]
+                    x_ = load_kept(at, there_[:, None] & in_p[None, :])
+                    decay_, after_ = path_weights(A, dt_, counts)
+                    h = advanced(h, decay_, after_, x_, B_, counts, PRECISION, MIXED)
         kept = h.to(state_pointer.dtype.element_ty)
         if path_length > 0:
             tl.store(at_state, kept, mask=in_state)
