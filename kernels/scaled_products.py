@@ -47,6 +47,7 @@ INPUTS = 128  # of a tile, at most
 FEW = 16  # rows
 TILINGS = {True: Tiling(256, 4, 4, 2), False: Tiling(128, 4, 8, 1)}  # for few rows or not
 MOST_ROWS = 64  # of a program
+OTHER_BYTES = 16 * 1024  # of shared memory, that a program has beside its stages, at most
 AHEAD = 32768  # bytes of its share that a program asks for before the launch ahead has ended
 
 
@@ -57,7 +58,9 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
     x, rows = x.contiguous(), x.numel() // inputs
     tiling = TILINGS[rows <= FEW]
     out = x.new_empty(*x.shape[:-1], outputs)
-    most = tiling.together * device_of(x)[0]  # programs at once
+    multiprocessors, shared_bytes = device_of(x)
+    most = tiling.together * multiprocessors  # programs at once
+    room = min(STAGE_BYTES, shared_bytes - OTHER_BYTES) // tiling.together
     block_outputs = triton.next_power_of_2(triton.cdiv(outputs, most))
     block_outputs = min(tiling.outputs, max(16, block_outputs))
     share = triton.cdiv(outputs, min(most, triton.cdiv(outputs, block_outputs)))
@@ -71,7 +74,7 @@ def linear(x: Tensor, weight: Scaled) -> Tensor:
         STEPS=triton.cdiv(inputs, block_inputs), AHEAD=AHEAD // CHUNK.value if asks else 0,
         EVEN=inputs % block_inputs == 0, PRECISION=precision_of(x),
         BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=block_outputs, BLOCK_INPUTS=block_inputs,
-        num_stages=min(tiling.stages, 1 + STAGE_BYTES // tiling.together // stage),
+        num_stages=min(tiling.stages, 1 + room // stage),
         num_warps=tiling.warps, **overlapping(x),
     )  # fmt: skip
     return out

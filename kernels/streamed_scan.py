@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products import (
+    SHARED_BYTES,
     device_of,
     mixed_precision_of,
     mixed_product,
@@ -30,17 +31,21 @@ FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache kee
 MOST_NODES = 32  # that a program scans
 # What was fastest on an H200
 BLOCK = 4096  # numbers of a state at a time
-STAGES, REGISTERS = (
-    3,
-    None,
-)  # how many times ahead, this one counted; of a thread, as many as wanted
-# Of few nodes, where there are more programs than three a multiprocessor: four together
-FEW_NODES, MANY_STAGES, MANY_REGISTERS = 16, 2, 128
+STAGES = 3  # how many times ahead they arrive, this one counted
+FEW_NODES = 16
+# Of few nodes, where there are more programs than three a multiprocessor, so that four fit
+MANY_STAGES = 2
+MANY_REGISTERS = 128  # of a thread
+LEAST_SHARED = 128 * 1024  # bytes that a multiprocessor must have, else nothing comes ahead
 
 
 def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
-    """Whether a call over so many new nodes shall go this way."""
-    return first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
+    """Whether a call over so many new nodes shall go this way: a whole tree, states (B, H, P, S)
+    that are far, and a program for each multiprocessor at least."""
+    return (
+        first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
+        and state.shape[0] * state.shape[1] >= device_of(state)[0]
+    )  # fmt: skip
 
 
 def mamba_streamed(
@@ -67,10 +72,12 @@ def mamba_streamed(
     x_conv, b_conv, c_conv = shape.scan_groups
     block_s = max(16, triton.next_power_of_2(shape.d_state))
     block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
-    stages, registers, wide = STAGES, REGISTERS, projected.element_size() == 4
-    many = heads * batch > 3 * device_of(projected)[0]
-    if many and num_new <= FEW_NODES and not wide:
+    stages, registers, wide = STAGES, None, projected.element_size() == 4
+    multiprocessors, shared_bytes = device_of(projected)
+    if heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
         stages, registers = MANY_STAGES, MANY_REGISTERS
+    if shared_bytes < (SHARED_BYTES if wide else LEAST_SHARED):
+        stages = 1
     streamed_scan_kernel[(heads, batch)](
         xb, xb.stride(0), xb.stride(1), xb.stride(2),
         steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
@@ -175,8 +182,8 @@ def streamed_scan_kernel(
         at = old + node[:, None] * xb_stride + x_channel[None, :]
         old_x = load_kept(at, there[:, None] & in_p[None, :])
         h = advanced(h, decay, after, old_x, old_B, accepted, PRECISION, MIXED)
-        if LONG_PATHS:  # noqa: SIM102 (known when it is compiled; a loop in no `if` would end the stream)
-            if path_length > 16:
+        if LONG_PATHS:  # noqa: SIM102 (known when it is compiled, the other when it runs)
+            if path_length > 16:  # a loop that is in no `if` would keep this one from streaming
                 for first in range(16, path_length, 16):
                     later = first + k
                     counts = later < path_length

@@ -25,7 +25,7 @@ PROGRAMS = 264  # what the splits and the corner should fill: two a multiprocess
 ALONE_PROGRAMS = 528  # the same of a single query, which needs no tiles for tensor cores
 STAGED_FROM = 64  # heads of all sequences from which on keys arrive by way of shared memory
 STAGES = 3  # how many times ahead, this one counted
-LEAST_SPLITS = 2  # then
+LEAST_SPLITS = 2  # of staged keys, unless those of many queries fill the GPU once with one
 MAX_ROWS = 64  # queries a program of the first launch; half as many in fp32
 BLOCK_KEYS = 64  # committed keys at a time; half as many in fp32, and for a single query
 CORNER_KEYS = 16  # accepted and new ones at a time
@@ -75,12 +75,9 @@ def attend_tree(
     tiles_bytes = STAGES * block_l * 2 * head_dim * qkv.element_size()
     staged = not alone and sequence_heads >= STAGED_FROM
     staged = staged and 2 * tiles_bytes < device_of(qkv)[1]  # two programs a multiprocessor
-    num_splits = (ALONE_PROGRAMS if alone else PROGRAMS) // (sequence_heads * row_blocks)
-    num_splits, large = min(32, num_splits), num_rows > MAX_ROWS // 2
-    if large or not staged:  # else what the corner takes does not count
-        num_splits -= num_corners
-    if staged and not (large and num_splits == 1):
-        num_splits = max(num_splits, LEAST_SPLITS)
+    programs = (ALONE_PROGRAMS if alone else PROGRAMS) // (sequence_heads * row_blocks)
+    many_queries = num_rows > MAX_ROWS // 2
+    num_splits = _num_splits(programs, num_corners, staged, many_queries)
     num_splits = max(1, min(num_splits, triton.cdiv(keys.shape[2], block_l)))
     num_parts = num_corners + num_splits
     block_parts = triton.next_power_of_2(num_parts)
@@ -122,6 +119,17 @@ def attend_tree(
         num_warps=COMBINE_WARPS, **constants,
     )  # fmt: skip
     return y
+
+
+def _num_splits(programs: int, num_corners: int, staged: bool, many_queries: bool) -> int:
+    """In how many parts committed keys are read, where each head shall have so many programs."""
+    num_splits = min(32, programs)
+    if not staged:
+        return num_splits - num_corners
+    if many_queries:  # of few queries the corner is done soon, and takes no program's place
+        num_splits -= num_corners
+        return num_splits if num_splits == 1 else max(num_splits, LEAST_SPLITS)
+    return max(num_splits, LEAST_SPLITS)
 
 
 @triton.jit

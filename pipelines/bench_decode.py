@@ -60,7 +60,8 @@ TESTS = [
     "kernels/test_products.py", "kernels/test_gather.py", "kernels/test_top.py",
     "kernels/test_accept.py", "kernels/test_chunk_scan.py", "kernels/test_uniforms.py",
     "kernels/test_gated_delta.py", "kernels/test_verification.py", "kernels/test_short_products.py",
-    "kernels/test_scaled_products.py", "kernels/test_head.py", "stree/test_graphs.py",
+    "kernels/test_scaled_products.py", "kernels/test_tiled_products.py", "kernels/test_head.py",
+    "stree/test_graphs.py",
 ]  # fmt: skip
 PROFILED_NODES = (1, 16, 64)
 LESS = "fewer --what or --nodes, or a smaller --context or --lengths, need less"

@@ -5,8 +5,10 @@ import pytest
 import torch
 from kernel_cases import DEVICE, normal, relative_error
 
-from stree_kernels import naive, short_products, tiled_products
+from stree_kernels import naive, products, short_products, tiled_products
 
+HAS_COPY_ENGINE = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = pytest.mark.skipif(not HAS_COPY_ENGINE, reason="needs compute capability 9.0")
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -72,7 +74,7 @@ def test_the_others_are_left_alone(change, enough_tiles):
 
 def test_where_tiles_are_too_few_or_one_is_left_over():
     x = normal(100, 64, dtype=torch.bfloat16)
-    multiprocessors = 132 if DEVICE == "cuda" else 4
+    multiprocessors, _ = products.device_of(x)
     for tiles, serves in ((multiprocessors // 2, False), (multiprocessors, True),
                           (multiprocessors + 1, False), (2 * multiprocessors, True)):  # fmt: skip
         weight = normal(2 * 128 * tiles, 64, dtype=torch.bfloat16)

@@ -210,3 +210,13 @@ def test_siblings_are_invisible():
         outputs.append(tree_attention.attend_tree(qkv, *rest, topology_of([tree]), steering, 0, 0))
     moved = (outputs[0] != outputs[1]).any(-1).any(0).nonzero().flatten().tolist()
     assert moved == [2, 6]
+
+
+@pytest.mark.parametrize(("programs", "staged", "many_queries", "splits"), [
+    (33, False, False, 31), (8, False, True, 7), (4, True, False, 4), (2, True, False, 2),
+    (0, True, False, 2), (4, True, True, 3), (2, True, True, 1), (1, True, True, 2),
+])  # fmt: skip
+def test_in_how_many_splits_keys_are_read(programs, staged, many_queries, splits):
+    """With 8 heads of keys a sequence on an H200: 1 and 4, then 8, 16 and 64, a few nodes and the
+    tree of 13 (docs/results/h200-batch)."""
+    assert tree_attention._num_splits(programs, 1, staged, many_queries) == splits

@@ -40,6 +40,7 @@ SHAPES = {
     "odd": MixerShape(3, 20, 18, 1, 3, 3, 4, dt_limit=(0.01, 0.4)),
     "repeated": MixerShape(4, 8, 24, 2, 1, 4, 3, repeat_before_conv=True),
     "gated, two-blocks": MixerShape(2, 48, 16, 2, 2, 1, 2, gated=True),
+    "part of a block": MixerShape(2, 40, 18, 2, 1, 2, 4),
 }
 TREES = [TokenTree.chain(0), TokenTree.paper(), star(17), comb(33)]
 LONG_TREES = [TokenTree.chain(16), comb(65), random_tree(257)]
@@ -165,9 +166,10 @@ def test_the_multi_step_update_of_chains(name, num_nodes, dtype):
     compare(SHAPES[name], [TokenTree.chain(num_nodes - 1)], paths, dtype, as_chain=True)
 
 
-FAR = [
+FAR = [  # in one or two blocks of a head
     ("gated, two-blocks", TokenTree.chain(0), torch.float32, True),
-    ("grouped", TokenTree.chain(2), torch.bfloat16, True),
+    ("part of a block", TokenTree.chain(2), torch.bfloat16, True),
+    ("part of a block", comb(9), torch.float32, False),
     ("odd", TokenTree.paper(), torch.bfloat16, False),
     ("grouped", comb(20), torch.float32, False),
 ]
@@ -178,11 +180,19 @@ LONG_FAR = [
 ]
 
 
+def far_states(monkeypatch, shape):
+    """However few bytes and heads there are, in blocks of 32 channels, as the other launches'."""
+    numbers = 32 * max(16, 1 << (shape.d_state - 1).bit_length())
+    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    monkeypatch.setattr(streamed_scan, "BLOCK", numbers)
+    monkeypatch.setattr(streamed_scan, "device_of", lambda _: (1, streamed_scan.SHARED_BYTES))
+
+
 @pytest.mark.parametrize("name, tree, dtype, as_chain", quick_first(FAR, LONG_FAR))
 def test_the_scan_advances_states_that_are_far(name, tree, dtype, as_chain, monkeypatch):
     paths = [tree.path_to(tree.num_nodes - 1), [], [0]]
     near = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
-    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    far_states(monkeypatch, SHAPES[name])
     compare(SHAPES[name], [tree], paths, dtype, as_chain=as_chain)
     far = steered_twice(SHAPES[name], tree, paths, dtype, as_chain)
     assert torch.equal(near[-1], far[-1])
@@ -197,8 +207,10 @@ MISTAKES = {
     "16 nodes of a path": ("if path_length > 16:", "if path_length > 32:"),
     "the first head's decay": ("A_log + head", "A_log"),
     "the state ahead of the path": ("h = kept.to(tl.float32)", "h = h / decay"),
+    "the first block again": ("p = start + tl.arange", "p = start * 0 + tl.arange"),
+    "the first block's x": ("x_channel = x_start + p", "x_channel = x_start + p - start"),
 }
-QUICK = {"the last tree's inputs", "16 nodes of a path"}
+QUICK = {"the last tree's inputs", "16 nodes of a path", "the first block again"}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter reads edited sources")
@@ -208,11 +220,11 @@ QUICK = {"the last tree's inputs", "16 nodes of a path"}
 )
 def test_a_mistake_in_the_scan_of_far_states_is_caught(mistake, monkeypatch, tmp_path):
     broken = edited_module(streamed_scan, *MISTAKES[mistake], tmp_path)
-    monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
+    far_states(monkeypatch, SHAPES["part of a block"])
     monkeypatch.setattr(streamed_scan, "streamed_scan_kernel", broken.streamed_scan_kernel)
     tree = TokenTree.chain(17) if mistake == "16 nodes of a path" else TokenTree.paper()
     with pytest.raises(AssertionError):
-        compare(SHAPES["grouped"], [tree], [tree.path_to(tree.num_nodes - 1), [0]])
+        compare(SHAPES["part of a block"], [tree], [tree.path_to(tree.num_nodes - 1), [0]])
 
 
 def steered_twice(shape, tree, paths, dtype, as_chain):
@@ -227,12 +239,24 @@ def steered_twice(shape, tree, paths, dtype, as_chain):
     return [*outputs, case.state]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="16 MiB of states are minutes in the interpreter")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.paper(), comb(32)], ids=str)
+@pytest.mark.parametrize("batch", [8, 16])
+def test_states_that_are_far(batch, tree, dtype):
+    """In the blocks of a real shape, of few programs and of many."""
+    shape = MixerShape(32, 128, 128, 8, 8, 32, 4)
+    assert streamed_scan.streams(torch.empty(batch, 32, 128, 128, device=DEVICE), tree.num_nodes)
+    path = tree.path_to(tree.num_nodes - 1)
+    compare(shape, [tree], [path, path[:2], [], path[:1]] * (batch // 4), dtype)
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_what_a_path_held_before_does_not_count(far, monkeypatch):
     """Nodes of the tree that a longer path has left behind the accepted ones."""
-    if far:
-        monkeypatch.setattr(streamed_scan, "FAR_STATES", 0)
     shape, tree, found = SHAPES["grouped"], TokenTree.paper(), []
+    if far:
+        far_states(monkeypatch, shape)
     for left in (10_000, 2):
         case = make(shape, tree.num_nodes, torch.float32)
         topology, before = topology_of([tree]), steering_of([0, 0], [[], []], 1, 4, parity=1)

@@ -41,6 +41,8 @@ from stree_kernels.shapes import (
     Stream,
 )
 
+SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
+
 
 class AbsentGPU:
     """What Triton's launcher asks of a driver before it launches."""
@@ -74,8 +76,9 @@ def pretend(capability: int) -> list[tuple[str, Any]]:
     triton.runtime.driver.set_active(AbsentGPU(capability))
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    shared_bytes = SHARED_KB.get(capability, 100) * 1024
     properties = SimpleNamespace(
-        multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024
+        multi_processor_count=132, shared_memory_per_multiprocessor=shared_bytes
     )
     torch.cuda.get_device_properties = lambda device=None: properties
     ops.fused = lambda *_: True
@@ -101,15 +104,17 @@ def grow(model: HybridModel, sampling: Sampling) -> None:
 
 
 def many_sequences(model: HybridModel, num_nodes: int) -> None:
-    """What a call of many sequences has otherwise, over a tree and of one token."""
+    """What a call of many sequences has otherwise, over a tree and of one token: of few programs of
+    the scan, and of many."""
     settings = (streamed_scan, "FAR_STATES"), (tree_conv, "MANY"), (tree_attention, "STAGED_FROM")
     before = [getattr(*each) for each in settings]
     for each in settings:
         setattr(*each, 1)
     for tree in (TokenTree.chain(num_nodes - 1), TokenTree.chain(0)):
-        cache = model.new_cache(512, tree.num_nodes)
-        tokens = torch.zeros(1, tree.num_nodes, dtype=torch.long)
-        model.tree_forward(tokens, tree, cache, cache.num_slots)
+        for batch in (5, 13):
+            cache = model.new_cache(64, tree.num_nodes, batch)
+            tokens = torch.zeros(batch, tree.num_nodes, dtype=torch.long)
+            model.tree_forward(tokens, tree, cache, cache.num_slots)
     for each, value in zip(settings, before, strict=True):
         setattr(*each, value)
 
@@ -241,6 +246,8 @@ def main() -> None:
                     ops.choose_children(logits, levels, by, places, tokens, finite, None, None, own)
             grow(model, sampling)
             many_sequences(model, num_nodes)
+            cache = model.new_cache(512, 1)  # an ordinary step of one sequence
+            model.tree_forward(tokens[:, :1], TokenTree.chain(0), cache, cache.num_slots)
             one, scale = hidden[None], model.model.norm.weight
             ops.norm(Stream(hidden, scale.repeat(2), 1e-5, (one, one), beside=hidden))
             for added in ((one, one), one):
