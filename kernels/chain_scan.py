@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.streamed_scan import mamba_streamed, streams
+from stree_kernels.streamed_scan import gated_by_silu, mamba_streamed, streams
 from stree_kernels.tree_conv import replay_and_convolve
 
 
@@ -103,7 +103,6 @@ def chain_scan_kernel(
         y = tl.sum(state * C[None, :], axis=1) + D * x
         if gate is not None:
             at = gate + batch * gate_batch_stride + node * gate_stride + head * HEAD_DIM + p
-            z = tl.load(at, mask=in_p, other=0.0).to(tl.float32)
-            y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+            y = gated_by_silu(y, at, in_p, y_pointer.dtype.element_ty)
         at = y_pointer + batch * y_batch_stride + node * y_stride + head * HEAD_DIM + p
         tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)

@@ -25,7 +25,13 @@ from stree_kernels.products import (
     product,
 )
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.tree_conv import advanced, path_inputs, path_weights, replay_and_convolve
+from stree_kernels.tree_conv import (
+    advanced,
+    advanced_along,
+    path_inputs,
+    path_weights,
+    replay_and_convolve,
+)
 
 FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps between launches
 MOST_NODES = 32  # that a program scans
@@ -114,6 +120,13 @@ def pair_scores(
 
 
 @triton.jit
+def gated_by_silu(y, gate_at, mask, dtype: tl.constexpr):
+    """What a scan gives, rounded, times silu of the gate."""
+    z = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    return y.to(dtype).to(tl.float32) * (z * tl.sigmoid(z))
+
+
+@triton.jit
 def streamed_scan_kernel(
     xb, xb_parity_stride, xb_batch_stride, xb_stride,
     steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
@@ -159,9 +172,9 @@ def streamed_scan_kernel(
     y_pointer += batch * y_batch_stride + head * HEAD_DIM
     if gate is not None:
         gate += batch * gate_batch_stride + head * HEAD_DIM
-    q = tl.arange(0, BLOCK_Q)
-    known = q < num_new
     if CHAIN == 0:
+        q = tl.arange(0, BLOCK_Q)
+        known = q < num_new
         ancestors += load_kept(variants + batch) * tree_size * tree_size
         in_tree = known[:, None] & known[None, :]
         above = load_kept(ancestors + q[:, None] * tree_size + q[None, :], in_tree) != 0
@@ -185,16 +198,11 @@ def streamed_scan_kernel(
         if LONG_PATHS:  # noqa: SIM102 (known when it is compiled, the other when it runs)
             if path_length > 16:  # a loop that is in no `if` would keep this one from streaming
                 for first in range(16, path_length, 16):
-                    later = first + k
-                    counts = later < path_length
-                    node_, there_, dt_, B_ = path_inputs(
-                        path, later, counts, num_slots, old, xb_stride, old_steps, steps_stride,
-                        b_channel, in_s,
+                    counts = first + k < path_length
+                    h = advanced_along(
+                        h, A, path, first + k, counts, counts, num_slots, old, xb_stride,
+                        old_steps, steps_stride, x_channel, in_p, b_channel, in_s, PRECISION, MIXED,
                     )  # fmt: skip
-                    at = old + node_[:, None] * xb_stride + x_channel[None, :]
-                    x_ = load_kept(at, there_[:, None] & in_p[None, :])
-                    decay_, after_ = path_weights(A, dt_, counts)
-                    h = advanced(h, decay_, after_, x_, B_, counts, PRECISION, MIXED)
         kept = h.to(state_pointer.dtype.element_ty)
         if path_length > 0:
             tl.store(at_state, kept, mask=in_state)
@@ -206,8 +214,7 @@ def streamed_scan_kernel(
             y += mixed_product(scores, x, PRECISION, MIXED)
             if gate is not None:
                 at = gate + q[:, None] * gate_stride + p[None, :]
-                z = tl.load(at, mask=in_y, other=0.0).to(tl.float32)
-                y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+                y = gated_by_silu(y, at, in_y, y_pointer.dtype.element_ty)
             at = y_pointer + q[:, None] * y_stride + p[None, :]
             tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_y)
         else:
@@ -219,7 +226,7 @@ def streamed_scan_kernel(
                 h = tl.exp(dt * A) * h + (dt * x)[:, None] * B[None, :]
                 y = tl.sum(h * C[None, :], axis=1) + D * x
                 if gate is not None:
-                    z = tl.load(gate + i * gate_stride + p, mask=in_p, other=0.0).to(tl.float32)
-                    y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+                    at = gate + i * gate_stride + p
+                    y = gated_by_silu(y, at, in_p, y_pointer.dtype.element_ty)
                 at = y_pointer + i * y_stride + p
                 tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)

@@ -249,25 +249,34 @@ def replay(
     A = -tl.exp(load_kept(A_log).to(tl.float32))
     # Of the first nodes all is there by the time it is known how many of them count
     k = tl.arange(0, 16)
-    node, there, dt, B = path_inputs(
-        path, k, k < path_size, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_start + s, in_s
-    )
-    at = xb + node[:, None] * xb_stride + (x_start + p)[None, :]
-    x = load_kept(at, there[:, None] & in_p[None, :])
-    decay, after = path_weights(A, dt, k < path_length)
-    h = advanced(h, decay, after, x, B, k < path_length, PRECISION, MIXED)
+    h = advanced_along(
+        h, A, path, k, k < path_size, k < path_length, num_slots, xb, xb_stride,
+        dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
+    )  # fmt: skip
     for start in range(16, path_length, 16):
         counts = start + k < path_length
-        node, there, dt, B = path_inputs(
-            path, start + k, counts, num_slots, xb, xb_stride, dt_pointer, dt_stride,
-            b_start + s, in_s,
+        h = advanced_along(
+            h, A, path, start + k, counts, counts, num_slots, xb, xb_stride,
+            dt_pointer, dt_stride, x_start + p, in_p, b_start + s, in_s, PRECISION, MIXED,
         )  # fmt: skip
-        at = xb + node[:, None] * xb_stride + (x_start + p)[None, :]
-        x = load_kept(at, there[:, None] & in_p[None, :])
-        decay, after = path_weights(A, dt, counts)
-        h = advanced(h, decay, after, x, B, counts, PRECISION, MIXED)
     if path_length > 0:
         tl.store(at_state, h.to(state.dtype.element_ty), mask=in_state)
+
+
+@triton.jit
+def advanced_along(
+    h, A, path, k, listed, accepted, num_slots, xb, xb_stride, dt_pointer, dt_stride,
+    x_channel, in_p, b_channel, in_s, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """A block of a state after those of 16 nodes of a path buffer that are accepted; of what is
+    listed all is read."""
+    node, there, dt, B = path_inputs(
+        path, k, listed, num_slots, xb, xb_stride, dt_pointer, dt_stride, b_channel, in_s
+    )
+    at = xb + node[:, None] * xb_stride + x_channel[None, :]
+    x = load_kept(at, there[:, None] & in_p[None, :])
+    decay, after = path_weights(A, dt, accepted)
+    return advanced(h, decay, after, x, B, accepted, PRECISION, MIXED)
 
 
 @triton.jit

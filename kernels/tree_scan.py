@@ -17,7 +17,7 @@ from torch import Tensor
 from stree_kernels.launch import follow, load_kept, overlapping
 from stree_kernels.products import mixed_precision_of, mixed_product, precision_of
 from stree_kernels.shapes import Derived, MixerShape, MixerWeights, Steering, Topology
-from stree_kernels.streamed_scan import mamba_streamed, pair_scores, streams
+from stree_kernels.streamed_scan import gated_by_silu, mamba_streamed, pair_scores, streams
 from stree_kernels.tree_conv import replay_and_convolve
 
 # Nodes and channels of a head that a program scans, and its warps: for few nodes, and for many.
@@ -184,7 +184,7 @@ def tree_scan_kernel(
             )  # fmt: skip
     if gate is not None:
         at = gate + batch * gate_batch_stride + q[:, None] * gate_stride + head * HEAD_DIM
-        z = tl.load(at + p[None, :], mask=known[:, None] & in_p[None, :], other=0.0).to(tl.float32)
-        y = y.to(y_pointer.dtype.element_ty).to(tl.float32) * (z * tl.sigmoid(z))
+        in_y = known[:, None] & in_p[None, :]
+        y = gated_by_silu(y, at + p[None, :], in_y, y_pointer.dtype.element_ty)
     at = y_pointer + batch * y_batch_stride + q[:, None] * y_stride + head * HEAD_DIM + p[None, :]
     tl.store(at, y.to(y_pointer.dtype.element_ty), mask=known[:, None] & in_p[None, :])

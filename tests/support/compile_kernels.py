@@ -263,9 +263,8 @@ def main() -> None:
         gated_delta(48, getattr(torch, options.dtype))
         many = torch.zeros(1, 65, config.d_model, dtype=model.head_weight.dtype)
         ops.linear_swiglu(many, many[0])
-        if options.capability >= 90:
-            whole = torch.zeros(2 * 132 * tiled_products.OUTPUTS, config.d_model, dtype=many.dtype)
-            ops.linear_swiglu(many, whole)
+        whole = torch.zeros(2 * 132 * tiled_products.OUTPUTS, config.d_model, dtype=many.dtype)
+        ops.linear_swiglu(many, whole)
         head = naive.in_8_bits(model.head_weight)
         for rows in (1, 8, 16, 64):
             ops.linear(many[:, :rows], head)
