@@ -38,6 +38,7 @@ from stree.generation import (
     require_whole,
 )
 from stree.growths import as_growth, require_growth_of
+from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import (
@@ -61,6 +62,8 @@ from stree.tokenizer import eos_token_ids
 from stree.tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
 from stree_kernels import ops
+
+MAX_PREPARED = 16  # steps' rows and forests that are kept, one for each tree
 
 
 class BatchDecoder:
@@ -169,7 +172,8 @@ class BatchDecoder:
         self.prefill = Prefill(self.executor, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
-        self._prepared: Prepared | None = None  # of the last step
+        # Of the last steps, by the tree that idle rows had in them
+        self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
 
     @property
     def growth(self) -> TokenTree | Modes:
@@ -450,11 +454,11 @@ class BatchDecoder:
         idle = asked.pop() if len(asked) == 1 else PLAIN
         grown = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
-        prepared = self._prepared
+        prepared = self._prepared[idle] if idle in self._prepared else None
         if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
             forest = Forest.of(grown, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
-            self._prepared = prepared = Prepared(grown, generations, rows, forest)
+            self._prepared[idle] = prepared = Prepared(grown, generations, rows, forest)
         rows, forest = prepared.rows, prepared.forest
         longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
 
-from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, batch
 from stree.costs import Costs
 from stree.errors import UsageError
 from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, GrownRates, Modes, telling
+from stree.requests import Prepared
 from stree.tree import BeamTree, as_tree, balanced
 
 CHAIN, WIDE = TokenTree.chain(2), balanced([3, 2])
@@ -279,23 +280,31 @@ def test_switching_changes_nothing_of_what_comes_out(graphs, penalty, request):
     [[CHAIN, WIDE, TokenTree.paper()], [CHAIN, BeamTree.of(3, 2, 10), BeamTree.of(2, 4, 9)]],
     ids=["the largest is the deepest", "the largest is not"],
 )
-def test_no_graph_is_captured_while_an_answer_is_timed(captured_on_cpu, trees):
-    """Whatever is chosen after whatever: two envelopes a tree, made before the first step."""
+def test_nothing_is_made_ready_while_an_answer_is_timed(captured_on_cpu, trees, monkeypatch):
+    """Whatever is chosen after whatever: two envelopes a tree, made before the first step, and what
+    steps of a tree are launched with."""
     target = tiny_model(1)
     modes = Alternating(trees)
     decoder = Decoder(target, right_now_and_then(target), modes, max_length=96)
     envelopes = decoder.batch.executor.envelopes
-    made = []
+    made, forests = [], []
     prepare = decoder.batch.prepare
 
     def prepared():
         prepare()
-        made.append(set(envelopes))
+        made.append((set(envelopes), len(forests)))
+
+    def prepared_step(*arguments):
+        forests.append(arguments)
+        return Prepared(*arguments)
 
     decoder.batch.prepare = prepared
+    monkeypatch.setattr(batch, "Prepared", prepared_step)
     out = decoder.generate([1, 2, 3], GenerationConfig(60))
-    assert {len(made[0]), len(set(envelopes))} == {2 * len(modes.trees) - 1}
-    assert made == [set(envelopes)] and out.stats.num_calls > 3 * len(modes.trees)
+    assert len(envelopes) == 2 * len(modes.trees) - 1
+    assert len(forests) == len(modes.trees)
+    assert made == [(set(envelopes), len(forests))]
+    assert out.stats.num_calls > 3 * len(modes.trees)
 
 
 def test_costs_are_of_steps_such_as_are_asked_for(captured_on_cpu):
