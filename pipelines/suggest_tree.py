@@ -1,7 +1,11 @@
-"""Suggest the static tree with the longest expected acceptance, from a run's measured rates.
+"""Suggest the static tree with the longest expected acceptance, or the fastest by the rows' own
+times, from a run's measured rates.
 
 python pipelines/suggest_tree.py runs/quickstart --nodes 16 --out tree.yaml
+python pipelines/suggest_tree.py runs/quickstart --fastest --out tree.yaml
 python pipelines/eval_spec.py --run runs/quickstart … --tree tree.yaml   # what it really achieves
+With --fastest the fastest tree of each number of levels is printed too; --out_levels writes them
+into a folder, to choose among them step by step: --tree "FOLDER/2-levels.yaml or …".
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from stree.speculation_profile import SuggestedTree
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
 from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
-from stree_pipelines.reports.tree_suggestion import suggest
+from stree_pipelines.reports.tree_suggestion import fastest, suggest
 from stree_pipelines.terminal.command_line import CommandParser
 
 
@@ -40,12 +44,12 @@ def rows_of_step(
     return found
 
 
-def to_yaml(suggestion: SuggestedTree) -> str:
-    """The file that `--tree` reads."""
+def to_yaml(suggestion: SuggestedTree, name: str | None = None) -> str:
+    """The file that `--tree` reads; name, of the tree, unless it is its own."""
     tree, interval = suggestion.tree, suggestion.predicted_acceptance_length_interval
     bracket = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     content = {
-        "name": tree.name,
+        "name": name or tree.name,
         "description": f"predicted acceptance length {suggestion.predicted_acceptance_length:.3f}"
         f"{bracket} at T = {suggestion.temperature:g}, by rates over {suggestion.num_calls} calls",
         "parents": list(tree.parents),
@@ -60,13 +64,30 @@ def main(arguments: list[str] | None = None) -> None:
     add("--nodes", type=int | None, help="root included (default: as many as were measured)")
     add("--depth", type=int | None, help="at most, as each is a call of the drafter (default: any)")
     add("--temperature", type=float, default=0.0, help="whose rows count")
+    add("--fastest", action="store_true",
+        help="the tree with the most predicted tokens a second, by what steps of the rows took; "
+        "--nodes and --depth are the most then")  # fmt: skip
+    add("--out_levels", type=str | None,
+        help="with --fastest: folder to write the fastest tree of each number of levels to"
+    )  # fmt: skip
     add("--step", type=int | None, help="which drafter (default: the one distilled longest)")
     add("--show", type=str, nargs="+", default=[], help=SHOW_HELP)
     add("--out", type=str | None, help="YAML file to write, for --tree of eval_spec.py")
     options = parser.parse_args(arguments)
     store = open_results(Path(options.run))
     rows = rows_of_step(store, options.step, options.show)
-    suggestion = suggest(rows, options.temperature, options.nodes, store.samples, options.depth)
+    nodes, depth = options.nodes, options.depth
+    if options.fastest:
+        by_levels = fastest(rows, options.temperature, nodes, depth)
+        best = max(by_levels, key=lambda each: each.tokens_per_second)
+        nodes, depth = best.tree.num_nodes, best.tree.max_depth
+    elif options.out_levels is not None:
+        raise UsageError("--out_levels is for the trees of --fastest: give that, too")
+
+    def suggested(nodes: int | None, depth: int | None) -> SuggestedTree:
+        return suggest(rows, options.temperature, nodes, store.samples, depth)
+
+    suggestion = suggested(nodes, depth)
     print(to_yaml(suggestion), end="")
     for check in suggestion.checks:
         print(
@@ -77,6 +98,19 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"# {suggestion.num_extrapolated} nodes lie deeper than any that was measured")
     if options.out is not None:
         write_atomically(options.out, to_yaml(suggestion))
+    if options.fastest:
+        print(f"# {'levels':>8}{'nodes':>8}{'predicted τ':>14}{'ms a step':>12}{'tokens/s':>10}")
+        for each in by_levels:
+            print(
+                f"# {each.tree.max_depth:>8}{each.tree.num_nodes:>8}{each.acceptance_length:>14.3f}"
+                f"{each.step_ms:>12.3f}{each.tokens_per_second:>10.0f}"
+            )
+            if options.out_levels is not None:
+                levels, nodes = each.tree.max_depth, each.tree.num_nodes
+                path = Path(options.out_levels) / f"{levels}-levels.yaml"
+                write_atomically(
+                    path, to_yaml(suggested(nodes, levels), f"levels-{levels}-{nodes}")
+                )
 
 
 if __name__ == "__main__":

@@ -454,7 +454,7 @@ class BatchDecoder:
         idle = asked.pop() if len(asked) == 1 else PLAIN
         grown = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
-        prepared = self._prepared[idle] if idle in self._prepared else None
+        prepared = self._prepared.get(idle)
         if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
             forest = Forest.of(grown, self.target.device)
             rows = self.rows.narrow(0, batch, generations)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +120,129 @@ def best_tree(
     return TokenTree(tuple(parents), name or f"suggested-{len(parents)}")
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """What trees accept, by rows that tell: own_tokens, of a call, are the target's own."""
+
+    rates: AcceptanceRates
+    own_tokens: float
+
+    @classmethod
+    def of(cls, told: Sequence[ResultRow]) -> Acceptance:
+        measured = [(row.tree.to_token_tree(), row.end_nodes) for row in told if row.tree]
+        own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
+        return cls(AcceptanceRates.of(measured), own / sum(map(_calls, told)))
+
+    def length(self, tree: TokenTree) -> float:
+        """The predicted acceptance length."""
+        return self.own_tokens + float(self.rates.expected_drafts(tree))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of a step, as rows had them: of each level of a draft, and of the rest by nodes.
+    A call of a size that no row has lies on the line between two; none is larger than theirs."""
+
+    level: float
+    calls: Mapping[int, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[ResultRow]) -> StepTimes:
+        """Of rows at one temperature. Trees that grow tell what a call takes, but not what a level
+        of others does."""
+        calls: dict[int, list[float]] = {}
+        levels = []
+        for row in rows:
+            if row.tree is None or row.tree_shares or not row.time_ms:
+                continue
+            tree = row.tree.to_token_tree()
+            calls.setdefault(tree.num_nodes, []).append(_call_ms(row.time_ms))
+            if row.baseline_time_ms:
+                calls.setdefault(1, []).append(_call_ms(row.baseline_time_ms))
+            if tree.num_nodes > 1 and not isinstance(tree, BeamTree):
+                levels.append(row.time_ms["draft"] / tree.max_depth)
+        if not levels:
+            raise UsageError("no row of a tree of one shape says what drafting takes: evaluate one")
+        return cls(fmean(levels), {nodes: fmean(each) for nodes, each in sorted(calls.items())})
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.calls)
+
+    def step_ms(self, tree: TokenTree) -> float:
+        call = np.interp(tree.num_nodes, list(self.calls), list(self.calls.values()))
+        return tree.max_depth * self.level + float(call)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Of all trees of as many levels the one with the most predicted tokens by time."""
+
+    tree: TokenTree
+    acceptance_length: float
+    step_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.acceptance_length / self.step_ms
+
+
+def fastest(
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None = None,
+    max_depth: int | None = None,
+) -> list[Fastest]:
+    """By number of levels, from one on; with at most so many nodes and levels, by default as many
+    as were measured. Raises UsageError as `suggest` does, for a larger tree than was measured, and
+    where rows have no times."""
+    told = _that_tell(rows, temperature)
+    model = Acceptance.of(told)
+    times = StepTimes.of([row for row in rows if row.temperature == temperature])
+    most = times.max_nodes if num_nodes is None else num_nodes
+    if most > times.max_nodes:
+        raise UsageError(
+            f"trees of {most} nodes were asked for, and calls of at most {times.max_nodes} were "
+            "measured: lower --nodes, or evaluate a larger tree first"
+        )
+    best_tree(model.rates, most, max_depth)  # raises for sizes that no tree has
+    found: dict[int, Fastest] = {}
+    for levels in range(1, (model.rates.max_depth if max_depth is None else max_depth) + 1):
+        for size in _sizes(levels + 1, most):
+            tree = best_tree(model.rates, size, levels)
+            one = Fastest(tree, model.length(tree), times.step_ms(tree))
+            best = found.get(tree.max_depth)
+            if best is None or one.tokens_per_second > best.tokens_per_second:
+                found[tree.max_depth] = one
+    return [found[levels] for levels in sorted(found)]
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """To try: all small ones, and of large ones few, since their times are nearly alike."""
+    steps = ((1, 16), (4, 64), (16, MAX_NODES))
+    return [
+        size for size in range(least, most + 1)
+        if size == most or size % next(step for step, end in steps if size <= end) == 0
+    ]  # fmt: skip
+
+
+def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
+    """Raises UsageError when no row of a tree of one shape says where its paths ended: in trees
+    that grow a rank is no place."""
+    told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
+    if not told:
+        raise UsageError(
+            f"no row at T = {temperature:g} says at which nodes of a tree of one shape paths "
+            "ended: evaluate again with --overwrite, with --tree paper or another such tree"
+        )
+    return told
+
+
+def _call_ms(times: Mapping[str, float]) -> float:
+    """Of a step without its draft."""
+    return sum(ms for phase, ms in times.items() if phase != "draft")
+
+
 def suggest(
     rows: Sequence[ResultRow],
     temperature: float,
@@ -130,23 +254,12 @@ def suggest(
     the largest tree that was measured. The prediction has an interval where `samples_of` has the
     prompts of all the rows.
 
-    Raises UsageError when no row of a tree of one shape says where its paths ended: in trees that
-    grow a rank is no place.
+    Raises UsageError as `_that_tell` does.
     """
-    told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
-    if not told:
-        raise UsageError(
-            f"no row at T = {temperature:g} says at which nodes of a tree of one shape paths "
-            "ended: evaluate again with --overwrite, with --tree paper or another such tree"
-        )
+    told = _that_tell(rows, temperature)
     trees = [row.tree.to_token_tree() for row in told if row.tree]
-    ends = [row.end_nodes for row in told]
-    rates = AcceptanceRates.of(zip(trees, ends, strict=True))
-    own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
-    num_calls = sum(map(_calls, told))
-
-    def predicted(tree: TokenTree) -> float:
-        return own / num_calls + float(rates.expected_drafts(tree))
+    model = Acceptance.of(told)
+    rates, predicted, num_calls = model.rates, model.length, sum(map(_calls, told))
 
     measured = max(tree.num_nodes for tree in trees)
     tree = best_tree(rates, measured if num_nodes is None else num_nodes, max_depth)

@@ -9,9 +9,17 @@ import pytest
 from hand_made_run import make_row, make_run, make_sample
 
 from stree.errors import UsageError
+from stree.growths import as_growth
 from stree.speculation_profile import Tree
-from stree.tree import TokenTree
-from stree_pipelines.reports.tree_suggestion import AcceptanceRates, best_tree, suggest
+from stree.tree import TokenTree, balanced
+from stree_pipelines.reports.tree_suggestion import (
+    Acceptance,
+    AcceptanceRates,
+    StepTimes,
+    best_tree,
+    fastest,
+    suggest,
+)
 from stree_pipelines.suggest_tree import main
 
 # By depth (deeper ones are as the last) and rank: a draft's chance once its parent is accepted.
@@ -165,6 +173,95 @@ def test_sizes_and_rows_that_cannot_be_used_are_one_clear_line():
         suggest([row], 0.7, 13)
     with pytest.raises(UsageError, match="tree of depth 0"):
         suggest([row], 0.0, 13, max_depth=0)
+
+
+def timed(row, draft: float, call: float, plain: float = 1.0):
+    """`row`, whose steps took so many ms."""
+    phases = {"verify": 0.8, "accept": 0.15, "host": 0.05}
+    step, baseline = (
+        {"draft": first} | {phase: rest * part for phase, part in phases.items()}
+        for first, rest in ((draft, call), (0.1, plain))
+    )
+    return row.model_copy(update={"time_ms": step, "baseline_time_ms": baseline})
+
+
+def test_what_a_step_takes_by_hand():
+    """A level 0.5 and 0.7 ms, calls of 1, 5 and 13 nodes 1, 1.4 and 2.2 ms."""
+    chain, paper = (measured_row(tree, 7, 2) for tree in (TokenTree.chain(4), TokenTree.paper()))
+    beam = TokenTree.load("beam-4-5-32")
+    shape = Tree(name=beam.name, parents=beam.parents)
+    grown = timed(paper.model_copy(update={"tree": shape}), draft=99.0, call=3.0)
+    times = StepTimes.of([timed(chain, 2.0, 1.4), timed(paper, 2.8, 2.2), grown])
+    assert times.level == pytest.approx(0.6)
+    assert times.calls == pytest.approx({1: 1.0, 5: 1.4, 13: 2.2, 32: 3.0})
+    assert times.step_ms(TokenTree.chain(8)) == pytest.approx(8 * 0.6 + 1.8)
+    with pytest.raises(UsageError, match="tree of one shape says what drafting takes"):
+        StepTimes.of([grown])
+
+
+@pytest.mark.parametrize(("level", "node"), [(0.02, 0.3), (0.6, 0.02), (0.3, 0.1), (2.0, 1.0)])
+def test_no_tree_of_as_many_levels_is_faster(level, node):
+    """Against all 154 shapes of up to 6 nodes."""
+    tree = balanced([2, 1, 1])
+    row = timed(measured_row(tree, seed=8), level * tree.max_depth, 1 + node * 6)
+    model, times = Acceptance.of([row]), StepTimes.of([row])
+
+    def speed(tree):
+        return 1e3 * model.length(tree) / times.step_ms(tree)
+
+    by_levels = fastest([row], 0.0, num_nodes=6)
+    for each in by_levels:
+        assert each.tokens_per_second == pytest.approx(speed(each.tree))
+        assert each.acceptance_length == pytest.approx(model.length(each.tree))
+    most: dict[int, float] = {}
+    for size in range(2, 7):
+        for other in all_trees(size):
+            most[other.max_depth] = max(most.get(other.max_depth, 0.0), speed(other))
+    found = {each.tree.max_depth: each.tokens_per_second for each in by_levels}
+    assert found == pytest.approx({depth: most[depth] for depth in (1, 2, 3)})
+
+
+def test_cheap_levels_make_the_fastest_tree_deep_and_cheap_nodes_make_it_wide():
+    def best(draft, call):
+        row = timed(measured_row(TokenTree.paper(), seed=9), draft, call)
+        return max(fastest([row], 0.0), key=lambda each: each.tokens_per_second).tree
+
+    assert best(draft=0.01, call=1.2).max_depth == 4
+    assert best(draft=8.0, call=1.01).max_depth == 1
+    assert best(draft=0.01, call=30.0).num_nodes < best(draft=0.01, call=1.1).num_nodes == 13
+
+
+def test_what_the_fastest_tree_cannot_be_is_one_clear_line(tmp_path):
+    row = timed(measured_row(TokenTree.paper(), seed=1, num_prompts=2), 0.4, 1.2)
+    with pytest.raises(UsageError, match=r"trees of 14 nodes .* at most 13 were measured"):
+        fastest([row], 0.0, num_nodes=14)
+    with pytest.raises(UsageError, match="tree of depth 0"):
+        fastest([row], 0.0, max_depth=0)
+    with pytest.raises(UsageError, match="tree of 1 nodes"):
+        fastest([row], 0.0, num_nodes=1)
+    make_run(tmp_path)
+    with pytest.raises(UsageError, match="--out_levels is for the trees of --fastest"):
+        main([str(tmp_path), "--out_levels", str(tmp_path / "trees")])
+
+
+def test_the_fastest_trees_are_written_by_levels(tmp_path, capsys):
+    make_run(tmp_path)
+    folder = tmp_path / "trees"
+    asked = ["--fastest", "--out", str(tmp_path / "best.yaml"), "--out_levels", str(folder)]
+    main([str(tmp_path), *asked])
+    printed = capsys.readouterr().out
+    trees = {path.name: TokenTree.load(path) for path in folder.iterdir()}
+    assert sorted(trees) == [f"{levels}-levels.yaml" for levels in range(1, len(trees) + 1)]
+    assert len(trees) >= 3
+    for levels in range(1, len(trees) + 1):
+        tree = trees[f"{levels}-levels.yaml"]
+        assert tree.max_depth == levels and tree.name == f"levels-{levels}-{tree.num_nodes}"
+        assert f"# {levels:>8}{tree.num_nodes:>8}" in printed
+    assert TokenTree.load(tmp_path / "best.yaml").parents in {
+        tree.parents for tree in trees.values()
+    }
+    modes = as_growth(" or ".join(map(str, folder.iterdir())))
+    assert modes.trees[1:] == tuple(trees.values())
 
 
 def test_trees_that_grow_say_nothing_of_ranks():
