@@ -172,6 +172,7 @@ class BatchDecoder:
         self.prefill = Prefill(self.executor, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
+        self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
         # Of the last steps, by the tree that idle rows had in them
         self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
 
@@ -261,6 +262,8 @@ class BatchDecoder:
                         return firsts
                     self.prefill.catch_up(decoding)
                 self._launch(decoding, trees)
+            if decoding:
+                self._choose_ahead(decoding)
             for row, each in reading.items():
                 begun = recorded(self.target.device)
                 self._read(row, each, whole=not decoding)
@@ -424,10 +427,19 @@ class BatchDecoder:
 
     def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
         """The rows' trees in the next step."""
-        chosen = self.tree
-        if self.modes is not None and any(each.tree is None for each in decoding.values()):
-            chosen = self.modes.choose(self._num_step_rows)
+        self._choose_ahead(decoding)
+        chosen = self.tree if self._next is None else self._next[1]
+        self._next = None
         return {row: each.tree or chosen for row, each in decoding.items()}
+
+    def _choose_ahead(self, decoding: dict[int, Progress]) -> None:
+        """Choose the next step's tree, unless that is done: while the device works, which would
+        wait for it otherwise. What the steps on their way accept counts from the next choice on."""
+        if self.modes is None or all(each.tree is not None for each in decoding.values()):
+            return
+        num_rows = self._num_step_rows
+        if self._next is None or self._next[0] != num_rows:
+            self._next = num_rows, self.modes.choose(num_rows)
 
     def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
         rows, forest, longest, position = self._step_of(decoding, trees)

@@ -37,7 +37,7 @@ LEAST_LOSS = 0.3  # of a step, that one with another tree counts as losing
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 MEMORY = 0.99  # what a row's observation counts one step later
 ANSWERS_MEMORY = 0.95  # what an answer counts one answer later
-REVISED_AFTER = 8  # steps, since working out what to expect takes the host longer than one
+REVISED_AFTER = 8  # steps, since working out what to expect takes the host as long as one does
 TRIED_FIRST = 8  # observations of each tree that shows what no other does, before any is judged
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
@@ -244,8 +244,8 @@ class Modes:
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
         self._num_rows = num_rows
-        if self._probing == 1:
-            self._revise()  # by what it has shown
+        if self._probing == 1 or self._news >= REVISED_AFTER * num_rows:
+            self._revise()  # a probe ends: by what it has shown
         speed = self._speed(num_rows)
         for tree in self._untried:
             if self._might_pay(tree, num_rows):
@@ -300,15 +300,12 @@ class Modes:
         self._speeds = {}
 
     def _count(self, tree: TokenTree) -> None:
-        """An observation of a tree: now and then expectations follow from all of them, here and
-        not when the next step's is chosen, for which a device may wait."""
+        """An observation of a tree: now and then expectations follow from all of them."""
         if tree in self._untried:
             self._untried[tree] -= 1
             if not self._untried[tree]:
                 del self._untried[tree]
         self._news += 1
-        if self._news >= REVISED_AFTER * self._num_rows:
-            self._revise()
 
     @property
     def _memory(self) -> float:

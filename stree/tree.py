@@ -104,6 +104,14 @@ class TokenTree:
             raise UsageError(f"tree {path} has the name {name!r}, wanted a text")
         return cls(tuple(content["parents"]), name)
 
+    def __hash__(self) -> int:
+        """Kept, since what is known of trees is asked for by them many times a step."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.parents)  # not of text, whose hash is another in each process
+
     @property
     def num_nodes(self) -> int:
         return len(self.parents)
@@ -191,6 +199,8 @@ class BeamTree(TokenTree):
     width: int = 1
     depth: int = 1
 
+    __hash__ = TokenTree.__hash__
+
     kind: ClassVar[str] = "beam"
     by_slots: ClassVar[bool] = False  # a draft is there or not whatever its own token is
     most_drawn: ClassVar[int] = 4096  # nodes that are chosen from
@@ -264,6 +274,8 @@ class SlotTree(BeamTree):
     than this slot, so it does not help the slot itself. In each step and row the last slot's value
     is the threshold of DySpec's Algorithm 2.
     """
+
+    __hash__ = TokenTree.__hash__
 
     kind = "dyspec"
     by_slots = True

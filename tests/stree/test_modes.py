@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_idle_rows_in_between_count(monkeypatch):
     for row in rows[:7]:
         decoder.release(row)
     decoder.step()
-    assert asked == [8, 8]
+    assert asked == [8, 8, 8]
 
 
 class Alternating(Modes):
@@ -484,8 +485,26 @@ def test_each_kind_of_tree_is_tried_before_any_is_judged():
     assert used.count(paper) > 0.9 * len(used) and used[:40].count(beam) >= 8
 
 
-def test_what_is_expected_is_worked_out_while_a_step_runs(monkeypatch):
-    """Not when the first step of an answer is chosen, for which the device waits."""
+def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
+    """Not when a step is launched, for which the device may wait; but for an answer's first two."""
+    target, order = tiny_model(2), []
+    modes = apportioning()
+    decoder = Decoder(target, right_now_and_then(target), modes, max_length=96)
+    executor = decoder.batch.executor
+    for who, name in ((modes, "choose"), (executor, "launch"), (executor, "collect")):
+        told = partial(lambda call, name, *given: (order.append(name), call(*given))[1],
+                       getattr(who, name), name)  # fmt: skip
+        monkeypatch.setattr(who, name, told)
+    decoder.generate([1, 2, 3], GenerationConfig(30))
+    assert order[:3] == ["choose", "launch", "choose"]
+    again = order[3:]
+    assert len(again) > 15 and again == (["collect", "launch", "choose"] * len(again))[: len(again)]
+    del order[:]
+    decoder.generate([1, 2, 3], GenerationConfig(30))
+    assert order[0] == "launch"  # chosen while the last answer's last step ran
+
+
+def test_what_is_expected_is_worked_out_every_eighth_step(monkeypatch):
     modes = Modes(DEPTHS, Costs({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
     revised = []
     revise = modes._revise
