@@ -104,6 +104,13 @@ def joint_of_rows(
         del decoder, decoders, targets
 
 
+class WithoutPrompts(Modes):
+    """Chooses for decoding alone: what drafters take to read prompts is not in these times."""
+
+    def learn_answer(self, num_tokens: int, reading_s: float | None = None) -> None:
+        """Answers have no end here."""
+
+
 def serve_at(
     target: HybridModel,
     drafter: HybridModel,
@@ -113,12 +120,13 @@ def serve_at(
     num_steps: int,
 ) -> Iterator[Row]:
     """A row a number of rows and τ: total tokens/s of plain decoding, of the paper's tree, and of
-    the mode that is chosen by measured cost, host and acceptance included; prompts are not.
+    the mode that is chosen by measured cost, host and acceptance included; prompts are not, neither
+    in the times nor in the choice.
 
     The share of a step that the host does not hide is as in `steps.decode_at`."""
     tree = TREES[-1]
     longest = context + (tree.max_depth + 1) * (2 * num_steps + 4)
-    ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree, "modes": Modes(TREES[1:])}
+    ways: dict[str, TokenTree | Modes] = {"plain": PLAIN, "tree": tree, "modes": WithoutPrompts(TREES[1:])}
     for count in counts:
         verifier = GivenAcceptance(accepted_for(1, tree.max_depth), target.device)
         decoders = {
