@@ -287,6 +287,8 @@ class Modes:
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
+        if tree.num_nodes == 1:
+            return  # nothing to learn, of each row in each step where plain decoding is best
         if isinstance(tree, BeamTree):
             self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
