@@ -280,15 +280,14 @@ class Modes:
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
+        if tree.num_nodes == 1:
+            return  # it shows nothing, of each row in each step where plain decoding is best
         if not isinstance(tree, BeamTree):
             self.rates.learn(tree, end, self._memory)
-        if tree.num_nodes > 1:
-            self._count(tree)
+        self._count(tree)
 
     def learn_path(self, tree: TokenTree, path: Sequence[int]) -> None:
         """`learn`, given the accepted nodes, the root first. Of trees that grow these are ranks."""
-        if tree.num_nodes == 1:
-            return  # nothing to learn, of each row in each step where plain decoding is best
         if isinstance(tree, BeamTree):
             self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
