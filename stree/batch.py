@@ -415,6 +415,7 @@ class BatchDecoder:
             )
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
+            self._next = None  # chosen by other costs
             self.modes.costs = measure_costs(
                 self, self.modes.trees, after, num_steps, counts, generation
             )

@@ -504,6 +504,23 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
     assert order[0] == "launch"  # chosen while the last answer's last step ran
 
 
+def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):
+    target = tiny_model(2)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), apportioning(), num_rows=8, max_length=64, max_nodes=33
+    )
+    decoder.generate([Request([1, 2], GenerationConfig(10))])
+    asked = []
+    choose = decoder.modes.choose
+    monkeypatch.setattr(decoder.modes, "choose", lambda rows: (asked.append(rows), choose(rows))[1])
+    decoder.measure_costs(num_steps=1, counts=[1])
+    assert decoder.admit(Request([1, 2], GenerationConfig(10))) == 0
+    decoder.step()
+    assert not asked  # the prompt is read
+    decoder.step()
+    assert asked == [1, 1]  # this step's, and the next one's
+
+
 def test_what_is_expected_is_worked_out_every_eighth_step(monkeypatch):
     modes = Modes(DEPTHS, Costs({(1, tree): 1.0 for tree in (PLAIN, *DEPTHS)}))
     revised = []
