@@ -139,7 +139,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class MeasuredTimes:
     """Milliseconds of a step, as rows had them: of each level of a draft, and of the rest by nodes.
     A call of a size that no row has lies on the line between two; none is larger than theirs."""
 
@@ -147,7 +147,7 @@ class StepTimes:
     calls: Mapping[int, float]
 
     @classmethod
-    def of(cls, rows: Sequence[ResultRow]) -> StepTimes:
+    def of(cls, rows: Sequence[ResultRow]) -> MeasuredTimes:
         """Of rows at one temperature. Trees that grow tell what a call takes, but not what a level
         of others does."""
         calls: dict[int, list[float]] = {}
@@ -198,8 +198,8 @@ def fastest(
     where rows have no times."""
     told = _that_tell(rows, temperature)
     model = Acceptance.of(told)
-    times = StepTimes.of([row for row in rows if row.temperature == temperature])
-    most = times.max_nodes if num_nodes is None else num_nodes
+    times = MeasuredTimes.of([row for row in rows if row.temperature == temperature])
+    most = min(times.max_nodes, MAX_NODES) if num_nodes is None else num_nodes
     if most > times.max_nodes:
         raise UsageError(
             f"trees of {most} nodes were asked for, and calls of at most {times.max_nodes} were "
@@ -259,24 +259,22 @@ def suggest(
     told = _that_tell(rows, temperature)
     trees = [row.tree.to_token_tree() for row in told if row.tree]
     model = Acceptance.of(told)
-    rates, predicted, num_calls = model.rates, model.length, sum(map(_calls, told))
-
     measured = max(tree.num_nodes for tree in trees)
-    tree = best_tree(rates, measured if num_nodes is None else num_nodes, max_depth)
+    tree = best_tree(model.rates, measured if num_nodes is None else num_nodes, max_depth)
     prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
                for sample in samples_of(row)]  # fmt: skip
     complete = len(prompts) == sum(row.num_prompts for row in told)
     return SuggestedTree(
         temperature=temperature,
         tree=Tree(name=tree.name, parents=tree.parents),
-        predicted_acceptance_length=predicted(tree),
+        predicted_acceptance_length=model.length(tree),
         predicted_acceptance_length_interval=_interval(tree, prompts) if complete else None,
-        num_calls=num_calls,
-        num_extrapolated=sum(depth > rates.max_depth for depth in tree.depths),
+        num_calls=sum(map(_calls, told)),
+        num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.depths),
         checks=tuple(
             TreeCheck(
                 tree=each,
-                predicted_acceptance_length=predicted(each.to_token_tree()),
+                predicted_acceptance_length=model.length(each.to_token_tree()),
                 measured_acceptance_length=_tau([row for row in told if row.tree == each]),
             )
             for each in dict.fromkeys(row.tree for row in told if row.tree)

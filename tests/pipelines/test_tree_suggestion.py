@@ -15,7 +15,7 @@ from stree.tree import TokenTree, balanced
 from stree_pipelines.reports.tree_suggestion import (
     Acceptance,
     AcceptanceRates,
-    StepTimes,
+    MeasuredTimes,
     best_tree,
     fastest,
     suggest,
@@ -191,12 +191,12 @@ def test_what_a_step_takes_by_hand():
     beam = TokenTree.load("beam-4-5-32")
     shape = Tree(name=beam.name, parents=beam.parents)
     grown = timed(paper.model_copy(update={"tree": shape}), draft=99.0, call=3.0)
-    times = StepTimes.of([timed(chain, 2.0, 1.4), timed(paper, 2.8, 2.2), grown])
+    times = MeasuredTimes.of([timed(chain, 2.0, 1.4), timed(paper, 2.8, 2.2), grown])
     assert times.level == pytest.approx(0.6)
     assert times.calls == pytest.approx({1: 1.0, 5: 1.4, 13: 2.2, 32: 3.0})
     assert times.step_ms(TokenTree.chain(8)) == pytest.approx(8 * 0.6 + 1.8)
     with pytest.raises(UsageError, match="tree of one shape says what drafting takes"):
-        StepTimes.of([grown])
+        MeasuredTimes.of([grown])
 
 
 @pytest.mark.parametrize(("level", "node"), [(0.02, 0.3), (0.6, 0.02), (0.3, 0.1), (2.0, 1.0)])
@@ -204,7 +204,7 @@ def test_no_tree_of_as_many_levels_is_faster(level, node):
     """Against all 154 shapes of up to 6 nodes."""
     tree = balanced([2, 1, 1])
     row = timed(measured_row(tree, seed=8), level * tree.max_depth, 1 + node * 6)
-    model, times = Acceptance.of([row]), StepTimes.of([row])
+    model, times = Acceptance.of([row]), MeasuredTimes.of([row])
 
     def speed(tree):
         return 1e3 * model.length(tree) / times.step_ms(tree)
@@ -239,6 +239,10 @@ def test_what_the_fastest_tree_cannot_be_is_one_clear_line(tmp_path):
         fastest([row], 0.0, max_depth=0)
     with pytest.raises(UsageError, match="tree of 1 nodes"):
         fastest([row], 0.0, num_nodes=1)
+    large = TokenTree.load("expand-16-16")  # 273 nodes, more than a suggestion has
+    shape = Tree(name=large.name, parents=large.parents)
+    both = [row, timed(row.model_copy(update={"tree": shape, "end_nodes": {0: 9}}), 0.4, 1.2)]
+    assert max(each.tree.num_nodes for each in fastest(both, 0.0, max_depth=1)) <= 256
     make_run(tmp_path)
     with pytest.raises(UsageError, match="--out_levels is for the trees of --fastest"):
         main([str(tmp_path), "--out_levels", str(tmp_path / "trees")])
