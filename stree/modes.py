@@ -245,7 +245,7 @@ class Modes:
         """The tree of the next step of so many rows."""
         self._num_rows = num_rows
         if self._probing == 1 or self._news >= REVISED_AFTER * num_rows:
-            self._revise()  # a probe ends: by what it has shown
+            self._revise()  # by what a probe has shown, or late steps
         speed = self._speed(num_rows)
         for tree in self._untried:
             if self._might_pay(tree, num_rows):
