@@ -28,7 +28,8 @@ from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, exit_with_reason
 from stree.growths import GROWTHS, as_growth
 from stree.models.convert import load_config, load_model
-from stree.modes import Modes, context_of, deepest_of, largest_of, room_to_time, trees_of
+from stree.modes import Modes, deepest_of, largest_of, trees_of
+from stree.timing import context_of, room_to_time
 from stree.tokenizer import fingerprint, load_tokenizer
 from stree.tree import TokenTree
 from stree.verifiers import NAMES as VERIFIERS

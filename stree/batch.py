@@ -41,15 +41,7 @@ from stree.growths import as_growth, require_growth_of
 from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
-from stree.modes import (
-    PLAIN,
-    Modes,
-    context_of,
-    deepest_of,
-    largest_of,
-    measure_costs,
-    trees_of,
-)
+from stree.modes import PLAIN, Modes, deepest_of, largest_of, trees_of
 from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
@@ -58,6 +50,7 @@ from stree.room import Room
 from stree.rows import Rows
 from stree.settings import settings_of
 from stree.step import Step
+from stree.timing import context_of, measure_costs
 from stree.tokenizer import eos_token_ids
 from stree.tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
@@ -416,6 +409,7 @@ class BatchDecoder:
         with ops.current(self.target.device), threads.for_decoding(self.target):
             after = context_of(self.max_length) if context is None else context
             self._next = None  # chosen by other costs
+            self.prefill.prepare_catching_up(0)
             self.modes.costs = measure_costs(
                 self, self.modes.trees, after, num_steps, counts, generation
             )

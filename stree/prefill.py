@@ -15,7 +15,7 @@ from stree.executors import Eager, Graphs
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
-from stree.readers import LONGEST_PIECE
+from stree.readers import LONGEST_PIECE, piece_sizes
 from stree.requests import Progress
 from stree.rows import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
 from stree_kernels import ops
@@ -69,27 +69,42 @@ class Prefill:
     def prepare(self, row: int, sequence: Progress) -> None:
         """Make ready now what reading the row's prompt needs (graphs)."""
         step, reader, length = self.step, self.step.feature_drafter, len(sequence.prompt)
-        layers = () if reader is None else reader.feature_layers
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
         prepare = self.executor.reader.prepare
-        pieces = prepare(step.target, step.cache, row, read, length - read, layers)
+        asked = [() if reader is None else reader.feature_layers]
+        if sequence.tree is None:  # the drafter may read later what it needs
+            asked.append(())
+            self.prepare_catching_up(row)
+        for layers in dict.fromkeys(asked):
+            pieces = prepare(step.target, step.cache, row, read, length - read, layers)
         if pieces and pieces[-1].given:  # as it will begin, but for the token
             self.begin(row, sequence, pieces[-1].given[0])
             self.rows.active[row] = False
             vocabulary = step.target.config.vocab_size
             self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
-        if isinstance(drafter := step.drafter, ModelDrafter):
-            reads_inputs = drafter.inputs is not None
-            rest = length - drafted
-            prepare(drafter.model, drafter.cache, row, drafted, rest, (), reads_inputs)
+        if isinstance(step.drafter, ModelDrafter):
+            self._prepare_drafter(step.drafter, row, drafted, length - drafted)
+
+    def prepare_catching_up(self, row: int) -> None:
+        """Make ready now what reading takes of whatever a drafter may have missed, by a row as
+        `Pieces.prepare` says."""
+        if isinstance(drafter := self.step.drafter, ModelDrafter):
+            most = drafter.cache.max_length
+            for size in piece_sizes(most):
+                self._prepare_drafter(drafter, row, 0, min(size, most))
+
+    def _prepare_drafter(self, drafter: ModelDrafter, row: int, start: int, count: int) -> None:
+        model, cache, reads_inputs = drafter.model, drafter.cache, drafter.inputs is not None
+        self.executor.reader.prepare(model, cache, row, start, count, (), reads_inputs)
 
     def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
         """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
         that they have not; returns the logits (1, V) after the last."""
         target, cache, drafter = self.step.target, self.step.cache, self.step.drafter
-        reader, read_row = self.step.feature_drafter, self.executor.reader.read_row
+        reads, read_row = drafter is not None and not sequence.behind, self.executor.reader.read_row
+        reader = self.step.feature_drafter if reads else None
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
             piece, drafted = tokens[start : start + most], sequence.num_drafted_from
@@ -101,7 +116,7 @@ class Prefill:
                 features = None
                 logits = read_row(target, cache, row, piece, start=start)
             sequence.num_read = start + len(piece)
-            if drafter is not None and not sequence.behind:
+            if reads:
                 if len(unread):
                     known = None if features is None else features.values[0]
                     self._drafter_reads(row, sequence, unread, known, drafted)

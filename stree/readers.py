@@ -20,6 +20,13 @@ LEAST_READ, LONGEST_PIECE = 16, 512  # tokens of a piece, padding included
 CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`: has `replay`
 
 
+def piece_sizes(most: int) -> list[int]:
+    """Of pieces of 1 to `most` tokens, padding included, smallest first."""
+    least = LEAST_READ.bit_length() - 1
+    greatest = max(least, (min(most, LONGEST_PIECE) - 1).bit_length())
+    return [1 << power for power in range(least, greatest + 1)]
+
+
 class Whole:
     """Operations over whole sequences: the CPU, where it costs little to start one."""
 
@@ -110,7 +117,7 @@ class Pieces:
         bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
         for begin in range(start, start + count, LONGEST_PIECE):
             left = min(LONGEST_PIECE, start + count - begin)
-            size = max(LEAST_READ, 1 << (left - 1).bit_length())
+            size = piece_sizes(left)[-1]
             bound = bucket
             if bucket < cache.num_slots:  # of those that count, and of the padding's
                 bound = -(-(begin + size) // bucket) * bucket

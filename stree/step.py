@@ -66,7 +66,8 @@ class Step:
         """
         cache = self.cache.narrow(0, len(rows.active))
         cache.longest_path = longest
-        reader = self.feature_drafter
+        # A drafter that misses a block reads it later, without features
+        reader = self.feature_drafter if self.drafts(forest) else None
         features = None if reader is None else Features(reader.feature_layers)
         asked = () if features is None else (features,)
         logits = self.target.forest_forward(proposal.tokens, forest, cache, bound, *asked)

@@ -32,11 +32,12 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
-from stree.modes import Modes, deepest_of, length_to_time
+from stree.modes import Modes, deepest_of
 from stree.prompts import prompts_of
 from stree.requests import Request
 from stree.room import Room
 from stree.settings import end_of
+from stree.timing import length_to_time
 from stree.tree import TokenTree
 from stree.verifiers import Verifier, named
 

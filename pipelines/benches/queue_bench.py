@@ -14,9 +14,9 @@ from stree.description import device_name
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig
 from stree.models.convert import load_config
-from stree.modes import row_counts
 from stree.requests import Request
 from stree.speculation_profile import Tree
+from stree.timing import row_counts
 from stree_pipelines.benches.queueing import (
     CLEARING,
     POLICIES,

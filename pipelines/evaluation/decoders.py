@@ -18,9 +18,9 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import length_to_time, row_counts
 from stree.requests import Request
 from stree.room import Room
+from stree.timing import length_to_time, row_counts
 from stree_kernels.naive import accumulation_dtype
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (

@@ -251,16 +251,17 @@ def suggest(
     max_depth: int | None = None,
 ) -> SuggestedTree:
     """The best tree for rows of one checkpoint at one temperature; by default of as many nodes as
-    the largest tree that was measured. The prediction has an interval where `samples_of` has the
-    prompts of all the rows.
+    the largest tree that was measured, or MAX_NODES. The prediction has an interval where
+    `samples_of` has the prompts of all the rows.
 
     Raises UsageError as `_that_tell` does.
     """
     told = _that_tell(rows, temperature)
     trees = [row.tree.to_token_tree() for row in told if row.tree]
     model = Acceptance.of(told)
-    measured = max(tree.num_nodes for tree in trees)
-    tree = best_tree(model.rates, measured if num_nodes is None else num_nodes, max_depth)
+    if num_nodes is None:
+        num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
+    tree = best_tree(model.rates, num_nodes, max_depth)
     prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
                for sample in samples_of(row)]  # fmt: skip
     complete = len(prompts) == sum(row.num_prompts for row in told)

@@ -95,17 +95,19 @@ class ModelDrafter:
         read_row(self.model, self.cache, row, tokens, inputs=inputs)
 
     def _inputs_of(self, row: int, count: int, features: Tensor | None) -> Tensor:
-        """What is added to the row's next `count` tokens, (T, D); and the token after them is
-        remembered. Without features it is that of the row's next token which stays."""
+        """What is added to the row's next `count` tokens, (T, D); and that of the token after them
+        is remembered."""
         assert self.inputs is not None
         inputs = self._reader.unknown.repeat(count, 1)
-        if features is not None:
-            following = self._reader.of_tokens(features)
-            if len(features) == count:
-                inputs[0] = self.inputs[row, 0]
-            known = following[:-1][-count:]
-            inputs[count - len(known) :] = known
-            self.inputs[row, 0] = following[-1]
+        if features is None:
+            self.inputs[row, 0] = self._reader.unknown
+            return inputs
+        following = self._reader.of_tokens(features)
+        if len(features) == count:
+            inputs[0] = self.inputs[row, 0]
+        known = following[:-1][-count:]
+        inputs[count - len(known) :] = known
+        self.inputs[row, 0] = following[-1]
         return inputs
 
     def take_features(self, features: Tensor, rows: Rows, path: Tensor) -> None:

@@ -243,6 +243,7 @@ def test_what_the_fastest_tree_cannot_be_is_one_clear_line(tmp_path):
     shape = Tree(name=large.name, parents=large.parents)
     both = [row, timed(row.model_copy(update={"tree": shape, "end_nodes": {0: 9}}), 0.4, 1.2)]
     assert max(each.tree.num_nodes for each in fastest(both, 0.0, max_depth=1)) <= 256
+    assert len(suggest(both, 0.0, None, max_depth=1).tree.parents) <= 256
     make_run(tmp_path)
     with pytest.raises(UsageError, match="--out_levels is for the trees of --fastest"):
         main([str(tmp_path), "--out_levels", str(tmp_path / "trees")])

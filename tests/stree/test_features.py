@@ -249,7 +249,7 @@ def test_rows_that_share_a_prefix_have_its_features(target, drafter):
 
 
 def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter):
-    """Plain steps leave it the features of none but the last token."""
+    """Plain steps keep none for it."""
     watched = watch(drafter, 1, 64, 5)
     plain, tree = TokenTree.chain(0, "plain"), TREES[1]
     modes = Modes([tree], Costs({(1, plain): 1.0, (1, tree): 1e9}))
@@ -265,7 +265,7 @@ def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter
     assert text == PROMPT + Decoder(target).generate(PROMPT, GenerationConfig(24)).tokens
     _, at, _, tokens, _, logits = watched.drafts[0]
     known = torch.ones(1, at + 1, dtype=torch.bool)
-    known[:, len(PROMPT) : at] = False
+    known[:, len(PROMPT) :] = False
     with torch.no_grad():
         sequence = [*text[:at], tokens[0]]
         hidden = drafter.hidden_states(

@@ -313,7 +313,7 @@ def test_names_say_all_of_it(name):
 
 def test_modes_choose_among_trees_that_grow(monkeypatch):
     """In a decoder: whatever is chosen, the tokens are plain decoding's."""
-    monkeypatch.setattr("stree.modes.NUM_TIMINGS", 1)  # the costs are replaced
+    monkeypatch.setattr("stree.timing.NUM_TIMINGS", 1)  # the costs are replaced
     small, large = BeamTree.of(3, 4, 5), BeamTree.of(3, 4, 13)
     target = tiny_model(1)
     modes = Modes([small, TokenTree.chain(2), large])

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from toys import TableDrafter, TableTarget, right_now_and_then, tiny_model
+from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, batch
+from stree.accept_rates import AcceptRates, GrownRates
 from stree.costs import Costs
 from stree.errors import UsageError
-from stree.modes import PLAIN, PROBE_SHARE, AcceptRates, GrownRates, Modes, telling
+from stree.modes import PLAIN, PROBE_SHARE, Modes, telling
 from stree.requests import Prepared
 from stree.tree import BeamTree, as_tree, balanced
 
@@ -336,7 +337,7 @@ def test_what_disturbs_one_timing_decides_about_no_tree(monkeypatch):
         return clock["now"]
 
     monkeypatch.setattr(decoder, "now", now)
-    monkeypatch.setattr("stree.modes._begin_after", lambda *_: 0.0)
+    monkeypatch.setattr("stree.timing._begin_after", lambda *_: 0.0)
     costs = decoder.measure_costs(num_steps=4)
     assert set(costs.seconds.values()) == {0.25}
 
@@ -369,6 +370,49 @@ def test_drafters_read_no_prompts_while_plain_decoding_is_best():
     own = decoder.admit(Request([4, 5, 6, 2], GenerationConfig(9), tree))
     decoder.step()
     assert not drafter.sequences[left] and drafter.sequences[own][:4] == [4, 5, 6, 2]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cpu):
+    """Of reading that, made ready with those of steps, or when costs are measured."""
+    target = tiny_model(0)
+    modes = Alternating([CHAIN], Costs({(2, PLAIN): 1.0, (2, CHAIN): 1.0}))
+    decoder = BatchDecoder(target, reading(target), modes, num_rows=2, max_length=150)
+    requests = [Request([5] * n, GenerationConfig(9, ignore_eos=True)) for n in (20, 30)]
+    if measured:
+        decoder.measure_costs(num_steps=1)
+    rows = [decoder.admit(each) for each in requests]
+    decoder.prepare_reading() if measured else decoder.prepare()
+    for row in rows:
+        decoder.release(row)
+    ready = set(decoder.executor.reader.pieces)
+    sizes = {size for model, _, size, *_ in ready if model != id(target)}
+    assert sizes >= {2, 4, 8, 16, 32, 64, 128, 256}
+    modes.current = PLAIN
+    outputs = decoder.generate(requests)
+    for request, out in zip(requests, outputs, strict=True):
+        plain = Decoder(target, max_length=64).generate(request.prompt_ids, request.generation)
+        assert out.tokens == plain.tokens and out.stats.acceptance_length > 1
+    assert set(decoder.executor.reader.pieces) == ready
+
+
+def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
+    """Of prompts and in steps, while plain decoding is best."""
+    target = tiny_model(1)
+    drafter = reading(target)
+    costs = Costs({(1, PLAIN): 1.0, (1, CHAIN): 9.0})
+    decoder = BatchDecoder(target, drafter, Modes([CHAIN], costs), num_rows=1, max_length=64)
+    taken, take = [], decoder.drafter.take_features
+    decoder.drafter.take_features = lambda *told: taken.append(told) or take(*told)
+    layers = []
+    for _ in range(2):
+        decoder.generate([Request([5] * 9, GenerationConfig(30, ignore_eos=True))])
+        pieces = decoder.executor.reader.pieces
+        layers.append({asked for model, _, _, _, asked, _ in pieces if model == id(target)})
+        pieces.clear()
+        if not layers[1:]:
+            taken.clear()
+    assert layers == [{drafter.config.feature_layers}, {()}] and not taken
 
 
 def test_costs_are_measured_while_no_row_is_taken():
@@ -547,18 +591,19 @@ def test_many_rows_that_accept_alike_are_no_reason_to_change(grows):
 
 
 def test_a_tree_is_seen_the_more_often_the_less_it_loses():
-    """Beside the best, one that seems to cost 6 % more and one that costs four times as much."""
+    """Beside the best, one that seems to cost 6 % more and one that costs four times as much; all
+    tries together lose a hundredth."""
     best, near, far = balanced([3, 2]), BeamTree.of(2, 2, 6), BeamTree.of(3, 2, 6)
     seconds = {PLAIN: 1.0, best: 1.0, near: 1.06, far: 4.0}
     modes = Modes([best, near, far], Costs({(1, tree): each for tree, each in seconds.items()}))
     used = []
-    for _ in range(3000):
+    for _ in range(8000):
         used.append(modes.choose(1))
         modes.learn_path(used[-1], [0, 1][: 1 + used[-1].max_depth])
     late = used[500:]
     assert late.count(near) > 4 * late.count(far) > 0
     lost = sum(seconds[tree] - 1.0 for tree in late)
-    assert lost < 2.2 * PROBE_SHARE * len(late)
+    assert lost < PROBE_SHARE * len(late)
 
 
 def test_what_cannot_pay_is_not_tried_first():

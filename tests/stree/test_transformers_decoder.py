@@ -32,7 +32,8 @@ from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.shared import shared_model
 from stree.models.slicing import slice_drafter
-from stree.modes import context_of, deepest_of, room_to_time
+from stree.modes import deepest_of
+from stree.timing import context_of, room_to_time
 from stree.transformers_decoder import generate
 from stree.tree import balanced
 from stree.verifiers.multi_step import MultiStep
