@@ -47,7 +47,6 @@ class Bandit(Modes):
                 "a bandit needs two trees at least: give more, or take the tree itself"
             )
         self.exploration = exploration
-        self._num_rows = 1
         self._rounds = dict.fromkeys(self.arms, 0)
         self._reward = dict.fromkeys(self.arms, 0.0)
 

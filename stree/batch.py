@@ -240,10 +240,15 @@ class BatchDecoder:
         A row whose logits are not finite ends with its error; the others do not notice.
         """
         with ops.current(self.target.device), threads.for_decoding(self.target):
-            decoding = {row: each for row, each in self._sequences.items() if each.decoding}
-            reading = {row: each for row, each in self._sequences.items() if each.reading}
+            decoding: dict[int, Progress] = {}
+            reading: dict[int, Progress] = {}
+            for row, each in self._sequences.items():
+                if each.reading:
+                    reading[row] = each
+                elif not each.finish_reason:
+                    decoding[row] = each
             while self._launched and next(self._living(self._launched[0]), None) is None:
-                self._launched.popleft()
+                self._take_launched()
                 self.executor.drop()
             while decoding and len(self._launched) <= self.executor.ahead:
                 trees = self._trees(decoding)
@@ -338,8 +343,15 @@ class BatchDecoder:
     def _living(self, launch: Launch) -> Iterator[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
         for row, (each, _) in launch.rows.items():
-            if self._sequences.get(row) is each and each.decoding:
+            if self._sequences.get(row) is each and not each.finish_reason:
                 yield row
+
+    def _take_launched(self) -> Launch:
+        """The oldest step that is on its way."""
+        launch = self._launched.popleft()
+        for each, tree in launch.rows.values():
+            each.ahead -= tree.max_depth + 1
+        return launch
 
     def _read(self, row: int, sequence: Progress, whole: bool) -> None:
         """A piece of the row's prompt; after the last one it begins to decode."""
@@ -443,11 +455,15 @@ class BatchDecoder:
         self.executor.launch(rows, forest, longest, position, mark)
         if clock is not None:
             clock.end_call()
+        left_behind = self.drafter is not None and not drafted
+        launched = {}
         for row, each in self._sequences.items():
-            each.longest = trees[row].max_depth + 1 if row in decoding else 1
-        for each in decoding.values():
-            each.behind = each.behind or (self.drafter is not None and not drafted)
-        launched = {row: (each, trees[row]) for row, each in decoding.items()}
+            each.longest = 1
+            if (tree := trees.get(row)) is not None:
+                each.longest = most = tree.max_depth + 1
+                each.ahead += most
+                each.behind = each.behind or left_behind
+                launched[row] = each, tree
         self._launched.append(Launch(launched, drafted))
 
     def _step_of(
@@ -457,8 +473,9 @@ class BatchDecoder:
         fall behind."""
         batch = self._num_step_rows
         # Idle rows have the others' tree: one forest serves while requests come and go
-        asked = set(trees.values())
-        idle = asked.pop() if len(asked) == 1 else PLAIN
+        idle = next(iter(trees.values()))
+        if any(tree != idle for tree in trees.values() if tree is not idle):
+            idle = PLAIN
         grown = [trees.get(row, idle) for row in range(batch)]
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared.get(idle)
@@ -466,22 +483,18 @@ class BatchDecoder:
             forest = Forest.of(grown, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
             self._prepared[idle] = prepared = Prepared(grown, generations, rows, forest)
+        prepared.generations = generations  # those of now are told from the next ones at a glance
         rows, forest = prepared.rows, prepared.forest
         longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
-
-        def position(row: int, sequence: Progress) -> int:
-            # Steps that are still on their way commit at most a block each; of a row that has
-            # ended, some of the last block may have been dropped
-            ahead = sum(
-                step.rows[row][1].max_depth + 1 for step in self._launched if row in step.rows
-            )
-            return sequence.position + ahead + bool(sequence.finish_reason) * sequence.longest
-
-        ended = {row: each for row, each in self._sequences.items() if each.finish_reason}
-        return rows, forest, longest, max(position(*each) for each in (decoding | ended).items())
+        # Of a row that has ended, some of the last block may have been dropped
+        position = max(
+            each.position + each.ahead + (each.longest if each.finish_reason else 0)
+            for row, each in self._sequences.items() if row in trees or each.finish_reason
+        )  # fmt: skip
+        return rows, forest, longest, position
 
     def _collect(self) -> list[Report]:
-        launch, report = self._launched.popleft(), self.executor.collect()
+        launch, report = self._take_launched(), self.executor.collect()
         firsts = self._first_tokens(self._living(launch), wait=True)  # from which it went on
         return firsts + [
             self._account(row, *launch.rows[row], launch.drafted, report[row])
@@ -491,10 +504,11 @@ class BatchDecoder:
     def _account(
         self, row: int, sequence: Progress, tree: TokenTree, drafted: bool, report: list[int]
     ) -> Report:
-        finite, count, *rest = report
+        finite, count = report[:2]
         if finite != 1:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
-        block, path = rest[:count], rest[len(rest) // 2 :][:count]
+        nodes = 1 + len(report) // 2  # where they begin
+        block, path = report[2 : 2 + count], report[nodes : nodes + count]
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:

@@ -154,12 +154,14 @@ class DecodingStats:
     def count_call(self, tree: TokenTree, path: Sequence[int], num_kept: int) -> int:
         """Count a call that has accepted a path, the root first, and of whose tokens so many were
         kept; returns how many of these are drafts."""
-        num_accepted = min(num_kept, len(path) - 1)
+        num_accepted = len(path) - 1
+        if num_kept < num_accepted:
+            num_accepted, path = num_kept, path[: num_kept + 1]
         self.num_calls += 1
         self.num_nodes += tree.num_nodes
         self.num_new_tokens += num_kept
         self.accepted_per_call.append(num_accepted)
-        self.end_node_per_call.append(tree.end_of(path[: num_accepted + 1]))
+        self.end_node_per_call.append(tree.end_of(path))
         return num_accepted
 
     def __repr__(self) -> str:

@@ -62,6 +62,7 @@ class Modes:
         self._expected: dict[TokenTree, float] = {}
         self._news = 0  # observations that it does not know of
         self._num_rows = 1  # of the last step: as many observations are one step
+        self._memory = MEMORY  # what one counts one later: of many rows each is part of a step
         self._revise()
         self.current = self.trees[-1]
         self._plain_s = 0.0  # since the last probe
@@ -88,7 +89,9 @@ class Modes:
 
     def choose(self, num_rows: int) -> TokenTree:
         """The tree of the next step of so many rows."""
-        self._num_rows = num_rows
+        if num_rows != self._num_rows:
+            self._num_rows = num_rows
+            self._memory = MEMORY ** (1 / num_rows)
         if self._probing == 1 or self._news >= REVISED_AFTER * num_rows:
             self._revise()  # by what a probe has shown, or late steps
         speed = self._speed(num_rows)
@@ -147,16 +150,11 @@ class Modes:
 
     def _count(self, tree: TokenTree) -> None:
         """An observation of a tree: now and then expectations follow from all of them."""
-        if tree in self._untried:
+        if self._untried and tree in self._untried:
             self._untried[tree] -= 1
             if not self._untried[tree]:
                 del self._untried[tree]
         self._news += 1
-
-    @property
-    def _memory(self) -> float:
-        """What an observation counts one later: of many rows each is a small part of a step."""
-        return MEMORY ** (1 / self._num_rows)
 
     def expected_tokens(self, tree: TokenTree) -> float:
         """Of a step, by what was accepted lately."""

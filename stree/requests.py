@@ -53,7 +53,7 @@ def requests_of(
     return [Request(prompt.tolist(), generation) for prompt, generation in asked]
 
 
-@dataclass
+@dataclass(slots=True)
 class Report:
     """What a step gave a row: its new tokens, how many of them, the first, are drafts that were
     accepted, and why it ends ("" while it goes on; "error", with the error beside)."""
@@ -65,7 +65,7 @@ class Report:
     num_accepted: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """The host's side of a row."""
 
@@ -80,6 +80,7 @@ class Progress:
     behind: bool = False  # whether the drafter has missed the prompt or a block
     readings: list[tuple[Any, Any]] = field(default_factory=list)  # the drafter's, begun and done
     longest: int = 1  # the most tokens that the row's block has
+    ahead: int = 0  # the most that steps on their way commit, a block each
     finish_reason: str = ""
     since: float = field(default_factory=time.perf_counter)
     first: Arrival | None = None  # the token after the prompt, and whether its logits are finite

@@ -112,7 +112,7 @@ class TokenTree:
     def _hash(self) -> int:
         return hash(self.parents)  # not of text, whose hash is another in each process
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return len(self.parents)
 
