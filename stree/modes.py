@@ -18,7 +18,8 @@ from stree.errors import UsageError
 from stree.tree import BeamTree, TokenTree, as_tree
 
 HYSTERESIS = 0.01  # what another tree must promise more, to be changed to
-PROBE_SHARE = 0.01  # of the time that may be lost to see whether others have become better
+PROBE_SHARE = 0.01  # of the time that may be lost to see whether drafts have become better
+TRY_SHARE = 0.005  # of the time that may be lost to see whether other trees have
 LEAST_LOSS = 0.3  # of a step, that one with another tree counts as losing
 PROBE_STEPS = 4  # steps with a tree, one after the other, that make a probe
 REVISED_AFTER = 8  # steps, since working out what to expect takes the host as long as one does
@@ -192,7 +193,7 @@ class Modes:
     def _unseen(self, num_rows: int) -> TokenTree | None:
         """Now and then a tree that alone shows what it accepts: the less it seems to lose, the more
         often."""
-        speed, share = self._speed(num_rows), PROBE_SHARE / len(self._telling)
+        speed, share = self._speed(num_rows), TRY_SHARE / len(self._telling)
         for tree in self._telling:
             if tree == self.current:
                 self._unseen_s[tree] = 0.0
