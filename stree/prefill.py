@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -72,20 +74,21 @@ class Prefill:
         read, drafted = sequence.num_read, sequence.num_drafted_from
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
-        prepare = self.executor.reader.prepare
-        asked = [() if reader is None else reader.feature_layers]
+        prepare, drafter = self.executor.reader.prepare, step.drafter
+        along = drafter if _reads_along(drafter) else None
+        ways = [(() if reader is None else reader.feature_layers, along)]
         if sequence.tree is None:  # the drafter may read later what it needs
-            asked.append(())
+            ways.append(((), None))
             self.prepare_catching_up(row)
-        for layers in dict.fromkeys(asked):
-            pieces = prepare(step.target, step.cache, row, read, length - read, layers)
+        for layers, also in dict.fromkeys(ways):
+            pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
         if pieces and pieces[-1].given:  # as it will begin, but for the token
             self.begin(row, sequence, pieces[-1].given[0])
             self.rows.active[row] = False
             vocabulary = step.target.config.vocab_size
             self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
-        if isinstance(step.drafter, ModelDrafter):
-            self._prepare_drafter(step.drafter, row, drafted, length - drafted)
+        if along is not None and drafted < read:
+            self._prepare_drafter(along, row, drafted, read - drafted)
 
     def prepare_catching_up(self, row: int) -> None:
         """Make ready now what reading takes of whatever a drafter may have missed, by a row as
@@ -102,36 +105,45 @@ class Prefill:
     def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
         """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
         that they have not; returns the logits (1, V) after the last."""
-        target, cache, drafter = self.step.target, self.step.cache, self.step.drafter
-        reads, read_row = drafter is not None and not sequence.behind, self.executor.reader.read_row
-        reader = self.step.feature_drafter if reads else None
+        target, cache, executor = self.step.target, self.step.cache, self.executor
+        drafter = None if sequence.behind else self.step.drafter
+        reader = None if drafter is None else self.step.feature_drafter
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
             piece, drafted = tokens[start : start + most], sequence.num_drafted_from
-            unread = tokens[drafted : start + most]
-            if reader is not None:
-                features = Features(reader.feature_layers)
-                logits = read_row(target, cache, row, piece, features, start=start)
+            if drafter is not None and _reads_along(drafter):
+                timed = partial(self._timed, sequence)
+                if drafted < start:  # of a prefix that is kept, whose features are not
+                    with timed():
+                        self.let_drafter_read(row, tokens[drafted:start], None, drafted)
+                ahead, read_both = max(drafted - start, 0), executor.reader.read_both
+                logits = read_both(
+                    target, cache, drafter, row, piece, timed, start=start, ahead=ahead
+                )
             else:
-                features = None
-                logits = read_row(target, cache, row, piece, start=start)
-            sequence.num_read = start + len(piece)
-            if reads:
-                if len(unread):
+                features = None if reader is None else Features(reader.feature_layers)
+                asked = () if features is None else (features,)
+                logits = executor.reader.read_row(target, cache, row, piece, *asked, start=start)
+                unread = tokens[drafted : start + most]
+                if drafter is not None and len(unread):
                     known = None if features is None else features.values[0]
-                    self._drafter_reads(row, sequence, unread, known, drafted)
+                    with self._timed(sequence):
+                        self.let_drafter_read(row, unread, known, drafted)
+            sequence.num_read = start + len(piece)
+            if drafter is not None:
                 sequence.num_drafted_from = sequence.num_read
         return logits
 
-    def _drafter_reads(
-        self, row: int, sequence: Progress, tokens: Tensor, features: Tensor | None,
-        start: int | None,
-    ) -> None:  # fmt: skip
-        """As `let_drafter_read`, timed where the steps' trees are chosen by what that takes."""
-        begun = recorded(tokens.device) if sequence.tree is None else None
-        self.let_drafter_read(row, tokens, features, start)
-        if begun is not None:
-            sequence.readings.append((begun, recorded(tokens.device)))
+    @contextmanager
+    def _timed(self, sequence: Progress) -> Iterator[None]:
+        """Around what the drafter reads for a sequence, where the steps' trees are chosen by what
+        that takes."""
+        if sequence.tree is not None:
+            yield
+            return
+        begun = recorded(self.rows.position.device)
+        yield
+        sequence.readings.append((begun, recorded(self.rows.position.device)))
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
@@ -182,7 +194,8 @@ class Prefill:
                 *missed, root = tokens
                 if missed:
                     start = None if each.num_drafted_from else 0
-                    self._drafter_reads(row, each, self._on_device(missed), None, start)
+                    with self._timed(each):
+                        self.let_drafter_read(row, self._on_device(missed), None, start)
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1
 
@@ -194,3 +207,8 @@ class Prefill:
     def _on_device(self, tokens: list[int]) -> Tensor:
         """Does not wait for the device."""
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
+
+
+def _reads_along(drafter: Any) -> TypeGuard[ModelDrafter]:
+    """Whether it does nothing but read what its target reads: others keep the text beside."""
+    return type(drafter) is ModelDrafter

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from stree.models.hybrid import HybridModel, read_row
 from stree.models.reading import PieceRoom
 from stree_kernels import ops
 
+if TYPE_CHECKING:
+    from stree.drafters.model import ModelDrafter
+
 MAX_KEPT = 64  # pieces
 LEAST_READ, LONGEST_PIECE = 16, 512  # tokens of a piece, padding included
 CaptureType = Callable[..., Any]  # of a device, a function and the one `beside`: has `replay`
+Timed = Callable[[], AbstractContextManager[None]]
 
 
 def piece_sizes(most: int) -> list[int]:
@@ -43,6 +48,23 @@ class Whole:
     ) -> Tensor:
         """See `stree.models.hybrid.read_row`."""
         return read_row(model, cache, row, tokens, features, inputs)
+
+    def read_both(
+        self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
+        tokens: Tensor, timed: Timed, *, start: int, ahead: int,
+    ) -> Tensor:  # fmt: skip
+        """See `Pieces.read_both`."""
+        known = None
+        if drafter.feature_layers:
+            features = Features(drafter.feature_layers)
+            logits = read_row(model, cache, row, tokens, features)
+            known = features.values[0]
+        else:
+            logits = read_row(model, cache, row, tokens)
+        if len(tokens) > ahead:
+            with timed():
+                drafter.read(row, tokens[ahead:], known)
+        return logits
 
     def prepare(self, *reading: Any) -> list[Piece]:
         """Nothing has to be made ready."""
@@ -100,6 +122,25 @@ class Pieces:
                 features.take(layer, stream[:, : len(part)].clone())
         return logits
 
+    def read_both(
+        self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
+        tokens: Tensor, timed: Timed, *, start: int, ahead: int,
+    ) -> Tensor:  # fmt: skip
+        """`read_row`, and after each piece its drafter reads it, with the features that it takes.
+        ahead, how many more tokens than the target it has read; timed, a context around what the
+        drafter does."""
+        for each in (cache, drafter.cache):
+            each.reserve(len(tokens), start)
+        asked = drafter.feature_layers
+        pieces = self.prepare(model, cache, row, start, len(tokens), asked, False, drafter)
+        for piece, part in zip(pieces, tokens.split(LONGEST_PIECE), strict=True):
+            logits = piece.replay(row, part)
+            if ahead < len(part):
+                with timed():
+                    piece.replay_drafter(ahead)
+            ahead = max(ahead - len(part), 0)
+        return logits
+
     def prepare(
         self,
         model: HybridModel,
@@ -109,28 +150,41 @@ class Pieces:
         count: int,
         layers: tuple[int, ...] = (),
         reads_inputs: bool = False,
+        drafter: ModelDrafter | None = None,
     ) -> list[Piece]:
         """The pieces of `count` more tokens after `start`, captured when first asked for: by a row
         without a path that is pending, behind whose tokens padding is written. layers, those whose
-        streams are asked for."""
+        streams are asked for; drafter, if one is to read each piece, too."""
         pieces: list[Piece] = []
-        bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
         for begin in range(start, start + count, LONGEST_PIECE):
-            left = min(LONGEST_PIECE, start + count - begin)
-            size = piece_sizes(left)[-1]
-            bound = bucket
-            if bucket < cache.num_slots:  # of those that count, and of the padding's
-                bound = -(-(begin + size) // bucket) * bucket
-            key = id(model), id(cache), size, bound, layers, reads_inputs
+            size = piece_sizes(start + count - begin)[-1]
+            bound = _bound_of(cache, begin + size)
+            drafters = None if drafter is None else _bound_of(drafter.cache, begin + size)
+            key = id(model), id(cache), size, bound, layers, reads_inputs, drafters
             if key not in self.pieces:
-                there = self.pieces.values()
-                alike = (each for each in there if each.cache is cache and each.size == size)
-                self.pieces[key] = Piece(
+                self.pieces[key] = piece = Piece(
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
-                    beside=next(iter(there), None), alike=next(alike, None),
+                    beside=next(iter(self.pieces.values()), None),
+                    room=self._room(model, cache, size),
                 )  # fmt: skip
+                if drafter is not None and drafters is not None:
+                    room = self._room(drafter.model, drafter.cache, size)
+                    piece.add_drafter(drafter, drafters, room, self.capture)
             pieces.append(self.pieces[key])
         return pieces
+
+    def _room(self, model: HybridModel, cache: HybridCache, size: int) -> PieceRoom:
+        """Shared by the pieces of a cache and size."""
+        for each in self.pieces.values():
+            if (found := each.rooms.get(id(cache))) is not None and each.size == size:
+                return found
+        return PieceRoom(cache, size, model.config.d_conv)
+
+
+def _bound_of(cache: HybridCache, num_used: int) -> int:
+    """Slots to look at where so many are used, the padding's included."""
+    bucket = ops.bucket(cache.num_slots, cache.device, cache.dtype)
+    return bucket if bucket >= cache.num_slots else -(-num_used // bucket) * bucket
 
 
 class Piece:
@@ -144,9 +198,9 @@ class Piece:
     def __init__(
         self, model: HybridModel, cache: HybridCache, row: int, size: int, bound: int,
         layers: tuple[int, ...], reads_inputs: bool, capture: CaptureType,
-        beside: Piece | None, alike: Piece | None,
+        beside: Piece | None, room: PieceRoom,
     ) -> None:  # fmt: skip
-        self.model, self.cache, self.size, device = model, cache, size, cache.device
+        self.model, self.size, device = model, size, cache.device
         with torch.inference_mode(False):  # they are written inside of it and outside
             self.tokens = tokens = torch.zeros(1, size, dtype=torch.long, device=device)
             self.count = count = torch.zeros(1, dtype=torch.long, device=device)
@@ -155,19 +209,17 @@ class Piece:
             if reads_inputs:
                 shape = 1, size, model.config.d_model
                 self.inputs = torch.zeros(shape, dtype=model.dtype, device=device)
-            # Kept, as graphs hold its addresses; pieces run one after the other
-            room = alike.room if alike else PieceRoom(cache, size, model.config.d_conv)
-        self.room: PieceRoom = room
+        self.rooms = {id(cache): room}  # by cache; kept, as graphs hold their addresses
         added = self.inputs
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
         kept = self.given  # the function holds what it needs, and not this piece, which holds it
 
         def read() -> None:
             features = Features(layers)
-            logits = model.prefill_padded(
+            last = model.prefill_padded(
                 tokens, count, whose, cache, room, bound, features=features, inputs=added
             )
-            given = [logits, *features.streams]
+            given = [model.logits(last), *features.streams]
             if not kept:  # at the first rehearsal
                 with torch.inference_mode(False):
                     kept.extend(torch.empty_like(each) for each in given)
@@ -175,8 +227,24 @@ class Piece:
                 mine.copy_(each)
 
         self.captured: Any = capture(device, read, None if beside is None else beside.captured)
+        self.skipped: Tensor | None = None  # (1,) how many of its tokens its drafter has read
+        self.drafters: Any = None  # what its drafter does, captured
 
-    def replay(self, row: int, tokens: Tensor, inputs: Tensor | None) -> Tensor:
+    def add_drafter(
+        self, drafter: ModelDrafter, bound: int, room: PieceRoom, capture: CaptureType
+    ) -> None:
+        """Let a drafter read the piece, too, in a replay of its own."""
+        self.rooms[id(drafter.cache)] = room
+        tokens, count, row, given = self.tokens, self.count, self.row, self.given
+        with torch.inference_mode(False):
+            self.skipped = skipped = torch.zeros_like(count)
+
+        def read() -> None:
+            drafter.read_padded(tokens, count, skipped, row, room, bound, given[1:])
+
+        self.drafters = capture(tokens.device, read, self.captured)
+
+    def replay(self, row: int, tokens: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be used before
         the next replay of this piece."""
         self.row.fill_(row)
@@ -186,6 +254,12 @@ class Piece:
             self.inputs[0, : len(tokens)] = inputs
         self.captured.replay()
         return self.given[0]
+
+    def replay_drafter(self, skipped: int) -> None:
+        """Let its drafter read what it has read last, but for the first `skipped` tokens."""
+        assert self.skipped is not None
+        self.skipped.fill_(skipped)
+        self.drafters.replay()
 
     @property
     def streams(self) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from stree.drafters import Drawn, Proposal
 from stree.forest import Forest, Level
 from stree.models.cache import Which
 from stree.models.features import FeatureInput
-from stree.models.hybrid import HybridModel, read_row
+from stree.models.hybrid import HybridModel, last_of, read_row
+from stree.models.reading import PieceRoom
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
@@ -109,6 +110,25 @@ class ModelDrafter:
         inputs[count - len(known) :] = known
         self.inputs[row, 0] = following[-1]
         return inputs
+
+    @torch.no_grad()
+    def read_padded(
+        self, tokens: Tensor, count: Tensor, skipped: Tensor, row: Tensor, room: PieceRoom,
+        bound: int, streams: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """`read` of the first of tokens (1, T) for graphs, as `HybridModel.prefill_padded`, but for
+        the first `skipped` (1,) of these, fewer than there are; streams, the target's features at
+        all of them, (1, T, ·) a layer."""
+        places = (room.places + skipped).clamp(max=tokens.shape[1] - 1)
+        tokens, inputs = tokens.gather(1, places), None
+        if self.inputs is not None:
+            following = self._reader.of_tokens(torch.cat(list(streams), -1))
+            first = self.inputs[:, 0].index_select(0, row)
+            inputs = torch.cat([first[:, None], following[:, :-1]], 1)[:, places[0]]
+            after = torch.where(count > 0, last_of(following, count), first)
+            self.inputs[:, 0].index_copy_(0, row, after)
+        left = count - skipped
+        self.model.prefill_padded(tokens, left, row, self.cache, room, bound, inputs=inputs)
 
     def take_features(self, features: Tensor, rows: Rows, path: Tensor) -> None:
         """Remember what is added to the tokens of the rows' blocks: each token of a block comes

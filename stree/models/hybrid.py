@@ -64,6 +64,11 @@ def read_row(
     return model.prefill(tokens[None], cache.at(row), **options)
 
 
+def last_of(values: Tensor, count: Tensor) -> Tensor:
+    """(1, D) of the last of the first `count` (1,) of values (1, T, D); of the first for none."""
+    return values.index_select(1, (count - 1).clamp(min=0))[:, 0]
+
+
 def on_own_gpu(method: Method) -> Method:
     """A model's method, with the model's GPU as the current one."""
 
@@ -437,7 +442,7 @@ class HybridModel(nn.Module):
         are, count (1,), and which of a cache's sequences reads them, row (1,).
 
         Nothing of its last tree may be pending. room, for pieces of T tokens; bound, slots to look
-        at, at least as many as it has with all T. Returns the logits (1, V) after the last token;
+        at, at least as many as it has with all T. Returns the last token's hidden state (1, D);
         features has padding, too.
         """
         self.pack_what_moved()
@@ -446,9 +451,7 @@ class HybridModel(nn.Module):
             embedding=self.model.embed_tokens.weight, shared=self.model.shared_blocks,
             features=features,
         )  # fmt: skip
-        hidden = self.tree_hidden(call)
-        last = hidden.index_select(1, (count - 1).clamp(min=0))
-        return self.logits(last[:, 0])
+        return last_of(self.tree_hidden(call), count)
 
     @torch.no_grad()
     def tree_forward(

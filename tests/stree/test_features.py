@@ -21,6 +21,7 @@ from stree.models.convert import load_model, save_model
 from stree.models.features import Features
 from stree.models.parts import Sequences
 from stree.modes import Modes
+from stree.readers import Called, Pieces
 from stree.tree import as_tree, balanced
 from stree_kernels import ops
 
@@ -36,6 +37,14 @@ def target():
 @pytest.fixture(scope="module")
 def drafter(target):
     return reading(target)
+
+
+@pytest.fixture(params=["whole", "in pieces"])
+def either_way(request, monkeypatch):
+    """How prompts are read; in pieces as on a GPU."""
+    if request.param == "in pieces":
+        monkeypatch.setattr("stree.executors.Whole", lambda: Pieces(Called))
+        monkeypatch.setattr("stree.readers.LEAST_READ", 2)
 
 
 def features_of(target, tokens):
@@ -96,7 +105,7 @@ def test_drafts_are_those_of_training(tree, backtracking, target, drafter):
     require_drafts_as_in_training(watched.drafts, drafter, target, [PROMPT + out.tokens])
 
 
-def test_rows_of_a_batch_have_their_own_features(target, drafter, monkeypatch):
+def test_rows_of_a_batch_have_their_own_features(target, drafter, either_way, monkeypatch):
     """Prompts read in pieces between steps of others, rows that end and are taken again."""
     monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 5)
     monkeypatch.setattr("stree.prefill.FEATURES_CHUNK", 3)
@@ -215,7 +224,7 @@ def conversation(target, drafter, num_prefixes, tree):
 
 
 @pytest.mark.parametrize("tree", [TREES[0], TREES[2]], ids=str)
-def test_prefixes_keep_the_features(tree, target, drafter):
+def test_prefixes_keep_the_features(tree, target, drafter, either_way):
     """What is read again after a kept prefix has the features that it had before it."""
     alone, kept = (conversation(target, drafter, each, tree) for each in (0, 3))
     for (drafts, text, _), (_, wanted, _) in zip(kept, alone, strict=True):
@@ -225,7 +234,7 @@ def test_prefixes_keep_the_features(tree, target, drafter):
     assert kept[1][2].num_reused_tokens > len(PROMPT)
 
 
-def test_rows_that_share_a_prefix_have_its_features(target, drafter):
+def test_rows_that_share_a_prefix_have_its_features(target, drafter, either_way):
     """Those that were kept of one row's prompt, in other rows, beside what each read itself."""
     tree = TREES[2]
     watched = watch(drafter, 3, 64, tree.num_nodes)

@@ -408,7 +408,7 @@ def test_no_features_are_kept_where_none_are_read(captured_on_cpu):
     for _ in range(2):
         decoder.generate([Request([5] * 9, GenerationConfig(30, ignore_eos=True))])
         pieces = decoder.executor.reader.pieces
-        layers.append({asked for model, _, _, _, asked, _ in pieces if model == id(target)})
+        layers.append({asked for model, _, _, _, asked, *_ in pieces if model == id(target)})
         pieces.clear()
         if not layers[1:]:
             taken.clear()

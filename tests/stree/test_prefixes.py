@@ -9,6 +9,7 @@ from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.drafters.model import ModelDrafter
+from stree.readers import Piece
 
 SYSTEM = [7, 3, 9, 1, 5, 5, 2]
 
@@ -47,13 +48,18 @@ def test_a_conversation_reads_each_turn_once(
         return turns(decoder, 4, generation, keep=True)
 
     wanted = answers(0)
-    read, again = ModelDrafter.read, []
+    read, replay, again = ModelDrafter.read, Piece.replay_drafter, []
 
     def counted(self, row, tokens, *others):
         again.append(len(tokens))
         read(self, row, tokens, *others)
 
+    def counted_too(self, skipped):
+        again.append(int(self.count) - skipped)
+        replay(self, skipped)
+
     monkeypatch.setattr(ModelDrafter, "read", counted)
+    monkeypatch.setattr(Piece, "replay_drafter", counted_too)
     got = answers(3)
     prompt_length = len(SYSTEM) + 1
     reused = []
