@@ -178,7 +178,8 @@ class Pieces:
         for each in self.pieces.values():
             if (found := each.rooms.get(id(cache))) is not None and each.size == size:
                 return found
-        return PieceRoom(cache, size, model.config.d_conv)
+        with torch.inference_mode(False):  # it is written inside of it and outside
+            return PieceRoom(cache, size, model.config.d_conv)
 
 
 def _bound_of(cache: HybridCache, num_used: int) -> int:

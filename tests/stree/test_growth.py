@@ -377,8 +377,10 @@ def test_what_pays_is_found_out_again_when_the_text_changes():
         return 1.0 + 0.012 * (tree.num_nodes - 1)
 
     chosen, _ = simulated(lambda step: STEEP if step < 600 else FLAT, 1200, cost)
+    mostly = []
     for rates, steps in ((STEEP, chosen[300:600]), (FLAT, chosen[900:])):
         best = max(speed_of(tree, rates, cost) for tree in SIZES)
         near = [tree for tree in steps if speed_of(tree, rates, cost) > 0.95 * best]
         assert len(near) > 0.95 * len(steps)
-    assert chosen[599].num_nodes < chosen[-1].num_nodes
+        mostly.append(max(SIZES, key=steps.count))  # any one step may be a try of another
+    assert mostly[0].num_nodes < mostly[1].num_nodes
