@@ -29,6 +29,7 @@ from stree_pipelines.benches.queueing import (
     poisson_arrivals,
     serve,
 )
+from stree_pipelines.evaluation import garbage
 from stree_pipelines.evaluation.context import Workers, describe_environment
 from stree_pipelines.evaluation.evaluate import Evaluation, what_to_lower
 from stree_pipelines.evaluation.needs import drafter_paths, memory_of
@@ -118,7 +119,10 @@ class QueueBench:
 
             with self.progress.task(label, setting.num_requests) as task:
                 moments = moments or WallClock()
-                traffic = serve(decoder, requests, list(arrivals), setting.policy, moments, show)
+                with garbage.left_alone():
+                    traffic = serve(
+                        decoder, requests, list(arrivals), setting.policy, moments, show
+                    )
         return self._row(setting, figures_of(traffic))
 
     def _generation(self, job: Job, prompt_id: str, index: int) -> GenerationConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from stree.requests import Request
 from stree.room import Room
 from stree.timing import length_to_time, row_counts
 from stree_kernels.naive import accumulation_dtype
+from stree_pipelines.evaluation import garbage
 from stree_pipelines.evaluation.context import pick_device, pick_dtype
 from stree_pipelines.evaluation.plan import (
     ChosenTree,
@@ -237,7 +237,7 @@ class Decoders:
             self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
-            gc.collect()
+            garbage.collect()
 
 
 def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:

@@ -29,6 +29,7 @@ from stree.errors import (
     naming_what_does_not_fit,
 )
 from stree_pipelines.data.chat import resolve_template
+from stree_pipelines.evaluation import garbage
 from stree_pipelines.evaluation.answers import Answerer, timing_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import (
@@ -226,7 +227,8 @@ class Evaluation:
                 task.advance(f"{job.method} T={job.temperature:g}")
 
     def _measure(self, jobs: Sequence[Job], rounds: Sequence[Round]) -> None:
-        self._together(jobs[0].benchmark.name, lambda: self._run(rounds))
+        with garbage.left_alone():
+            self._together(jobs[0].benchmark.name, lambda: self._run(rounds))
         for job in jobs:
             self._on_main(partial(self._publish, job))
             self._published.add(job.result_key)

@@ -162,8 +162,8 @@ PAPERS: dict[str, Sequence[Entry]] = {
               "rows of a batch, each with a state of its own. A step's target graph (acceptance "
               "included), without drafting",
               decode("joint", "mamba2-2.7b", options='--rows "[1]" --joint_trees "[' + ",".join(
-                  [f"png-{length}-1" for length in (1, 2, 4, 6, 8)]
-                  + [f"png-6-{count}" for count in (2, 3, 4)]) + ']"'),
+                  f"png-{length}-{count}" for count in (1, 2, 3, 4) for length in (1, 2, 4, 6, 8)
+              ) + ']"'),
               BATCH, paper_benches.snakes_3),
         Entry("snakes-table-4", "the same by model size, and memory", L40S,
               RANDOM + "; the paper does not say the layers of 7B and 13B, ours have 64 of 4,096 "
