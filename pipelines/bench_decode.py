@@ -14,6 +14,8 @@ python pipelines/bench_decode.py runs/bench/two.jsonl --shape bamba-9b,zamba2-7b
 python pipelines/bench_decode.py runs/bench/8b-verifiers.jsonl --what "[graphs]" \\
     --verifiers "[coupled,naive,multi_step,block,traversal]" --graph_rows "[1,32]"
 python pipelines/bench_decode.py runs/bench/8b-batch.jsonl --what "[rows,serve]" --taus "[2.5]"
+python pipelines/bench_decode.py runs/bench/8b-beam.jsonl --what "[rows]" --rows "[1]" \\
+    --row_trees "[paper,beam-4-5-32]"
 python pipelines/bench_decode.py runs/bench/8b-joint.jsonl --what "[memory,joint]" --rows "[1,8]"
 python pipelines/bench_decode.py runs/bench/joint.jsonl --shape mamba2-2.7b --what "[joint]" \\
     --rows "[1]" --joint_trees "[png-6-1,png-6-2]"
@@ -98,6 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
         "width=2048, head_dtype=float8, attention, head=32768+rank=256")  # fmt: skip
     add("--trees", type=list[str], default=[PAPER],
         help=f"for draft, draft_profiles and draft_lengths: {FORMS}")  # fmt: skip
+    add("--row_trees", "--row-trees", type=list[str], default=["chain-2", PAPER],
+        help=f"for rows, plain decoding beside them: {FORMS}")  # fmt: skip
     add("--joint_trees", "--joint-trees", type=list[str], default=["chain-2", PAPER],
         help=f"for joint: {FORMS}")  # fmt: skip
     add("--context", type=int, default=1024, help="committed tokens")
@@ -125,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         drafter_config(shape, kind)
     if not options.drafters:
         raise UsageError(f"--drafters: wanted {OWN} or changes to it, got none")
-    for option in ("trees", "joint_trees"):
+    for option in ("trees", "row_trees", "joint_trees"):
         if not getattr(options, option):
             raise UsageError(f"--{option}: wanted some of {FORMS}, got none")
         for name in getattr(options, option):
@@ -221,7 +225,8 @@ def with_a_drafter(
         verifiers, counts = options.verifiers, options.graph_rows
         yield from graphs(target, drafter, context, repeats, verifiers, counts)
     if "rows" in options.what:
-        yield from steps_of_rows(target, drafter, options.rows, context, repeats)
+        trees = [as_tree(name) for name in options.row_trees]
+        yield from steps_of_rows(target, drafter, trees, options.rows, context, repeats)
     if "joint" in options.what:
         trees = [as_tree(name) for name in options.joint_trees]
         yield from joint_of_rows(target, drafter, trees, options.rows, context, repeats)
@@ -267,10 +272,11 @@ def describe(shape: str, options: Any, on_cuda: bool) -> Iterator[str]:
         )
     if {"rows", "joint", "serve", "graphs"} & what:
         rows = options.rows if {"rows", "joint", "serve"} & what else options.graph_rows
-        joint = [as_tree(name).num_nodes for name in options.joint_trees if "joint" in what]
-        most = max(TREES[-1].num_nodes, *joint) if joint else TREES[-1].num_nodes
+        named = {"joint": options.joint_trees, "rows": options.row_trees}
+        asked = [as_tree(name) for kind, names in named.items() if kind in what for name in names]
+        most = max(tree.num_nodes for tree in (*TREES, *asked))
         one = cache_bytes(target, 2 * context + most, most, torch.bfloat16)
-        at_once = 3 if joint else 1  # replay, joint and plain
+        at_once = 3 if "joint" in what else 1  # replay, joint and plain
         memory[f"caches of {max(rows)} rows"] = at_once * max(rows) * one
     counts = ", ".join(map(str, nodes))
     yield model_line(f"target {shape}", target)

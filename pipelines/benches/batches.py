@@ -35,15 +35,20 @@ TREES = (PLAIN, TokenTree.chain(2), TokenTree.paper())
 
 
 def steps_of_rows(
-    target: HybridModel, drafter: HybridModel, counts: Sequence[int], context: int, repeats: int
+    target: HybridModel,
+    drafter: HybridModel,
+    trees: Sequence[TokenTree],
+    counts: Sequence[int],
+    context: int,
+    repeats: int,
 ) -> Iterator[Row]:
-    """A row a number of rows and tree: µs of the graphs of a step, of the products of as many rows
-    in turns with them, and the bound: these, and the time that states take to be read and written
-    and keys to be read at the bandwidths of this run."""
+    """A row a number of rows and tree, none among them: µs of the graphs of a step, of the products
+    of as many rows in turns with them, and the bound: these, and the time that states take to be
+    read and written and keys to be read at the bandwidths of this run."""
     reading, in_place = _bytes_per_us(target.device)
-    floor = Floor(target, max(counts) * TREES[-1].num_nodes)
+    floor = Floor(target, max(counts) * max(tree.num_nodes for tree in trees))
     for count in counts:
-        for tree in TREES:
+        for tree in (PLAIN, *trees):
             decoder = _decoder(target, drafter, tree, count, context + 8 * (repeats + 8))
             functions = graphs_of(decoder, context)
             times = in_turns(functions, target.device, repeats)

@@ -757,11 +757,12 @@ def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
 @pytest.mark.long
 def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
-    rows = list(batches.steps_of_rows(target, drafter, [1, 3], 8, 2))
+    trees = [as_tree(name) for name in ("chain-2", "paper", "beam-2-2-5")]
+    rows = list(batches.steps_of_rows(target, drafter, trees, [1, 3], 8, 2))
     assert [(row["num_rows"], row["num_nodes"]) for row in rows] == [
-        (count, nodes) for count in (1, 3) for nodes in (1, 3, 13)
+        (count, nodes) for count in (1, 3) for nodes in (1, 3, 13, 5)
     ]
-    one, three = (row["us_memory"] for row in (rows[0], rows[3]))
+    one, three = (row["us_memory"] for row in (rows[0], rows[4]))
     assert one > 0 and three > one  # the bandwidth is measured anew
     assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
                for row in rows)  # fmt: skip
