@@ -144,6 +144,10 @@ class Mean:
     def __init__(self, first: float) -> None:
         self.value, self._weight = first, 0.0
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self._weight > 0
+
     def learn(self, number: float) -> None:
         self._weight = ANSWERS_MEMORY * self._weight + 1
         share = 1 / self._weight

@@ -252,8 +252,10 @@ class BatchDecoder:
                 self.executor.drop()
             while decoding and len(self._launched) <= self.executor.ahead:
                 trees = self._trees(decoding)
-                if any(each.behind and trees[row].num_nodes > 1 for row, each in decoding.items()):
-                    # What they have begun with and what steps yield has to be known first
+                drafted = any(tree.num_nodes > 1 for tree in trees.values())
+                if drafted and any(each.behind for each in decoding.values()):
+                    # Its drafter reads the blocks of all rows, whatever tree each has. What they
+                    # have begun with and what steps yield has to be known first
                     if self._launched:
                         return self._collect()
                     if firsts := self._first_tokens(decoding, wait=True):
@@ -527,7 +529,7 @@ class BatchDecoder:
             self.rows.active[row] = False
             if self.modes is not None and sequence.tree is None:
                 tokens = len(sequence.stop.tokens)
-                self.modes.learn_answer(tokens, sequence.drafter_read_s)
+                self.modes.learn_answer(tokens, *sequence.drafter_read_s)
         return Report(row, kept, sequence.finish_reason)
 
     def _fail(self, row: int, sequence: Progress, who: str) -> Report:

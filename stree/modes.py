@@ -81,7 +81,8 @@ class Modes:
     @costs.setter
     def costs(self, costs: Costs) -> None:
         self._costs, self._speeds = costs, {}
-        self._reading_s = Mean(costs.catch_up)  # a request, by the drafter
+        # By the drafter, a request: of a prompt beside the target, and of what plain steps left it
+        self._reading_s, self._catch_up_s = Mean(costs.catch_up), Mean(costs.catch_up)
 
     @property
     def drafts(self) -> bool:
@@ -125,7 +126,7 @@ class Modes:
         to read what it has missed: then so much is given for the change, and not more often."""
         speed = self._speed(num_rows)
         self._missed_s += self.costs.of(num_rows, PLAIN) * (1 - speed[PLAIN] / speed[tree])
-        return self._missed_s >= num_rows * self._reading_s.value
+        return self._missed_s >= num_rows * self._catching_up.value
 
     def learn(self, tree: TokenTree, end: int) -> None:
         """A row's step of `tree` has accepted the path to the node `end`."""
@@ -141,13 +142,28 @@ class Modes:
             self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
 
-    def learn_answer(self, num_tokens: int, reading_s: float | None = None) -> None:
-        """A request has got so many tokens; reading_s, what the drafter took to read for it, unless
-        it did not."""
+    def learn_answer(
+        self, num_tokens: int, reading_s: float | None = None, catch_up_s: float | None = None
+    ) -> None:
+        """A request has got so many tokens; reading_s and catch_up_s, what the drafter took to read
+        its prompt beside the target, and later what it had missed, unless it did not."""
         self._answer_tokens.learn(max(num_tokens, 1))
         if reading_s is not None:
             self._reading_s.learn(reading_s)
+        if catch_up_s is not None:
+            self._catch_up_s.learn(catch_up_s)
         self._speeds = {}
+
+    @property
+    def _reading(self) -> Mean:
+        """Of a prompt by the drafter, in seconds; as long as none was read, what is known of the
+        other."""
+        return self._reading_s or self._catch_up_s
+
+    @property
+    def _catching_up(self) -> Mean:
+        """Of what it has missed, likewise."""
+        return self._catch_up_s or self._reading_s
 
     def _count(self, tree: TokenTree) -> None:
         """An observation of a tree: now and then expectations follow from all of them."""
@@ -187,7 +203,7 @@ class Modes:
         these take of the drafter's prompts."""
         seconds = self.costs.of(num_rows, tree)
         if tree != PLAIN:
-            seconds += num_rows * self._reading_s.value * tokens / self._answer_tokens.value
+            seconds += num_rows * self._reading.value * tokens / self._answer_tokens.value
         return tokens / seconds
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
@@ -209,7 +225,7 @@ class Modes:
         """In turns: if only what looks best is tried, no other tree can show that it is better."""
         self._plain_s += self.costs.of(num_rows, PLAIN)
         tree = self._probed[0]
-        lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self._reading_s.value
+        lost = PROBE_STEPS * self.costs.of(num_rows, tree) + num_rows * self._catching_up.value
         if self._plain_s > lost / PROBE_SHARE:
             self._plain_s, self._probing, self.current = 0.0, PROBE_STEPS, tree
             self._probed.rotate(-1)

@@ -77,7 +77,7 @@ class Prefill:
         prepare, drafter = self.executor.reader.prepare, step.drafter
         along = drafter if _reads_along(drafter) else None
         ways = [(() if reader is None else reader.feature_layers, along)]
-        if sequence.tree is None:  # the drafter may read later what it needs
+        if sequence.tree is None:  # the drafter may be left behind, and catch up later
             ways.append(((), None))
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
@@ -87,8 +87,9 @@ class Prefill:
             self.rows.active[row] = False
             vocabulary = step.target.config.vocab_size
             self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
-        if along is not None and drafted < read:
-            self._prepare_drafter(along, row, drafted, read - drafted)
+        if isinstance(drafter, ModelDrafter):
+            alone = length if along is None else read
+            self._prepare_drafter(drafter, row, drafted, alone - drafted)
 
     def prepare_catching_up(self, row: int) -> None:
         """Make ready now what reading takes of whatever a drafter may have missed, by a row as
@@ -135,7 +136,7 @@ class Prefill:
         return logits
 
     @contextmanager
-    def _timed(self, sequence: Progress) -> Iterator[None]:
+    def _timed(self, sequence: Progress, caught_up: bool = False) -> Iterator[None]:
         """Around what the drafter reads for a sequence, where the steps' trees are chosen by what
         that takes."""
         if sequence.tree is not None:
@@ -143,7 +144,8 @@ class Prefill:
             return
         begun = recorded(self.rows.position.device)
         yield
-        sequence.readings.append((begun, recorded(self.rows.position.device)))
+        readings = sequence.catch_ups if caught_up else sequence.readings
+        readings.append((begun, recorded(self.rows.position.device)))
 
     def let_drafter_read(
         self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
@@ -194,7 +196,7 @@ class Prefill:
                 *missed, root = tokens
                 if missed:
                     start = None if each.num_drafted_from else 0
-                    with self._timed(each):
+                    with self._timed(each, caught_up=True):
                         self.let_drafter_read(row, self._on_device(missed), None, start)
                 self.rows.begin(row, each.position, root)
                 each.behind, each.longest = False, 1

@@ -162,7 +162,7 @@ class Pieces:
             drafters = None if drafter is None else _bound_of(drafter.cache, begin + size)
             key = id(model), id(cache), size, bound, layers, reads_inputs, drafters
             if key not in self.pieces:
-                self.pieces[key] = piece = Piece(
+                piece = Piece(
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
                     beside=next(iter(self.pieces.values()), None),
                     room=self._room(model, cache, size),
@@ -170,6 +170,7 @@ class Pieces:
                 if drafter is not None and drafters is not None:
                     room = self._room(drafter.model, drafter.cache, size)
                     piece.add_drafter(drafter, drafters, room, self.capture)
+                self.pieces[key] = piece
             pieces.append(self.pieces[key])
         return pieces
 
@@ -215,6 +216,7 @@ class Piece:
         self.given: list[Tensor] = []  # logits (1, V), then the streams (1, T, ·) of layers
         kept = self.given  # the function holds what it needs, and not this piece, which holds it
 
+        @torch.no_grad()
         def read() -> None:
             features = Features(layers)
             last = model.prefill_padded(

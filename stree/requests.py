@@ -78,7 +78,9 @@ class Progress:
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
     behind: bool = False  # whether the drafter has missed the prompt or a block
-    readings: list[tuple[Any, Any]] = field(default_factory=list)  # the drafter's, begun and done
+    # The drafter's, begun and done: of the prompt beside the target, and of what it had missed
+    readings: list[tuple[Any, Any]] = field(default_factory=list)
+    catch_ups: list[tuple[Any, Any]] = field(default_factory=list)
     longest: int = 1  # the most tokens that the row's block has
     ahead: int = 0  # the most that steps on their way commit, a block each
     finish_reason: str = ""
@@ -94,12 +96,14 @@ class Progress:
         return not self.reading and not self.finish_reason
 
     @property
-    def drafter_read_s(self) -> float | None:
-        """What the drafter took to read for the row, when all of it is done; None where it did
-        not."""
-        if not self.readings:
-            return None
-        return sum(begun.elapsed_time(done) for begun, done in self.readings) / 1e3
+    def drafter_read_s(self) -> tuple[float | None, float | None]:
+        """What the drafter took for the row's readings and its catch-ups, when all of it is done;
+        None where there were none."""
+        reading, missed = (
+            sum(begun.elapsed_time(done) for begun, done in each) / 1e3 if each else None
+            for each in (self.readings, self.catch_ups)
+        )
+        return reading, missed
 
     @property
     def position(self) -> int:

@@ -14,6 +14,16 @@ from stree_pipelines.evaluation import garbage
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_alone():
+    """As in a command: the tests' own process leaves alone what it has imported."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
 class Round:
     """Garbage as soon as nobody else has it."""
 
@@ -33,6 +43,14 @@ def test_what_there_was_is_left_alone_until_the_end():
         assert fresh() is None
     gc.collect()
     assert gone() is None and gc.get_freeze_count() == 0
+
+
+def test_what_is_left_alone_already_stays_so():
+    with garbage.left_alone():
+        with garbage.left_alone():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_what_is_dropped_meanwhile_is_freed():

@@ -14,13 +14,14 @@ import torch
 from captures import Event, NothingWaits, living_captures
 from eager import without_graphs
 from lanes import quick_first
-from toys import mixed_requests, recurrent, right_now_and_then, tiny_model
+from toys import mixed_requests, reading, recurrent, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.drafters.ngram import NGram
 from stree.errors import InvariantBroken
 from stree.executors import Graphs
 from stree.models.features import Features
-from stree.readers import Called, Pieces
+from stree.readers import Called, Piece, Pieces
 from stree.tree import balanced
 from stree_kernels import ops
 
@@ -167,6 +168,36 @@ def test_prompts_read_by_graphs_are_as_read_without(
     assert cache.length.tolist() == [0, 62, 0]
     for got, each in zip(cache.narrow(1, 1).save().layers, wanted.save().layers, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("drafter", ["model", "grafted", "features"])
+def test_prompts_have_all_of_their_graphs_beforehand(drafter, captured_on_cpu):
+    """Those of drafters, too; and nothing in them is recorded for a gradient."""
+    target = tiny_model(1)
+    model = right_now_and_then(target)
+    made = {"model": model, "grafted": NGram(2, model=model), "features": reading(target)}
+    decoder = BatchDecoder(target, made[drafter], TREES[1], num_rows=1, max_length=80)
+    decoder.admit(Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True)))
+    decoder.prepare()
+    pieces = decoder.executor.reader.pieces
+    ready = set(pieces)
+    assert not any(given.requires_grad for piece in pieces.values() for given in piece.given)
+    decoder.step()
+    assert set(pieces) == ready
+
+
+def test_a_piece_that_does_not_fit_is_made_anew(captured_on_cpu, monkeypatch):
+    """Its drafter's part fails: nothing half made is kept."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, target, TREES[1], num_rows=1, max_length=80)
+    add = Piece.add_drafter
+    monkeypatch.setattr(Piece, "add_drafter", lambda *told: 1 / 0)
+    request = Request([5, 3, 9] * 6, GenerationConfig(6, ignore_eos=True))
+    with pytest.raises(ZeroDivisionError):
+        decoder.generate([request])
+    monkeypatch.setattr(Piece, "add_drafter", add)
+    plain = Decoder(target, max_length=80).generate(request.prompt_ids, request.generation)
+    assert decoder.generate([request])[0].tokens == plain.tokens
 
 
 def test_what_was_read_before_is_no_matter_though_it_was_not_finite(captured_on_cpu):

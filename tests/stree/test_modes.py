@@ -372,6 +372,40 @@ def test_drafters_read_no_prompts_while_plain_decoding_is_best():
     assert not drafter.sequences[left] and drafter.sequences[own][:4] == [4, 5, 6, 2]
 
 
+@pytest.mark.parametrize("own", [None, TokenTree.chain(4)], ids=str)
+def test_the_drafter_misses_nothing_of_a_row_that_others_draft_beside(own):
+    """A perfect drafter's greedy drafts are all accepted, though plain steps left it behind before
+    and another row has a tree of its own."""
+    target, tree = tiny_model(1), TokenTree.chain(4)
+    costs = Costs({(2, PLAIN): 1.0, (2, tree): 9.0, (1, PLAIN): 1.0, (1, tree): 9.0})
+    decoder = BatchDecoder(target, target, Modes([tree], costs), num_rows=2, max_length=120)
+    decoder.modes.current = PLAIN
+    row = decoder.admit(Request([5, 3, 9, 8], GenerationConfig(60, ignore_eos=True)))
+    decoder.admit(Request([7, 3, 4], GenerationConfig(40, ignore_eos=True), own))
+    for _ in range(8):
+        decoder.step()
+    decoder.modes.costs = Costs({(2, PLAIN): 9.0, (2, tree): 1.0, (1, PLAIN): 9.0, (1, tree): 1.0})
+    decoder.modes.current = tree
+    while not any(each.row == row and each.finish_reason for each in decoder.step()):
+        pass
+    accepted = decoder.release(row).stats.accepted_per_call
+    assert set(accepted[:8]) == {0} and set(accepted[9:-1]) == {4}
+
+
+def test_reading_a_prompt_and_catching_up_are_told_apart():
+    """What is missed takes long to read: that is given before drafting begins again, and counts
+    for no tree while prompts are read beside the target."""
+    modes = Modes([CHAIN], costs(1.0, 1.4, 9.0))
+    for _ in range(50):
+        modes.learn_answer(10, reading_s=0.1, catch_up_s=9.0)
+    used, _ = simulated(modes, 1, 200, [0.7])
+    assert used[100:].count(CHAIN) > 90
+    for _ in range(50):
+        modes.learn_answer(10, reading_s=9.0)
+    used, _ = simulated(modes, 1, 200, [0.7], seed=1)
+    assert used[100:].count(PLAIN) > 90
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cpu):
     """Of reading that, made ready with those of steps, or when costs are measured."""
