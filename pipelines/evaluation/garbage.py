@@ -12,13 +12,14 @@ def left_alone() -> Iterator[None]:
     """What there is at the beginning is looked at by no collection before the end. A full one looks
     at all that torch, transformers and datasets have made: a quarter of a second, in the middle of
     somebody's answer."""
-    already = gc.get_freeze_count() > 0  # by whoever asked for it around this
+    if gc.get_freeze_count():  # somebody around this has asked for it
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if not already:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def collect() -> None:
