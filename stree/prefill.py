@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from stree.executors import Eager, Graphs
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
-from stree.readers import LONGEST_PIECE, piece_sizes
+from stree.readers import LONGEST_PIECE, Pieces, piece_sizes
 from stree.requests import Progress
 from stree.rows import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
 from stree_kernels import ops
@@ -75,7 +75,7 @@ class Prefill:
         if self.prefixes is not None and read == 0:
             read, drafted = self.prefixes.lengths(sequence.prompt)
         prepare, drafter = self.executor.reader.prepare, step.drafter
-        along = drafter if _reads_along(drafter) else None
+        along = self._along
         ways = [(() if reader is None else reader.feature_layers, along)]
         if sequence.tree is None:  # the drafter may be left behind, and catch up later
             ways.append(((), None))
@@ -107,19 +107,20 @@ class Prefill:
         """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
         that they have not; returns the logits (1, V) after the last."""
         target, cache, executor = self.step.target, self.step.cache, self.executor
-        drafter = None if sequence.behind else self.step.drafter
-        reader = None if drafter is None else self.step.feature_drafter
+        drafter, along, reader = self.step.drafter, self._along, self.step.feature_drafter
+        if sequence.behind:
+            drafter = along = reader = None
         most = len(tokens) if reader is None else FEATURES_CHUNK
         for start in range(sequence.num_read, len(tokens), most):
             piece, drafted = tokens[start : start + most], sequence.num_drafted_from
-            if drafter is not None and _reads_along(drafter):
+            if along is not None and isinstance(executor.reader, Pieces):
                 timed = partial(self._timed, sequence)
                 if drafted < start:  # of a prefix that is kept, whose features are not
                     with timed():
                         self.let_drafter_read(row, tokens[drafted:start], None, drafted)
                 ahead, read_both = max(drafted - start, 0), executor.reader.read_both
                 logits = read_both(
-                    target, cache, drafter, row, piece, timed, start=start, ahead=ahead
+                    target, cache, along, row, piece, timed, start=start, ahead=ahead
                 )
             else:
                 features = None if reader is None else Features(reader.feature_layers)
@@ -134,6 +135,13 @@ class Prefill:
             if drafter is not None:
                 sequence.num_drafted_from = sequence.num_read
         return logits
+
+    @property
+    def _along(self) -> ModelDrafter | None:
+        """The drafter that reads each piece right after the target, if it does nothing but read:
+        others keep the text beside."""
+        drafter = self.step.drafter
+        return drafter if type(drafter) is ModelDrafter else None
 
     @contextmanager
     def _timed(self, sequence: Progress, caught_up: bool = False) -> Iterator[None]:
@@ -209,8 +217,3 @@ class Prefill:
     def _on_device(self, tokens: list[int]) -> Tensor:
         """Does not wait for the device."""
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
-
-
-def _reads_along(drafter: Any) -> TypeGuard[ModelDrafter]:
-    """Whether it does nothing but read what its target reads: others keep the text beside."""
-    return type(drafter) is ModelDrafter

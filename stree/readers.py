@@ -49,23 +49,6 @@ class Whole:
         """See `stree.models.hybrid.read_row`."""
         return read_row(model, cache, row, tokens, features, inputs)
 
-    def read_both(
-        self, model: HybridModel, cache: HybridCache, drafter: ModelDrafter, row: int,
-        tokens: Tensor, timed: Timed, *, start: int, ahead: int,
-    ) -> Tensor:  # fmt: skip
-        """See `Pieces.read_both`."""
-        known = None
-        if drafter.feature_layers:
-            features = Features(drafter.feature_layers)
-            logits = read_row(model, cache, row, tokens, features)
-            known = features.values[0]
-        else:
-            logits = read_row(model, cache, row, tokens)
-        if len(tokens) > ahead:
-            with timed():
-                drafter.read(row, tokens[ahead:], known)
-        return logits
-
     def prepare(self, *reading: Any) -> list[Piece]:
         """Nothing has to be made ready."""
         return []
@@ -159,17 +142,17 @@ class Pieces:
         for begin in range(start, start + count, LONGEST_PIECE):
             size = piece_sizes(start + count - begin)[-1]
             bound = _bound_of(cache, begin + size)
-            drafters = None if drafter is None else _bound_of(drafter.cache, begin + size)
-            key = id(model), id(cache), size, bound, layers, reads_inputs, drafters
+            drafter_bound = None if drafter is None else _bound_of(drafter.cache, begin + size)
+            key = id(model), id(cache), size, bound, layers, reads_inputs, drafter_bound
             if key not in self.pieces:
                 piece = Piece(
                     model, cache, row, size, bound, layers, reads_inputs, self.capture,
                     beside=next(iter(self.pieces.values()), None),
                     room=self._room(model, cache, size),
                 )  # fmt: skip
-                if drafter is not None and drafters is not None:
+                if drafter is not None and drafter_bound is not None:
                     room = self._room(drafter.model, drafter.cache, size)
-                    piece.add_drafter(drafter, drafters, room, self.capture)
+                    piece.add_drafter(drafter, drafter_bound, room, self.capture)
                 self.pieces[key] = piece
             pieces.append(self.pieces[key])
         return pieces
@@ -231,7 +214,7 @@ class Piece:
 
         self.captured: Any = capture(device, read, None if beside is None else beside.captured)
         self.skipped: Tensor | None = None  # (1,) how many of its tokens its drafter has read
-        self.drafters: Any = None  # what its drafter does, captured
+        self.captured_drafter: Any = None  # what its drafter does
 
     def add_drafter(
         self, drafter: ModelDrafter, bound: int, room: PieceRoom, capture: CaptureType
@@ -245,7 +228,7 @@ class Piece:
         def read() -> None:
             drafter.read_padded(tokens, count, skipped, row, room, bound, given[1:])
 
-        self.drafters = capture(tokens.device, read, self.captured)
+        self.captured_drafter = capture(tokens.device, read, self.captured)
 
     def replay(self, row: int, tokens: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Let a row read tokens (T,), with inputs (T, D); returns logits (1, V) to be used before
@@ -262,7 +245,7 @@ class Piece:
         """Let its drafter read what it has read last, but for the first `skipped` tokens."""
         assert self.skipped is not None
         self.skipped.fill_(skipped)
-        self.drafters.replay()
+        self.captured_drafter.replay()
 
     @property
     def streams(self) -> list[Tensor]:

@@ -92,10 +92,6 @@ class Progress:
         return self.num_read < len(self.prompt)
 
     @property
-    def decoding(self) -> bool:
-        return not self.reading and not self.finish_reason
-
-    @property
     def drafter_read_s(self) -> tuple[float | None, float | None]:
         """What the drafter took for the row's readings and its catch-ups, when all of it is done;
         None where there were none."""

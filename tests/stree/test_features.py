@@ -268,7 +268,7 @@ def test_a_drafter_that_was_left_behind_goes_on_without_features(target, drafter
         decoder.batch.step()
     assert not watched.drafts
     modes.costs = Costs({(1, plain): 1e9, (1, tree): 1.0})
-    while decoder.batch._sequences[row].decoding:
+    while not decoder.batch._sequences[row].finish_reason:
         decoder.batch.step()
     text = PROMPT + decoder.batch.release(row).tokens
     assert text == PROMPT + Decoder(target).generate(PROMPT, GenerationConfig(24)).tokens
