@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 
 from stree.accept_rates import MEMORY, AcceptRates, GrownRates, Mean
 from stree.costs import Costs
@@ -153,6 +155,19 @@ class Modes:
         if catch_up_s is not None:
             self._catch_up_s.learn(catch_up_s)
         self._speeds = {}
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """What is learned inside is forgotten after it: a warm-up's answers are few, short and all
+        alike, and would be taken for what requests get. Costs that are set inside are kept."""
+        before = deepcopy(vars(self), {id(each): each for each in (*self.trees, self.costs)})
+        try:
+            yield
+        finally:
+            costs = self.costs
+            vars(self).update(before)
+            if costs is not self.costs:
+                self.costs = costs
 
     @property
     def _reading(self) -> Mean:

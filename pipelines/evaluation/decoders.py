@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,7 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
+from stree.modes import Modes
 from stree.requests import Request
 from stree.room import Room
 from stree.timing import length_to_time, row_counts
@@ -161,10 +163,12 @@ class Decoders:
                 **sampling_of(self.settings),
                 ignore_eos=True,
             )
-            if self.settings.batch_size == 1:
-                decoder.generate(prompt_ids, generation)
-            else:
-                _warm_batch(decoder, Request(prompt_ids, generation), self.settings.batch_size)
+            modes = _modes_of(decoder)
+            with nullcontext() if modes is None else modes.forgetting():
+                if self.settings.batch_size == 1:
+                    decoder.generate(prompt_ids, generation)
+                else:
+                    _warm_batch(decoder, Request(prompt_ids, generation), self.settings.batch_size)
             self._warm |= once
         return decoder
 
@@ -206,8 +210,8 @@ class Decoders:
         if key not in self._costs:
             generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
             self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
-        modes = getattr(decoder, "batch", decoder).modes
-        if modes.costs is not self._costs[key]:
+        modes = _modes_of(decoder)
+        if modes is not None and modes.costs is not self._costs[key]:
             modes.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
@@ -238,6 +242,11 @@ class Decoders:
             self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
             self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
             garbage.collect()
+
+
+def _modes_of(decoder: Any) -> Modes | None:
+    """What chooses the trees of its steps, if anything."""
+    return getattr(getattr(decoder, "batch", decoder), "modes", None)
 
 
 def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:

@@ -29,6 +29,7 @@ from stree.engine import Decoder
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
 from stree.generation import GenerationConfig
 from stree.models.hybrid import HybridModel
+from stree.modes import PLAIN, Modes
 from stree.requests import Request
 from stree_pipelines.evaluation import answers
 from stree_pipelines.evaluation.batching import Batch
@@ -254,6 +255,26 @@ def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, mon
                 shares.append(batch.release(report.row)[1])
     assert clock.now == 400  # a prompt of 32 and one of 64, by target and drafter
     assert all(each.prefill_s == each.decode_s == 0 for each in shares)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
+    """Of answers of a few tokens trees would promise nothing, once prompts are counted."""
+    settings = settings_for(
+        world, tmp_path, batch_size=batch_size, methods=["stree"], tree="chain-1 or paper"
+    )
+    evaluation = quiet(settings)
+    (job,) = evaluation.plan(export(world, 10))
+    decoder = evaluation.decoders.warm(job, [3, 5, 7])
+    modes = getattr(decoder, "batch", decoder).modes
+    fresh = Modes(modes.trees)
+    assert modes.current == fresh.current != PLAIN
+    for tree in modes.trees[1:]:
+        assert modes.expected_tokens(tree) == fresh.expected_tokens(tree)
+    decoder.generate([3, 5], GenerationConfig(20, ignore_eos=True))
+    learned = [modes.expected_tokens(each) for each in modes.trees]
+    assert evaluation.decoders.warm(job, [3, 5, 7, 9]) is decoder
+    assert [modes.expected_tokens(each) for each in modes.trees] == learned
 
 
 def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):

@@ -11,6 +11,7 @@ from toys import TableDrafter, TableTarget, reading, right_now_and_then, tiny_mo
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, batch
 from stree.accept_rates import AcceptRates, GrownRates
+from stree.bandit import Bandit
 from stree.costs import Costs
 from stree.errors import UsageError
 from stree.modes import PLAIN, PROBE_SHARE, TRY_SHARE, Modes, telling
@@ -107,6 +108,26 @@ def test_plain_decoding_is_probed_for_a_hundredth_of_its_time():
     assert 0 < probing < 1.2 * PROBE_SHARE * len(late)
     spent = sum(table.seconds[1, tree] for tree in used)
     assert tokens / spent > 0.97  # of plain decoding's, its beginning included
+
+
+@pytest.mark.parametrize("make", [Modes, Bandit])
+def test_what_a_warm_up_shows_is_forgotten(make):
+    """However little of it was accepted, and however short its answers were."""
+    table = costs(1.0, 1.1, 1.2)
+    modes, other = make([CHAIN, WIDE], table), make([CHAIN, WIDE], table)
+    for each in (modes, other):
+        simulated(each, 1, 20, [0.6, 0.2, 0.1])
+        each.learn_answer(90, 0.1)
+    with modes.forgetting():
+        simulated(modes, 1, 100, [0.0, 0.0, 0.0], seed=1)
+        modes.learn_answer(1, 50.0)
+        assert modes.expected_tokens(WIDE) < 1.5 or make is Bandit
+    assert modes.costs is table
+    rates = [0.4, 0.2, 0.1]
+    assert simulated(modes, 1, 200, rates, 2) == simulated(other, 1, 200, rates, 2)
+    with modes.forgetting():
+        modes.costs = costs(1.0, 2.0, 9.0)
+    assert modes.costs.of(1, CHAIN) == 2.0
 
 
 def test_drafts_that_become_better_are_found():
