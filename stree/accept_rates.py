@@ -11,7 +11,7 @@ import numpy as np
 from stree.tree import BeamTree, TokenTree
 
 MEMORY = 0.99  # what a row's observation counts one step later
-ANSWERS_MEMORY = 0.95  # what an answer counts one answer later
+ANSWERS_MEMORY = 0.98  # what an answer counts one answer later
 PRIOR_TRIES = 2  # what is assumed of a rate counts as so many observations
 PRIOR_STEPS = 10  # what is assumed of a rank counts as so many steps
 

@@ -41,14 +41,22 @@ class Bandit(Modes):
         exploration: float = EXPLORATION,
     ) -> None:
         super().__init__(trees, costs)
-        self.arms = tuple(dict.fromkeys(self.trees[1:]))  # the first is plain decoding
         if len(self.arms) < 2:
             raise UsageError(
                 "a bandit needs two trees at least: give more, or take the tree itself"
             )
         self.exploration = exploration
+
+    def forget(self) -> None:
+        """Begin anew, with nothing but the costs."""
+        super().forget()
         self._rounds = dict.fromkeys(self.arms, 0)
         self._reward = dict.fromkeys(self.arms, 0.0)
+
+    @property
+    def arms(self) -> tuple[TokenTree, ...]:
+        """All but plain decoding."""
+        return self.trees[1:]
 
     def __str__(self) -> str:
         return f"bandit {super().__str__()}"

@@ -166,6 +166,7 @@ class BatchDecoder:
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
+        self._num_kept = 0  # tokens of all rows whose trees are chosen, since one of them ended
         # Of the last steps, by the tree that idle rows had in them
         self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
 
@@ -525,11 +526,13 @@ class BatchDecoder:
 
     def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
         kept, sequence.finish_reason = sequence.stop.keep(block)
+        if sequence.tree is None:
+            self._num_kept += len(kept)
         if sequence.finish_reason:
             self.rows.active[row] = False
             if self.modes is not None and sequence.tree is None:
-                tokens = len(sequence.stop.tokens)
-                self.modes.learn_answer(tokens, *sequence.drafter_read_s)
+                self.modes.learn_answer(self._num_kept, *sequence.drafter_read_s)
+                self._num_kept = 0
         return Report(row, kept, sequence.finish_reason)
 
     def _fail(self, row: int, sequence: Progress, who: str) -> Report:

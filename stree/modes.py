@@ -12,7 +12,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 
 from stree.accept_rates import MEMORY, AcceptRates, GrownRates, Mean
 from stree.costs import Costs
@@ -47,11 +46,16 @@ class Modes:
                 "modes without a tree: give one at least, to choose it or plain decoding"
             )
         self.trees = (PLAIN, *given)
+        self._telling = telling(self.trees[1:])
+        self._costs = costs or Costs()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with nothing but the costs."""
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self._answer_tokens = Mean(math.inf)
-        self.costs = costs or Costs()
+        self.costs = self._costs
         self.rates = AcceptRates()
-        self._telling = telling(self.trees[1:])
         self._untried = dict.fromkeys(self._telling, TRIED_FIRST)  # observations that are missing
         grown: dict[tuple[str, int], list[BeamTree]] = defaultdict(list)
         for tree in self.trees:
@@ -72,6 +76,21 @@ class Modes:
         self._missed_s = 0.0  # of those, what drafting would have saved since it is best
         self._probing = 0  # steps of a probe that are left
         self._probed = deque(self._telling)  # the next probe's tree first
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Begin anew, and go on after it with what was known before: a warm-up's answers are few,
+        short and all alike, and would be taken for what requests get. Costs that are set inside
+        stay."""
+        before, costs = dict(vars(self)), self._costs
+        self.forget()
+        try:
+            yield
+        finally:
+            measured = self._costs
+            vars(self).update(before)
+            if measured is not costs:
+                self.costs = measured
 
     def __str__(self) -> str:
         return " or ".join(tree.name for tree in self.trees[1:])
@@ -147,27 +166,17 @@ class Modes:
     def learn_answer(
         self, num_tokens: int, reading_s: float | None = None, catch_up_s: float | None = None
     ) -> None:
-        """A request has got so many tokens; reading_s and catch_up_s, what the drafter took to read
-        its prompt beside the target, and later what it had missed, unless it did not."""
-        self._answer_tokens.learn(max(num_tokens, 1))
+        """A request has got all its tokens; reading_s and catch_up_s, what the drafter took to read
+        its prompt beside the target, and later what it had missed, unless it did not.
+
+        num_tokens, those of all requests since the answer before: where many begin at once the
+        first that end are the short ones, whose own tokens would promise too few."""
+        self._answer_tokens.learn(num_tokens)
         if reading_s is not None:
             self._reading_s.learn(reading_s)
         if catch_up_s is not None:
             self._catch_up_s.learn(catch_up_s)
         self._speeds = {}
-
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """What is learned inside is forgotten after it: a warm-up's answers are few, short and all
-        alike, and would be taken for what requests get. Costs that are set inside are kept."""
-        before = deepcopy(vars(self), {id(each): each for each in (*self.trees, self.costs)})
-        try:
-            yield
-        finally:
-            costs = self.costs
-            vars(self).update(before)
-            if costs is not self.costs:
-                self.costs = costs
 
     @property
     def _reading(self) -> Mean:

@@ -117,6 +117,7 @@ class Answerer:
         Raises what decoding a prompt raises; those that are under way beside it are finished and
         yielded before.
         """
+        self.decoders.begin(job)
         if self.settings.batch_size > 1:
             yield from self._answers_in_batches(job, prompts)
             return

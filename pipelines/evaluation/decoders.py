@@ -172,6 +172,13 @@ class Decoders:
             self._warm |= once
         return decoder
 
+    def begin(self, job: Job) -> None:
+        """Let what chooses the job's trees begin anew: what is reported of some prompts does not
+        depend on which others were answered before."""
+        _, decoder = self._decoders.get(job.decoder_key, (0, None))
+        if (modes := _modes_of(decoder)) is not None:
+            modes.forget()
+
     def release(self, drafter: DrafterIdentity) -> None:
         """Free a drafter's weights and caches."""
         self._drop(lambda known: known[0] == drafter)

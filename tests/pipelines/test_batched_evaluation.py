@@ -275,6 +275,8 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     learned = [modes.expected_tokens(each) for each in modes.trees]
     assert evaluation.decoders.warm(job, [3, 5, 7, 9]) is decoder
     assert [modes.expected_tokens(each) for each in modes.trees] == learned
+    evaluation.decoders.begin(job)  # other prompts
+    assert modes.expected_tokens(modes.trees[-1]) == fresh.expected_tokens(fresh.trees[-1])
 
 
 def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):

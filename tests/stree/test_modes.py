@@ -128,6 +128,27 @@ def test_what_a_warm_up_shows_is_forgotten(make):
     with modes.forgetting():
         modes.costs = costs(1.0, 2.0, 9.0)
     assert modes.costs.of(1, CHAIN) == 2.0
+    modes.forget()
+    new = make([CHAIN, WIDE], modes.costs)
+    assert simulated(modes, 1, 200, rates, 2) == simulated(new, 1, 200, rates, 2)
+
+
+def test_answers_that_have_not_ended_count():
+    """Of some that begin together the first that end are the short ones."""
+    model, learned = tiny_model(seed=1), []
+
+    class Watched(Modes):
+        def learn_answer(self, num_tokens, *read_s):
+            learned.append(num_tokens)
+            super().learn_answer(num_tokens, *read_s)
+
+    modes = Watched([CHAIN], Costs({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
+    decoder = BatchDecoder(model, model, modes, num_rows=4, max_length=128)
+    lengths = [12, 40, 40, 41]
+    asked = [GenerationConfig(each, ignore_eos=True) for each in lengths]
+    decoder.generate([Request([3, 5, 7], each) for each in asked])
+    assert sum(learned) == sum(lengths)
+    assert learned[0] > 2 * 12  # when the first ends the others have got about as many
 
 
 def test_drafts_that_become_better_are_found():
