@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -429,6 +430,19 @@ class BatchDecoder:
                 self, self.modes.trees, after, num_steps, counts, generation
             )
         return self.modes.costs
+
+    def forget(self) -> None:
+        """Let what chooses trees, if anything does, begin anew, with nothing but the costs."""
+        self._next = None
+        if self.modes is not None:
+            self.modes.forget()
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Around a warm-up, of which what chooses trees is to learn nothing (`Modes.forgetting`)."""
+        with nullcontext() if self.modes is None else self.modes.forgetting():
+            yield
+        self._next = None
 
     @property
     def _num_step_rows(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +17,6 @@ from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_config, load_model
 from stree.models.hybrid import READ_AT_ONCE, HybridModel
-from stree.modes import Modes
 from stree.requests import Request
 from stree.room import Room
 from stree.timing import length_to_time, row_counts
@@ -163,8 +161,7 @@ class Decoders:
                 **sampling_of(self.settings),
                 ignore_eos=True,
             )
-            modes = _modes_of(decoder)
-            with nullcontext() if modes is None else modes.forgetting():
+            with _batch_of(decoder).forgetting():
                 if self.settings.batch_size == 1:
                     decoder.generate(prompt_ids, generation)
                 else:
@@ -175,9 +172,9 @@ class Decoders:
     def begin(self, job: Job) -> None:
         """Let what chooses the job's trees begin anew: what is reported of some prompts does not
         depend on which others were answered before."""
-        _, decoder = self._decoders.get(job.decoder_key, (0, None))
-        if (modes := _modes_of(decoder)) is not None:
-            modes.forget()
+        if job.decoder_key in self._decoders:
+            _, decoder = self._decoders[job.decoder_key]
+            _batch_of(decoder).forget()
 
     def release(self, drafter: DrafterIdentity) -> None:
         """Free a drafter's weights and caches."""
@@ -217,8 +214,8 @@ class Decoders:
         if key not in self._costs:
             generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
             self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
-        modes = _modes_of(decoder)
-        if modes is not None and modes.costs is not self._costs[key]:
+        modes = _batch_of(decoder).modes
+        if modes.costs is not self._costs[key]:
             modes.costs = self._costs[key]
 
     def _drafter(self, drafter: DrafterIdentity) -> Any:
@@ -251,9 +248,9 @@ class Decoders:
             garbage.collect()
 
 
-def _modes_of(decoder: Any) -> Modes | None:
-    """What chooses the trees of its steps, if anything."""
-    return getattr(getattr(decoder, "batch", decoder), "modes", None)
+def _batch_of(decoder: Any) -> Any:
+    """A `Decoder`'s, or the `BatchDecoder` itself."""
+    return getattr(decoder, "batch", decoder)
 
 
 def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:

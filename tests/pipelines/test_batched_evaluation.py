@@ -55,13 +55,13 @@ class OneRow:
     """The batched decoder as a decoder of one sequence."""
 
     def __init__(self, *args, **kwargs) -> None:
-        self.decoder = BatchDecoder(*args, num_rows=1, **kwargs)
+        self.batch = BatchDecoder(*args, num_rows=1, **kwargs)
 
     def generate(self, prompt_ids, generation):
-        return self.decoder.generate([Request(prompt_ids, generation)])[0]
+        return self.batch.generate([Request(prompt_ids, generation)])[0]
 
     def num_reusable(self, prompt_ids):
-        return self.decoder.num_reusable(prompt_ids)
+        return self.batch.num_reusable(prompt_ids)
 
 
 def evaluated(world, out, batch_size, **parts) -> ResultStore:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -622,6 +623,23 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
     del order[:]
     decoder.generate([1, 2, 3], GenerationConfig(30))
     assert order[0] == "launch"  # chosen while the last answer's last step ran
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_nothing_that_was_chosen_before_is_left_once_it_is_forgotten(warm_up):
+    target = tiny_model(2)
+    modes = Modes([CHAIN], Costs({(1, PLAIN): 1.0, (1, CHAIN): 1.1}))
+    decoder = BatchDecoder(target, tiny_model(3), modes, num_rows=1, max_length=128)
+    request = Request([1, 2, 3], GenerationConfig(60, ignore_eos=True))
+    with decoder.forgetting() if warm_up else nullcontext():
+        decoder.generate([request])
+        assert modes.current == PLAIN  # another model's drafts are hardly ever right
+    if not warm_up:
+        decoder.forget()
+    row = decoder.admit(request)
+    for _ in range(2):  # the prompt, and a step
+        decoder.step()
+    assert decoder.release(row).stats.calls_by_tree == {CHAIN.name: 1}
 
 
 def test_costs_that_are_measured_anew_count_from_the_next_step_on(monkeypatch):

@@ -105,7 +105,7 @@ class Lies:
     def __init__(self, *args, **kwargs) -> None:
         self.tree = kwargs["tree"]
         self.decoder = Decoder(*args, **kwargs)
-        self.num_reusable = self.decoder.num_reusable
+        self.batch, self.num_reusable = self.decoder.batch, self.decoder.num_reusable
 
     def generate(self, *args, **kwargs):
         output = self.decoder.generate(*args, **kwargs)
