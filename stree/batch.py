@@ -439,7 +439,7 @@ class BatchDecoder:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Around a warm-up, of which what chooses trees is to learn nothing (`Modes.forgetting`)."""
+        """Around a warm-up: what chooses trees learns nothing of it (`Modes.forgetting`)."""
         with nullcontext() if self.modes is None else self.modes.forgetting():
             yield
         self._next = None
