@@ -42,7 +42,7 @@ def test_training_stops_before_anything_is_written(training, tmp_path, what, nth
     figures("NaNs in loss, gradient or weights of a training", 1)
 
 
-@pytest.mark.parametrize("model", ["target", "drafter"])
+@pytest.mark.parametrize("model", ["target", pytest.param("drafter", marks=pytest.mark.long)])
 def test_rows_that_are_not_finite_are_told_by_prompt_and_step(evaluation, tmp_path, model, figures):
     """In the first of two checkpoints. What was finished stays, the other checkpoint is evaluated,
     and the same command, when the reason is gone, adds what is missing."""

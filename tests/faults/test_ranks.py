@@ -157,7 +157,7 @@ def test_a_second_interrupt_leaves_at_once_even_where_a_rank_hangs(pair, tmp_pat
     ranks[1].send(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_takes_the_other_along_by_name(pair, tmp_path, victim, figures):
     run_dir = tmp_path / "run"
     ranks = pair.start(run_dir, steps=5000)

@@ -273,7 +273,7 @@ def test_the_profiles_costs_are_chosen_by_and_not_measured(workspace, drafter, m
         ({"seconds": {(1, TokenTree.paper()): 1.0}}, "none of 1 row with plain"),
     ],
 )
-@pytest.mark.parametrize("by", ["profile", "hand"])
+@pytest.mark.parametrize("by", ["profile", pytest.param("hand", marks=pytest.mark.long)])
 def test_costs_of_other_steps_are_not_chosen_by_and_that_is_said(
     workspace, drafter, measured, changes, warning, by
 ):

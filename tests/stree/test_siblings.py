@@ -119,7 +119,9 @@ def claiming(self, *given, draft=ModelDrafter.draft):
     return replace(draft(self, *given), independent=False)
 
 
-@pytest.mark.parametrize("verifier", ["multi_step", "traversal"])
+@pytest.mark.parametrize(
+    "verifier", ["multi_step", pytest.param("traversal", marks=pytest.mark.long)]
+)
 def test_independent_siblings_that_claim_to_be_drawn_without_replacement_are_caught(
     verifier, monkeypatch
 ):
@@ -155,7 +157,7 @@ def unlike_products(proposal, logits) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("unshared", [True, False])
+@pytest.mark.parametrize("unshared", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_drafts_are_what_they_are_said_to_be(siblings, unshared):
     """Also where the first sibling's noise is the target's."""
     proposal, logits = drafts_of_seeds(siblings, unshared)
@@ -254,10 +256,12 @@ def test_graphs_give_what_eager_steps_give(
     assert len({each for out in by_graphs for each in out.stats.accepted_per_call}) > 2
 
 
-@KINDS
 @pytest.mark.parametrize(
-    ("verifier", "grafted"),
-    quick_first([("multi_step", False)], itertools.product(TREES, (False, True))),
+    ("siblings", "verifier", "grafted"),
+    quick_first(
+        [(INDEPENDENT, "multi_step", False)],
+        itertools.product((INDEPENDENT, POINT), TREES, (False, True)),
+    ),
 )
 def test_steps_of_fused_kernels_give_the_same_tokens(
     verifier, grafted, siblings, monkeypatch, captured_on_cpu
