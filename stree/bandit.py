@@ -45,6 +45,8 @@ class Bandit(Modes):
             raise UsageError(
                 "a bandit needs two trees at least: give more, or take the tree itself"
             )
+        if not exploration >= 0:
+            raise UsageError(f"exploration is {exploration}, wanted a number of at least 0")
         self.exploration = exploration
 
     def forget(self) -> None:

@@ -263,6 +263,7 @@ class BatchDecoder:
                     if firsts := self._first_tokens(decoding, wait=True):
                         return firsts
                     self.prefill.catch_up(decoding)
+                self._next = None
                 self._launch(decoding, trees)
             if decoding:
                 self._choose_ahead(decoding)
@@ -286,6 +287,9 @@ class BatchDecoder:
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
+        if self.modes is not None and self._num_kept and not sequence.finish_reason:
+            self.modes.learn_answer(self._num_kept)  # for these its prompt was read
+            self._num_kept = 0
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
             self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
@@ -432,17 +436,21 @@ class BatchDecoder:
         return self.modes.costs
 
     def forget(self) -> None:
-        """Let what chooses trees, if anything does, begin anew, with nothing but the costs."""
-        self._next = None
+        """Let what chooses trees, if anything does, begin anew, with nothing but the costs. What
+        rows that are taken accept from now on is learned."""
+        self._next, self._num_kept = None, 0
         if self.modes is not None:
             self.modes.forget()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Around a warm-up: what chooses trees learns nothing of it (`Modes.forgetting`)."""
-        with nullcontext() if self.modes is None else self.modes.forgetting():
-            yield
-        self._next = None
+        num_kept, self._num_kept, self._next = self._num_kept, 0, None
+        try:
+            with nullcontext() if self.modes is None else self.modes.forgetting():
+                yield
+        finally:
+            self._next, self._num_kept = None, num_kept
 
     @property
     def _num_step_rows(self) -> int:
@@ -453,7 +461,6 @@ class BatchDecoder:
         """The rows' trees in the next step."""
         self._choose_ahead(decoding)
         chosen = self.tree if self._next is None else self._next[1]
-        self._next = None
         return {row: each.tree or chosen for row, each in decoding.items()}
 
     def _choose_ahead(self, decoding: dict[int, Progress]) -> None:

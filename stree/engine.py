@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -227,6 +227,14 @@ class Decoder:
     ) -> Costs:
         """As `BatchDecoder.measure_costs`."""
         return self.batch.measure_costs(context, num_steps, generation=generation)
+
+    def forget(self) -> None:
+        """As `BatchDecoder.forget`."""
+        self.batch.forget()
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """As `BatchDecoder.forgetting`."""
+        return self.batch.forgetting()
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""

@@ -202,7 +202,7 @@ def _measured(
     )
     if found is None:
         kind = "greedy" if temperature == 0 else "sampled"
-        remark = f"no {kind} decoding was measured on {device.type}: {otherwise}"
+        remark = f"no {kind} decoding of one sequence was measured on {device.type}: {otherwise}"
         return unmeasured._replace(remark=remark)
     if found.tree is None:
         plain, reason = TokenTree.chain(0, "root"), found.reason

@@ -40,6 +40,8 @@ class Modes:
     """
 
     def __init__(self, trees: Sequence[TokenTree | str], costs: Costs | None = None) -> None:
+        if isinstance(trees, str):
+            raise UsageError(f"modes of {trees!r:.60}, wanted a list of trees: [{trees!r:.60}]")
         given = dict.fromkeys(tree for tree in map(as_tree, trees) if tree.num_nodes > 1)
         if not given:
             raise UsageError(
@@ -81,7 +83,7 @@ class Modes:
     def forgetting(self) -> Iterator[None]:
         """Begin anew, and go on after it with what was known before: a warm-up's answers are few,
         short and all alike, and would be taken for what requests get. Costs that are set inside
-        stay."""
+        stay. A subclass that learns more makes that anew in `forget`."""
         before, costs = dict(vars(self)), self._costs
         self.forget()
         try:

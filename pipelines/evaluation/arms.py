@@ -51,11 +51,14 @@ class Arm:
     @classmethod
     def of(cls, content: Any, number: int) -> Arm:
         """Raises UsageError for what is no arm."""
-        if not isinstance(content, Mapping) or not all(
-            isinstance(value, str) and value for value in content.values()
-        ):
+        wrong = [
+            name for name, value in (content if isinstance(content, Mapping) else {}).items()
+            if not isinstance(value, str) or not value
+        ]  # fmt: skip
+        if not isinstance(content, Mapping) or wrong:
             raise UsageError(
                 f"arm {number} is {content!r:.80}, wanted {', '.join(_KEYS)}, each a text"
+                + "".join(f"; {name} is {content[name]!r:.40}" for name in wrong)
             )
         if "growth" in content:
             raise UsageError(f"arm {number} has a growth: {GROWTH_IS_TREE}: tree: paper")
@@ -80,13 +83,13 @@ class Arm:
 
     def settings(self, common: EvaluationSettings, tree: str) -> EvaluationSettings:
         """With one of its trees. Raises UsageError for what no decoder would be made with."""
-        settings = replace(
-            common, methods=(TREE,), tree=tree, verifier=self.verifier,
-            backtracking=self.backtracking,
-        )  # fmt: skip
-        chosen = settings.method_tree(TREE)
-        assert chosen is not None
         try:
+            settings = replace(
+                common, methods=(TREE,), tree=tree, verifier=self.verifier,
+                backtracking=self.backtracking,
+            )  # fmt: skip
+            chosen = settings.method_tree(TREE)
+            assert chosen is not None
             require_fillable(chosen, DrafterName.parse(self.drafter))
         except UsageError as error:
             raise UsageError(f"arm {self.name}: {error}") from error

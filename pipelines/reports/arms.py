@@ -108,14 +108,17 @@ def table(place: Place) -> Table:
 
 
 def verdict(place: Place) -> Verdict:
-    """The fastest, and plain decoding or a chain where nothing is faster beyond noise."""
+    """The fastest of those that are faster than plain decoding beyond noise, or that or a chain
+    where none is."""
     timed = {name: cell for name, cell in place.cells.items() if cell["speedup"]}
     timed.pop(AUTOREGRESSIVE, None)
     if not timed:
         return Verdict("", "No arm was timed beside plain decoding.")
-    best = max(timed, key=lambda name: timed[name]["speedup"])
+    intervals = {name: cell.interval("speedup") for name, cell in timed.items()}
+    told = [name for name, interval in intervals.items() if interval and interval[0] > 1]
+    best = max(told or timed, key=lambda name: timed[name]["speedup"])
     cell = timed[best]
-    interval = cell.interval("speedup")
+    interval = intervals[best]
     gain = f"{place.called(best)} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
     if cell["speedup"] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")

@@ -375,6 +375,11 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
     assert "may be no gain" in report.verdict(unsure).reason
     between = {}
     monkeypatch.setattr(
+        report, "speed_ratio", lambda *_: type("Gain", (), {"interval": (0.9, 1.1)})
+    )
+    told = place({"a": (1.1, (0.9, 1.3)), "b": (1.08, (1.02, 1.2))}, done)
+    assert report.verdict(told).reason.startswith("The tree b wins: b is 1.08×")
+    monkeypatch.setattr(
         report, "speed_ratio", lambda *_: type("Gain", (), {"interval": between["is"]})
     )
     both = place({"tree": (1.5, (1.4, 1.6)), "a chain": (1.4, (1.3, 1.5))}, done)

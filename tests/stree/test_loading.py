@@ -97,9 +97,15 @@ def test_the_profile_decides_on_the_tree_by_temperature(workspace, drafter):
 @pytest.mark.parametrize(
     ("given", "warning"),
     [
-        ((), "no greedy decoding was measured on cpu"),
-        ((recommendation(WIDE, device_type="cuda"),), "no greedy decoding was measured on cpu"),
-        ((recommendation(WIDE, temperature=1.0),), "no greedy decoding was measured on cpu"),
+        ((), "no greedy decoding of one sequence was measured"),
+        (
+            (recommendation(WIDE, device_type="cuda"),),
+            "no greedy decoding of one sequence was measured",
+        ),
+        (
+            (recommendation(WIDE, temperature=1.0),),
+            "no greedy decoding of one sequence was measured",
+        ),
         (None, r"no speculation_profile\.json"),
     ],
 )

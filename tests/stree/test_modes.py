@@ -539,9 +539,9 @@ def test_costs_that_are_measured_again_count_at_once():
     assert modes.choose(1) == WIDE
 
 
-@pytest.mark.parametrize("trees", [[], ["chain-0"], ["chain-0", "chain-0"]])
+@pytest.mark.parametrize("trees", [[], ["chain-0"], ["chain-0", "chain-0"], "chain-2"])
 def test_a_choice_among_no_drafts_is_refused(trees):
-    with pytest.raises(UsageError, match="without a tree"):
+    with pytest.raises(UsageError, match=r"without a tree|wanted a list of trees"):
         Modes(trees)
 
 
@@ -628,6 +628,54 @@ def test_the_next_tree_is_chosen_while_a_step_runs(monkeypatch):
     del order[:]
     decoder.generate([1, 2, 3], GenerationConfig(30))
     assert order[0] == "launch"  # chosen while the last answer's last step ran
+
+
+class NowAndThen(Modes):
+    """Eight plain steps, four drafts, and so on; counts what was chosen."""
+
+    num_chosen = 0
+
+    def choose(self, num_rows):
+        self.num_chosen += 1
+        self.current = PLAIN if (self.num_chosen - 1) % 12 < 8 else CHAIN
+        return self.current
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_each_choice_is_a_step(rows, captured_on_cpu):
+    """Also where the drafter has to catch up first, for which the step on its way is waited for."""
+    target = tiny_model(2)
+    decoder = BatchDecoder(target, target, NowAndThen([CHAIN]), num_rows=rows, max_length=256)
+    request = Request([1, 2, 3], GenerationConfig(100, ignore_eos=True))
+    for output in decoder.generate([request] * rows):
+        calls = output.stats.calls_by_tree
+        full, rest = divmod(sum(calls.values()), 12)
+        assert full >= 3
+        assert calls[CHAIN.name] == 4 * full + max(0, rest - 8)
+
+
+def test_released_and_forgotten_rows_leave_no_tokens():
+    target, learned = tiny_model(2), []
+    modes = Modes([CHAIN], Costs({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
+    decoder = BatchDecoder(target, target, modes, num_rows=2, max_length=128)
+    asked = [Request([1, 2, 3], GenerationConfig(most, ignore_eos=True)) for most in (60, 9)]
+
+    def some_steps():
+        row = decoder.admit(asked[0])
+        for _ in range(5):
+            decoder.step()
+        return row
+
+    some_steps()
+    decoder.forget()
+    with pytest.raises(KeyError), decoder.forgetting():
+        decoder.release(0)
+        some_steps()
+        raise KeyError
+    decoder.release(0)
+    modes.learn_answer = lambda num_tokens, *read_s: learned.append(num_tokens)
+    decoder.generate([asked[1]])
+    assert learned == [9]
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
