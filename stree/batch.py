@@ -287,7 +287,8 @@ class BatchDecoder:
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
-        if self.modes is not None and self._num_kept and not sequence.finish_reason:
+        cut_short = sequence.tree is None and sequence.stop.tokens and not sequence.finish_reason
+        if self.modes is not None and cut_short:
             self.modes.learn_answer(self._num_kept)  # for these its prompt was read
             self._num_kept = 0
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
