@@ -229,7 +229,8 @@ class Modes:
         these take of the drafter's prompts."""
         seconds = self.costs.of(num_rows, tree)
         if tree != PLAIN:
-            seconds += num_rows * self._reading.value * tokens / self._answer_tokens.value
+            answer_tokens = max(self._answer_tokens.value, 1.0)
+            seconds += num_rows * self._reading.value * tokens / answer_tokens
         return tokens / seconds
 
     def _unseen(self, num_rows: int) -> TokenTree | None:
