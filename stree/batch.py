@@ -287,10 +287,8 @@ class BatchDecoder:
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
-        cut_short = sequence.tree is None and sequence.stop.tokens and not sequence.finish_reason
-        if self.modes is not None and cut_short:
-            self.modes.learn_answer(self._num_kept)  # for these its prompt was read
-            self._num_kept = 0
+        if sequence.tree is None and sequence.stop.tokens and not sequence.finish_reason:
+            self._learn_answer()  # cut short: for these tokens its prompt was read
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
             self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
@@ -552,10 +550,15 @@ class BatchDecoder:
             self._num_kept += len(kept)
         if sequence.finish_reason:
             self.rows.active[row] = False
-            if self.modes is not None and sequence.tree is None:
-                self.modes.learn_answer(self._num_kept, *sequence.drafter_read_s)
-                self._num_kept = 0
+            if sequence.tree is None:
+                self._learn_answer(*sequence.drafter_read_s)
         return Report(row, kept, sequence.finish_reason)
+
+    def _learn_answer(self, *read_s: float | None) -> None:
+        """Tell what chooses trees that an answer has ended; read_s, as of `Modes.learn_answer`."""
+        assert self.modes is not None
+        self.modes.learn_answer(self._num_kept, *read_s)
+        self._num_kept = 0
 
     def _fail(self, row: int, sequence: Progress, who: str) -> Report:
         sequence.finish_reason = "error"
