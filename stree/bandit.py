@@ -28,7 +28,8 @@ class Bandit(Modes):
     time of a plain one, c, for each token that it yields. The paper takes a draft to cost a fixed
     share of a step, and verification as much as one (Eq. 2); here both are in the measured costs.
     Rewards lie between −c and 0, so that what is unknown of them is counted in c, too: the paper's
-    c is close to 1, that of a large tree on a small target is 2 or 3.
+    c is close to 1, that of a large tree on a small target is 2 or 3. All rounds count at the c of
+    now: with other rows, or costs that are measured anew, they need not be played again.
     What is chosen depends on nothing but what rounds have accepted.
 
     Args: as of `Modes`; exploration, λ_UCB. Raises `UsageError` for fewer than two trees of drafts.
@@ -53,7 +54,7 @@ class Bandit(Modes):
         """Begin anew, with nothing but the costs."""
         super().forget()
         self._rounds = dict.fromkeys(self.arms, 0)
-        self._reward = dict.fromkeys(self.arms, 0.0)
+        self._steps = dict.fromkeys(self.arms, 0.0)  # a token, over all rounds
 
     @property
     def arms(self) -> tuple[TokenTree, ...]:
@@ -73,7 +74,7 @@ class Bandit(Modes):
             if not rounds:
                 return math.inf
             unknown = self.exploration * math.sqrt(2 * math.log(total) / rounds)
-            return self._reward[tree] / rounds + unknown * self._cost(tree)
+            return (unknown - self._steps[tree] / rounds) * self._cost(tree)
 
         self.current = max(self.arms, key=bound)
         return self.current
@@ -83,7 +84,7 @@ class Bandit(Modes):
         if tree not in self._rounds:
             return  # a request's own
         self._rounds[tree] += 1
-        self._reward[tree] -= self._cost(tree) / len(path)
+        self._steps[tree] += 1 / len(path)
 
     def _cost(self, tree: TokenTree) -> float:
         """Of a step, by time of a plain one."""

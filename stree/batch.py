@@ -167,7 +167,6 @@ class BatchDecoder:
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
-        self._num_kept = 0  # tokens of all rows whose trees are chosen, since one of them ended
         # Of the last steps, by the tree that idle rows had in them
         self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
 
@@ -287,8 +286,9 @@ class BatchDecoder:
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
-        if sequence.tree is None and sequence.stop.tokens and not sequence.finish_reason:
-            self._learn_answer()  # cut short: for these tokens its prompt was read
+        cut_short = not sequence.finish_reason and sequence.stop.tokens
+        if self.modes is not None and sequence.tree is None and cut_short:
+            self.modes.learn_answer()  # for these tokens its prompt was read
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
             self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
         reason = sequence.finish_reason or "released"
@@ -437,19 +437,19 @@ class BatchDecoder:
     def forget(self) -> None:
         """Let what chooses trees, if anything does, begin anew, with nothing but the costs. What
         rows that are taken accept from now on is learned."""
-        self._next, self._num_kept = None, 0
+        self._next = None
         if self.modes is not None:
             self.modes.forget()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Around a warm-up: what chooses trees learns nothing of it (`Modes.forgetting`)."""
-        num_kept, self._num_kept, self._next = self._num_kept, 0, None
+        self._next = None
         try:
             with nullcontext() if self.modes is None else self.modes.forgetting():
                 yield
         finally:
-            self._next, self._num_kept = None, num_kept
+            self._next = None
 
     @property
     def _num_step_rows(self) -> int:
@@ -546,19 +546,14 @@ class BatchDecoder:
 
     def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
         kept, sequence.finish_reason = sequence.stop.keep(block)
-        if sequence.tree is None:
-            self._num_kept += len(kept)
+        chosen_by = self.modes if sequence.tree is None else None
+        if chosen_by is not None:
+            chosen_by.learn_tokens(len(kept))
         if sequence.finish_reason:
             self.rows.active[row] = False
-            if sequence.tree is None:
-                self._learn_answer(*sequence.drafter_read_s)
+            if chosen_by is not None:
+                chosen_by.learn_answer(*sequence.drafter_read_s)
         return Report(row, kept, sequence.finish_reason)
-
-    def _learn_answer(self, *read_s: float | None) -> None:
-        """Tell what chooses trees that an answer has ended; read_s, as of `Modes.learn_answer`."""
-        assert self.modes is not None
-        self.modes.learn_answer(self._num_kept, *read_s)
-        self._num_kept = 0
 
     def _fail(self, row: int, sequence: Progress, who: str) -> Report:
         sequence.finish_reason = "error"

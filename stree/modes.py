@@ -56,6 +56,7 @@ class Modes:
         """Begin anew, with nothing but the costs."""
         self._speeds: dict[int, dict[TokenTree, float]] = {}  # by number of rows
         self._answer_tokens = Mean(math.inf)
+        self._num_tokens = 0  # of all requests, since one of them ended
         self.costs = self._costs
         self.rates = AcceptRates()
         self._untried = dict.fromkeys(self._telling, TRIED_FIRST)  # observations that are missing
@@ -165,15 +166,17 @@ class Modes:
             self._grown[tree.kind, tree.width].learn(tree, path, self._memory)
         self.learn(tree, tree.end_of(path))
 
-    def learn_answer(
-        self, num_tokens: int, reading_s: float | None = None, catch_up_s: float | None = None
-    ) -> None:
-        """A request has got all its tokens; reading_s and catch_up_s, what the drafter took to read
-        its prompt beside the target, and later what it had missed, unless it did not.
+    def learn_tokens(self, num_tokens: int) -> None:
+        """A request has got so many more. They count for the next answer that ends, whichever that
+        is: where many begin at once the first that end are the short ones, whose own tokens would
+        promise too few."""
+        self._num_tokens += num_tokens
 
-        num_tokens, those of all requests since the answer before: where many begin at once the
-        first that end are the short ones, whose own tokens would promise too few."""
-        self._answer_tokens.learn(num_tokens)
+    def learn_answer(self, reading_s: float | None = None, catch_up_s: float | None = None) -> None:
+        """A request has got all its tokens; reading_s and catch_up_s, what the drafter took to read
+        its prompt beside the target, and later what it had missed, unless it did not."""
+        self._answer_tokens.learn(self._num_tokens)
+        self._num_tokens = 0
         if reading_s is not None:
             self._reading_s.learn(reading_s)
         if catch_up_s is not None:

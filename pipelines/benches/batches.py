@@ -113,9 +113,7 @@ def joint_of_rows(
 class WithoutPrompts(Modes):
     """Chooses for decoding alone: what drafters take to read prompts is not in these times."""
 
-    def learn_answer(
-        self, num_tokens: int, reading_s: float | None = None, catch_up_s: float | None = None
-    ) -> None:
+    def learn_answer(self, reading_s: float | None = None, catch_up_s: float | None = None) -> None:
         """Answers have no end here."""
 
 

@@ -67,6 +67,17 @@ def test_a_bad_first_step_is_no_end(cost):
     assert TREES[0] in played(bandit, lambda tree, rng: 4 if tree == TREES[0] else 3, 100)
 
 
+def test_what_rounds_have_accepted_counts_at_the_costs_of_now():
+    """The deepest tree accepts all there is to accept, and is best until it takes four times as
+    long: then the next round is another's, though nothing else has been played."""
+    deepest = TREES[2]
+    bandit = Bandit(TREES, COSTS)
+    chosen = played(bandit, lambda tree, rng: 5 if tree == deepest else 1, 300)
+    assert chosen[200:].count(deepest) > 90
+    bandit.costs = Costs({**COSTS.seconds, (1, deepest): 4 * COSTS.of(1, deepest)})
+    assert deepest not in played(bandit, lambda tree, rng: 1, 10)
+
+
 def test_a_history_decides_alone():
     def accepted(tree, rng):
         return rng.randrange(tree.max_depth + 1)

@@ -119,10 +119,12 @@ def test_what_a_warm_up_shows_is_forgotten(make):
     modes, other = make([CHAIN, WIDE], table), make([CHAIN, WIDE], table)
     for each in (modes, other):
         simulated(each, 1, 20, [0.6, 0.2, 0.1])
-        each.learn_answer(90, 0.1)
+        each.learn_tokens(90)
+        each.learn_answer(0.1)
     with modes.forgetting():
         simulated(modes, 1, 100, [0.0, 0.0, 0.0], seed=1)
-        modes.learn_answer(1, 50.0)
+        modes.learn_tokens(1)
+        modes.learn_answer(50.0)
         assert modes.expected_tokens(WIDE) < 1.5 or make is Bandit
     assert modes.costs is table
     rates = [0.4, 0.2, 0.1]
@@ -135,22 +137,28 @@ def test_what_a_warm_up_shows_is_forgotten(make):
     assert simulated(modes, 1, 200, rates, 2) == simulated(new, 1, 200, rates, 2)
 
 
+class Counting(Modes):
+    """Keeps how many tokens counted for each answer."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.counted: list[int] = []
+
+    def learn_answer(self, *read_s: float | None) -> None:
+        self.counted.append(self._num_tokens)
+        super().learn_answer(*read_s)
+
+
 def test_answers_that_have_not_ended_count():
     """Of some that begin together the first that end are the short ones."""
-    model, learned = tiny_model(seed=1), []
-
-    class Watched(Modes):
-        def learn_answer(self, num_tokens, *read_s):
-            learned.append(num_tokens)
-            super().learn_answer(num_tokens, *read_s)
-
-    modes = Watched([CHAIN], Costs({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
+    model = tiny_model(seed=1)
+    modes = Counting([CHAIN], Costs({(4, PLAIN): 1.0, (4, CHAIN): 1.1}))
     decoder = BatchDecoder(model, model, modes, num_rows=4, max_length=128)
     lengths = [12, 40, 40, 41]
     asked = [GenerationConfig(each, ignore_eos=True) for each in lengths]
     decoder.generate([Request([3, 5, 7], each) for each in asked])
-    assert sum(learned) == sum(lengths)
-    assert learned[0] > 2 * 12  # when the first ends the others have got about as many
+    assert sum(modes.counted) == sum(lengths)
+    assert modes.counted[0] > 2 * 12  # when the first ends the others have got about as many
 
 
 def test_drafts_that_become_better_are_found():
@@ -206,7 +214,7 @@ def served(modes: Modes | None, table: Costs, rows: int, length: int, reading_s:
         for row in range(rows):
             if left[row] <= 0:
                 if read[row] >= 0 and modes is not None:
-                    modes.learn_answer(length, read[row] or None)
+                    modes.learn_answer(read[row] or None)
                 left[row], read[row] = length, 0.0
                 if modes is not None and modes.drafts:
                     read[row] = reading_s
@@ -222,6 +230,8 @@ def served(modes: Modes | None, table: Costs, rows: int, length: int, reading_s:
                 modes.learn(tree, end)
             left[row] -= end + 1
             tokens += end + 1
+            if modes is not None:
+                modes.learn_tokens(end + 1)
         seconds += table.of(rows, tree)
     return tokens / seconds
 
@@ -445,11 +455,13 @@ def test_reading_a_prompt_and_catching_up_are_told_apart():
     for no tree while prompts are read beside the target."""
     modes = Modes([CHAIN], costs(1.0, 1.4, 9.0))
     for _ in range(50):
-        modes.learn_answer(10, reading_s=0.1, catch_up_s=9.0)
+        modes.learn_tokens(10)
+        modes.learn_answer(reading_s=0.1, catch_up_s=9.0)
     used, _ = simulated(modes, 1, 200, [0.7])
     assert used[100:].count(CHAIN) > 90
     for _ in range(50):
-        modes.learn_answer(10, reading_s=9.0)
+        modes.learn_tokens(10)
+        modes.learn_answer(reading_s=9.0)
     used, _ = simulated(modes, 1, 200, [0.7], seed=1)
     assert used[100:].count(PLAIN) > 90
 
@@ -655,8 +667,8 @@ def test_each_choice_is_a_step(rows, captured_on_cpu):
 
 
 def test_released_and_forgotten_rows_leave_no_tokens():
-    target, learned = tiny_model(2), []
-    modes = Modes([CHAIN], Costs({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
+    target = tiny_model(2)
+    modes = Counting([CHAIN], Costs({(2, PLAIN): 1.0, (2, CHAIN): 1.1}))
     decoder = BatchDecoder(target, target, modes, num_rows=2, max_length=128)
     asked = [Request([1, 2, 3], GenerationConfig(most, ignore_eos=True)) for most in (60, 9)]
 
@@ -673,9 +685,8 @@ def test_released_and_forgotten_rows_leave_no_tokens():
         some_steps()
         raise KeyError
     decoder.release(0)
-    modes.learn_answer = lambda num_tokens, *read_s: learned.append(num_tokens)
     decoder.generate([asked[1]])
-    assert learned == [9]
+    assert modes.counted[-1] == 9
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
