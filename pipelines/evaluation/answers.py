@@ -112,12 +112,19 @@ class Answerer:
         self, job: Job, prompts: Sequence[BenchmarkPrompt]
     ) -> Generator[SampleRow, None, None]:
         """Hold the prompts' conversations by the job's method, `batch_size` at a time, and yield
-        each when it is over. What is yielded first was, but for a batch, asked first.
+        each when it is over. What is yielded first was, but for a batch, asked first. What chooses
+        the job's trees begins anew, with what `EvaluationSettings.first_prompts` show: nothing that
+        is reported depends on which other prompts were answered before.
 
         Raises what decoding a prompt raises; those that are under way beside it are finished and
         yielded before.
         """
         self.decoders.begin(job)
+        if isinstance(job.tree, ChosenTree):
+            deque(self._answers(job, self.settings.first_prompts(job.benchmark)), maxlen=0)
+        yield from self._answers(job, prompts)
+
+    def _answers(self, job: Job, prompts: Sequence[BenchmarkPrompt]) -> Iterator[SampleRow]:
         if self.settings.batch_size > 1:
             yield from self._answers_in_batches(job, prompts)
             return

@@ -32,7 +32,6 @@ from stree_pipelines.terminal.inputs import require_there
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest
 TRIED_CHAINS = tuple(f"chain-{length}" for length in range(1, 7))
-NUM_TUNING_PROMPTS = 4  # or as many as are answered at once
 
 
 @dataclass(frozen=True)
@@ -265,11 +264,10 @@ class Comparison(Evaluation):
     @cached_property
     def _trials(self) -> dict[tuple[str, str, float], list[Job]]:
         """By arm, benchmark and temperature; those of one benchmark and temperature in a row."""
-        most = max(NUM_TUNING_PROMPTS, self.settings.batch_size)  # a chain is for full batches
         return {
             (arm.name, benchmark.name, float(temperature)): [
                 self._arm_job(
-                    arm, tree, replace(benchmark, prompts=benchmark.prompts[:most]),
+                    arm, tree, replace(benchmark, prompts=self.settings.first_prompts(benchmark)),
                     temperature, _trial(arm.name, tree),
                 )
                 for tree in arm.trees

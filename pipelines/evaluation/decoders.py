@@ -170,8 +170,7 @@ class Decoders:
         return decoder
 
     def begin(self, job: Job) -> None:
-        """Let what chooses the job's trees begin anew: what is reported of some prompts does not
-        depend on which others were answered before."""
+        """Let what chooses the job's trees begin anew."""
         if job.decoder_key in self._decoders:
             _, decoder = self._decoders[job.decoder_key]
             _batch_of(decoder).forget()

@@ -30,6 +30,7 @@ from stree_pipelines.evaluation.sampling import sampling_of, switched_on
 from stree_pipelines.terminal.command_line import input_path
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
+NUM_FIRST_PROMPTS = 4  # or as many as are answered at once
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,12 @@ class EvaluationSettings:
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
+
+    def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
+        """By whose answers, which do not count, a chain's length is tuned, and a choice among trees
+        knows what they accept: it serves for hours, and an evaluation lasts for seconds. They fill
+        a batch."""
+        return benchmark.prompts[: max(NUM_FIRST_PROMPTS, self.batch_size)]
 
     def method_tree(self, method: str) -> TokenTree | None:
         """The tree that a method verifies; None when it drafts nothing. Raises `UsageError` for one

@@ -279,6 +279,39 @@ def test_warm_ups_teach_nothing(batch_size, world, tmp_path):
     assert modes.expected_tokens(modes.trees[-1]) == fresh.expected_tokens(fresh.trees[-1])
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_chooses_has_seen_the_first_prompts_before_an_answer_counts(
+    batch_size, world, tmp_path, monkeypatch
+):
+    """And nothing else, also when an evaluation goes on with its last prompt."""
+    monkeypatch.setattr("stree_pipelines.evaluation.plan.NUM_FIRST_PROMPTS", 2)
+    settings = settings_for(
+        world, tmp_path, batch_size=batch_size, methods=["stree"], tree="chain-1 or paper",
+        temperatures=[0.0],
+    )  # fmt: skip
+    evaluation = quiet(settings)
+    (job,) = evaluation.plan(export(world, 10))
+    prompts = job.benchmark.prompts
+    first = settings.first_prompts(job.benchmark)
+    assert len(first) == max(2, batch_size) < len(prompts) == 4
+    turns, answerer = [], evaluation.answerer
+    begin, add = answerer.decoders.begin, answerer._add_turn
+    monkeypatch.setattr(
+        answerer, "_add_turn",
+        lambda conversation, *of: turns.append(conversation.prompt.id) or add(conversation, *of),
+    )  # fmt: skip
+    monkeypatch.setattr(answerer.decoders, "begin", lambda job: turns.append("begin") or begin(job))
+    for answered in (prompts, prompts[3:]):
+        turns.clear()
+        samples = {each.prompt_id for each in answerer.answers(job, answered)}
+        assert samples == {each.id for each in answered}
+        shown = [each.id for each in first for _ in each.turns]
+        wanted = [each.id for each in answered for _ in each.turns]
+        assert turns[0] == "begin"
+        assert sorted(turns[1 : 1 + len(shown)]) == sorted(shown)
+        assert sorted(turns[1 + len(shown) :]) == sorted(wanted)
+
+
 def test_free_rows_go_to_the_next_turn_and_the_next_prompt(world, tmp_path):
     """A long answer's row is not waited for; a conversation's next turn goes first."""
     admitted, steps = [], 0

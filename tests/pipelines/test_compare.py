@@ -166,7 +166,7 @@ def test_an_arm_may_choose_its_tree_step_by_step(world, tmp_path, monkeypatch):
 def test_in_batches_a_chain_is_tuned_for_full_ones_and_a_choice_is_by_their_rows(
     world, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("stree_pipelines.evaluation.arms.NUM_TUNING_PROMPTS", 1)
+    monkeypatch.setattr("stree_pipelines.evaluation.plan.NUM_FIRST_PROMPTS", 1)
     asked = []
     choose = Modes.choose
     monkeypatch.setattr(
