@@ -157,12 +157,15 @@ class BatchDecoder:
         self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
         self.eos_token_ids = eos_token_ids(target.config, tokenizer)
         self.rows = Rows.new(num_rows, self.max_nodes, target.device)
-        self.prefixes = Prefixes(num_prefixes, self.cache, drafter) if num_prefixes else None
         self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
         self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
         self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
         step = Step(target, self.cache, drafter, self.verifier)
         self.executor = executor_of(step)
+        self.prefixes: Prefixes | None = None
+        if num_prefixes:
+            hand_over = self.executor.hand_over
+            self.prefixes = Prefixes(num_prefixes, self.cache, drafter, hand_over)
         self.prefill = Prefill(self.executor, self.rows, self.prefixes)
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
@@ -290,7 +293,8 @@ class BatchDecoder:
         if self.modes is not None and sequence.tree is None and cut_short:
             self.modes.learn_answer()  # for these tokens its prompt was read
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
-            self.prefixes.keep(row, sequence.prompt + sequence.stop.tokens)
+            tokens = sequence.prompt + sequence.stop.tokens
+            self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer)
 

@@ -65,7 +65,7 @@ class Prefill:
         if sequence.reading:
             return None
         if sequence.keep_prompt and self.prefixes is not None:
-            self.prefixes.keep(row, sequence.prompt)
+            self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
         return logits
 
     def prepare(self, row: int, sequence: Progress) -> None:

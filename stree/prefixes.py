@@ -5,14 +5,29 @@ A recurrent state cannot be cut back, so a prefix serves prompts that begin with
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from stree.arrival import Arrival
 from stree.drafters.model import ModelDrafter
 from stree.last_used import LastUsed
 from stree.models.cache import HybridCache, SavedPrefix
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What a row held when it was to be kept. Only the device knows of how many tokens that is."""
+
+    tokens: list[int]  # those of the row that count
+    lengths: Arrival  # the target's, of its pending path, and the drafter's
+    target: list[tuple[Tensor, ...]]  # as of `HybridCache.copies`
+    drafter: list[tuple[Tensor, ...]] | None
+    following: Tensor | None  # what the drafter's next token is read with
 
 
 @dataclass(frozen=True)
@@ -25,36 +40,61 @@ class _Kept:
 class Prefixes:
     """The `most` prefixes that were used last, each as copies of what the caches held of it.
 
-    cache, the target's; drafter, which reads a prefix again unless it is a `ModelDrafter`.
+    cache, the target's; drafter, which reads a prefix again unless it is a `ModelDrafter`;
+    hand_over, how values come to the host (`stree.executors`).
     """
 
-    def __init__(self, most: int, cache: HybridCache, drafter: Any) -> None:
-        self.cache, self.drafter = cache, drafter
+    def __init__(
+        self,
+        most: int,
+        cache: HybridCache,
+        drafter: Any,
+        hand_over: Callable[[Tensor], Arrival] = Arrival,
+    ) -> None:
+        self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
         self._kept: LastUsed[tuple[int, ...], _Kept] = LastUsed(most)
+        self._copied: deque[_Copies] = deque()  # whose lengths may be on their way
 
     def __len__(self) -> int:
+        self._take_in()
         return len(self._kept)
 
-    def keep(self, row: int, tokens: list[int]) -> None:
-        """Keep what a row has read of `tokens`; nothing where it has gone on to others."""
-        target = self.cache.narrow(row, 1).save()
-        if not 0 < target.length <= len(tokens):
-            return
-        drafter, following, length = None, None, target.length
-        if type(self.drafter) is ModelDrafter:  # one that keeps the text beside reads it again
-            drafter = self.drafter.cache.narrow(row, 1).save()
-            length = max(length, drafter.length)  # it has read the last root, too
-            # The features are those of the last call's accepted path, pending or not
+    def keep(self, row: int, tokens: list[int], drafted: bool = True) -> None:
+        """Keep what a row has read of `tokens`; nothing where it has gone on to others. Does not
+        wait for the device. drafted, whether its drafter may have read any of them."""
+        cache, drafter, following = self.cache.narrow(row, 1), None, None
+        lengths = [cache.length, cache.path_length]
+        if drafted and type(self.drafter) is ModelDrafter:  # others read the text again
+            theirs = self.drafter.cache.narrow(row, 1)
+            lengths.append(theirs.length)
+            drafter = theirs.copies(len(tokens))
             if self.drafter.inputs is not None:
-                pending = bool(self.cache.path_length[row])
-                if drafter.length == target.length + pending:
-                    following = self.drafter.inputs[row, 0].clone()
-            if drafter.length > len(tokens):
-                drafter, length = None, target.length
-        self._kept[tuple(tokens[:length])] = _Kept(target, drafter, following)
+                following = self.drafter.inputs[row, 0].clone()
+        told = self.hand_over(torch.cat(lengths))
+        self._copied.append(_Copies(tokens, told, cache.copies(len(tokens)), drafter, following))
+        self._take_in(all_but=self._kept.most)
+
+    def _take_in(self, all_but: int = 0) -> None:
+        """Find out what the copies are of, but for the last so many."""
+        while len(self._copied) > all_but:
+            each = self._copied.popleft()
+            length, pending, *drafted = each.lengths.tolist()
+            if not 0 < length <= len(each.tokens):
+                continue
+            drafter, following, longest = None, None, length
+            if each.drafter is not None and (theirs := drafted[0]) <= len(each.tokens):
+                drafter = SavedPrefix(theirs, each.drafter)
+                longest = max(length, theirs)  # it has read the last root, too
+                # The features are those of the last call's accepted path, pending or not
+                if theirs == length + bool(pending):
+                    following = each.following
+            kept = _Kept(SavedPrefix(length, each.target), drafter, following)
+            self._kept[tuple(each.tokens[:longest])] = kept
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
-        """The longest prefix of `prompt` that there is, shorter than itself; () for none."""
+        """The longest prefix of `prompt` that there is, shorter than itself; () for none. Waits
+        for the device to have done what was kept last."""
+        self._take_in()
         fitting = [each for each in self._kept if len(each) < len(prompt)]
         fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
         return max(fitting, key=len, default=())

@@ -19,7 +19,8 @@ class Share:
     With one row they are what one sequence alone takes.
 
     Attributes:
-        prefill_s: of admission, and of the time that steps spent on prompts.
+        prefill_s: of admission, of the time that steps spent on prompts, and of keeping what the
+            next turn begins with.
         decode_s: of the time that steps spent on decoding.
         num_calls: of the target's calls; beside the number of calls that decoded the request this
             is how full the batch was.
@@ -46,6 +47,7 @@ class Batch:
     def admit(self, request: Request) -> int:
         started = time.perf_counter()
         row = self.decoder.admit(request)
+        self.decoder.num_reusable(list(request.prompt_ids))  # waits for what the last turn has left
         self._shares[row] = Share(prefill_s=time.perf_counter() - started)
         self.decoder.prepare_reading()  # no request's time, as other graphs are not
         self._reading.add(row)
@@ -75,4 +77,7 @@ class Batch:
 
     def release(self, row: int, keep: bool = False) -> tuple[GenerationOutput, Share]:
         self._reading.discard(row)
-        return self.decoder.release(row, keep=keep), self._shares.pop(row)
+        started, share = time.perf_counter(), self._shares.pop(row)
+        output = self.decoder.release(row, keep=keep)
+        share.prefill_s += time.perf_counter() - started
+        return output, share

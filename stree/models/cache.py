@@ -325,7 +325,8 @@ class GatedDeltaCache(RecurrentCache):
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """What a cache holds of the first `length` tokens of a sequence, by layer."""
+    """What a cache holds of the first `length` tokens of a sequence, by layer; keys and values may
+    be of some slots more, which nobody reads."""
 
     length: int
     layers: list[tuple[Tensor, ...]]
@@ -466,7 +467,12 @@ class HybridCache:
         """Copies of what the committed tokens of one sequence have left; a path that is accepted
         and not replayed yet is left out. Waits for the device."""
         length = int(self.length)
-        return SavedPrefix(length, [layer.save(length) for layer in self.layers])
+        return SavedPrefix(length, self.copies(length))
+
+    def copies(self, most: int) -> list[tuple[Tensor, ...]]:
+        """What `save` copies, by layer, where the host only knows that there are at most so many
+        committed tokens; does not wait for the device."""
+        return [layer.save(most) for layer in self.layers]
 
     def load(self, saved: SavedPrefix) -> None:
         """Begin one sequence as if it had just read what was saved."""
