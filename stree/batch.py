@@ -393,19 +393,19 @@ class BatchDecoder:
             return
         deepest = deepest_of(self.growth).max_depth + 1
         with ops.current(self.target.device):
-            self.prepare_reading()
+            for row in self._sequences:
+                self.prepare_reading(row)
             for tree in trees_of(self.growth):
                 trees = {row: each.tree or tree for row, each in self._sequences.items()}
                 rows, forest, longest, position = self._step_of(self._sequences, trees)
                 for most in {longest, self._longest(forest, deepest)}:
                     self.executor.prepare(rows, forest, most, position)
 
-    def prepare_reading(self) -> None:
-        """The part of `prepare` that is for prompts which are still to be read."""
+    def prepare_reading(self, row: int) -> None:
+        """The part of `prepare` that is for a row's prompt, if that is still to be read."""
         with ops.current(self.target.device):
-            for row, each in self._sequences.items():
-                if each.reading:
-                    self.prefill.prepare(row, each)
+            if (each := self._sequences[row]).reading:
+                self.prefill.prepare(row, each)
 
     def _longest(self, forest: Forest, longest: int) -> int:
         """The most tokens of any block that a step is launched for, at least `longest`. Where trees
@@ -536,12 +536,13 @@ class BatchDecoder:
             return self._fail(row, sequence, "drafter" if finite == -1 else "target")
         nodes = 1 + len(report) // 2  # where they begin
         block, path = report[2 : 2 + count], report[nodes : nodes + count]
+        stats = sequence.stats
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:
-            self.modes.learn_path(tree, path)
-            sequence.stats.calls_by_tree[tree.name] += 1
-        stats = sequence.stats
+            if drafted:
+                self.modes.learn_path(tree, path)
+            stats.calls_by_tree[tree.name] += 1
         result = self._keep(row, sequence, block)
         result.num_accepted = stats.count_call(tree, path, len(result.tokens))
         if sequence.finish_reason:

@@ -88,6 +88,10 @@ class Eager:
         waits for the device, and may be done twice; returns what it does."""
         return task()
 
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `run` with that key has nothing to make ready first."""
+        return True
+
     def num_rows(self, taken: int, most: int) -> int:
         """How many rows a step has when the first `taken` of them must take part."""
         return taken
@@ -161,6 +165,10 @@ class Graphs:
         if key not in self.tasks:
             self.tasks[key] = Capture(self.step.cache.device, task)
         return self.tasks[key].replay()
+
+    def is_ready(self, key: Hashable) -> bool:
+        """As `Eager.is_ready`."""
+        return key in self.tasks
 
     def num_rows(self, taken: int, most: int) -> int:
         """A power of two, so that few envelopes serve any number."""

@@ -82,7 +82,8 @@ class Prefill:
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
             pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
-        if pieces and pieces[-1].given:  # as it will begin, but for the token
+        begun = self.executor.is_ready(("begin", asked_by([sequence.generation])))
+        if pieces and pieces[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, pieces[-1].given[0])
             self.rows.active[row] = False
             vocabulary = step.target.config.vocab_size

@@ -49,7 +49,7 @@ class Batch:
         row = self.decoder.admit(request)
         self.decoder.num_reusable(list(request.prompt_ids))  # waits for what the last turn has left
         self._shares[row] = Share(prefill_s=time.perf_counter() - started)
-        self.decoder.prepare_reading()  # no request's time, as other graphs are not
+        self.decoder.prepare_reading(row)  # no request's time, as other graphs are not
         self._reading.add(row)
         return row
 

@@ -476,7 +476,7 @@ def test_whatever_a_drafter_missed_its_graphs_are_there(measured, captured_on_cp
     if measured:
         decoder.measure_costs(num_steps=1)
     rows = [decoder.admit(each) for each in requests]
-    decoder.prepare_reading() if measured else decoder.prepare()
+    decoder.prepare_reading(rows[0]) if measured else decoder.prepare()
     for row in rows:
         decoder.release(row)
     ready = set(decoder.executor.reader.pieces)
