@@ -540,8 +540,7 @@ class BatchDecoder:
         if drafted:  # up to the root, with which the draft began
             sequence.num_drafted_from = sequence.position + 1
         if self.modes is not None:
-            if drafted:
-                self.modes.learn_path(tree, path)
+            self.modes.learn_path(tree, path)
             stats.calls_by_tree[tree.name] += 1
         result = self._keep(row, sequence, block)
         result.num_accepted = stats.count_call(tree, path, len(result.tokens))
