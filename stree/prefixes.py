@@ -62,16 +62,15 @@ class Prefixes:
     def keep(self, row: int, tokens: list[int], drafted: bool = True) -> None:
         """Keep what a row has read of `tokens`; nothing where it has gone on to others. Does not
         wait for the device. drafted, whether its drafter may have read any of them."""
-        cache, drafter, following = self.cache.narrow(row, 1), None, None
-        lengths = [cache.length, cache.path_length]
+        drafter = following = None
+        lengths = [self.cache.length[row], self.cache.path_length[row]]
         if drafted and type(self.drafter) is ModelDrafter:  # others read the text again
-            theirs = self.drafter.cache.narrow(row, 1)
-            lengths.append(theirs.length)
-            drafter = theirs.copies(len(tokens))
-            if self.drafter.inputs is not None:
-                following = self.drafter.inputs[row, 0].clone()
-        told = self.hand_over(torch.cat(lengths))
-        self._copied.append(_Copies(tokens, told, cache.copies(len(tokens)), drafter, following))
+            theirs, inputs = self.drafter.cache, self.drafter.inputs
+            lengths.append(theirs.length[row])
+            drafter = theirs.copies(row, len(tokens))
+            following = None if inputs is None else inputs[row, 0].clone()
+        told, target = self.hand_over(torch.stack(lengths)), self.cache.copies(row, len(tokens))
+        self._copied.append(_Copies(tokens, told, target, drafter, following))
         self._take_in(all_but=self._kept.most)
 
     def _take_in(self, all_but: int = 0) -> None:
@@ -112,9 +111,9 @@ class Prefixes:
         it the target has read then, and the drafter."""
         kept = self._longest_kept(prompt)
         if kept is not None:
-            self.cache.narrow(row, 1).load(kept.target)
+            self.cache.load(kept.target, row)
             if kept.drafter is not None:
-                self.drafter.cache.narrow(row, 1).load(kept.drafter)
+                self.drafter.cache.load(kept.drafter, row)
                 if kept.following is not None:
                     self.drafter.inputs[row, 0] = kept.following
         return _lengths(kept)

@@ -67,6 +67,8 @@ def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Setting
     it, but for lengths (ours then). Raises `UsageError`, naming what cannot be honoured.
     """
     asked = {name: value for name, value in (options or {}).items() if value is not None}
+    if isinstance(given, GenerationConfig) and not asked:
+        return Settings(given, None)  # what was checked when it was made
     if given is None or isinstance(given, GenerationConfig):
         base = given or GenerationConfig()
     else:

@@ -142,7 +142,7 @@ class TokenTree:
             levels[depth].append(node)
         return tuple(map(tuple, levels))
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """The most children that a node has."""
         return max(map(len, self.children))

@@ -125,10 +125,10 @@ class RetokenisingDrafter:
         if new:
             self._logits(row, new)
         state.read, state.num_read = text[:certain], state.num_read + len(new)
-        before = self.cache.narrow(row, 1).save()
+        before = self.cache.save(row)
         logits = self._logits(row, tail)
         best = logits.topk(min(len(tree.children[0]), logits.shape[1])).indices[0].tolist()
-        after = self.cache.narrow(row, 1).save()
+        after = self.cache.save(row)
         drafts = []
         for token in best:
             own, found = [token], self._in_targets(tail, [token])
@@ -136,8 +136,8 @@ class RetokenisingDrafter:
                 own.append(int(self._logits(row, own[-1:]).argmax()))
                 found = self._in_targets(tail, own)
             drafts.append(found)
-            self.cache.narrow(row, 1).load(after)
-        self.cache.narrow(row, 1).load(before)
+            self.cache.load(after, row)
+        self.cache.load(before, row)
         return drafts
 
     def _logits(self, row: int, tokens: list[int]) -> Tensor:

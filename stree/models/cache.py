@@ -54,14 +54,14 @@ class AttentionCache:
     def reset(self, row: Which = EACH) -> None:
         """Nothing to forget: what is behind the length is never read."""
 
-    def save(self, length: int) -> tuple[Tensor, ...]:
-        """Copies of what the committed tokens have left."""
-        return self.keys[:, :, :length].clone(), self.values[:, :, :length].clone()
+    def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
+        """Copies of what the committed tokens of a sequence have left."""
+        return self.keys[row, :, :length].clone(), self.values[row, :, :length].clone()
 
-    def load(self, saved: tuple[Tensor, ...]) -> None:
+    def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
         """Take over what `save` gave."""
         for cache, each in zip((self.keys, self.values), saved, strict=True):
-            cache[:, :, : each.shape[2]] = each
+            cache[row, :, : each.shape[1]] = each
 
     def for_piece(self, num_nodes: int) -> AttentionCache:
         """With angles for what pads a piece behind the last slot, which nobody sees."""
@@ -166,6 +166,22 @@ class ConvCache:
         yield NODES, self.rows
         yield STATES, self.own_tail
 
+    def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
+        """Copies of what the committed tokens of a sequence have left."""
+        if self.own_tail is not None:
+            return (self.own_tail[row].clone(),)
+        length, channels = self.tail_shape()
+        return (self.rows[:, row, :length, :channels].index_select(0, self.parity)[0],)
+
+    def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
+        """Take over what `save` gave."""
+        (tail,) = saved
+        if self.own_tail is not None:
+            self.own_tail[row] = tail
+        else:
+            length, channels = self.tail_shape()
+            self.rows[:, row, :length, :channels].index_copy_(0, self.parity, tail[None])
+
     @property
     def _lent_tail(self) -> Tensor:
         length, channels = self.tail_shape()
@@ -229,13 +245,13 @@ class RecurrentCache(ConvCache):
             yield NODES, self.derived.xb
             yield NODES, self.derived.steps
 
-    def save(self, length: int) -> tuple[Tensor, ...]:
-        return self.state.clone(), self.tail.clone()
+    def save(self, length: int, row: int = 0) -> tuple[Tensor, ...]:
+        return self.state[row].clone(), *super().save(length, row)
 
-    def load(self, saved: tuple[Tensor, ...]) -> None:
-        state, tail = saved
-        self.state.copy_(state)
-        self.tail = tail
+    def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
+        state, *tail = saved
+        self.state[row] = state
+        super().load(tuple(tail), row)
 
 
 @dataclass
@@ -258,12 +274,6 @@ class ShortConvCache(ConvCache):
 
     def tail_shape(self) -> tuple[int, int]:
         return self.width - 1, self.rows.shape[-1]
-
-    def save(self, length: int) -> tuple[Tensor, ...]:
-        return (self.tail.clone(),)
-
-    def load(self, saved: tuple[Tensor, ...]) -> None:
-        (self.tail,) = saved
 
     def apply_path(self, mixer: Any, steering: Steering) -> None:
         """Advance the tail along the accepted path."""
@@ -463,24 +473,26 @@ class HybridCache:
         fill(self.path_length, row)
         self.num_committed = 0
 
-    def save(self) -> SavedPrefix:
+    def save(self, row: int = 0) -> SavedPrefix:
         """Copies of what the committed tokens of one sequence have left; a path that is accepted
         and not replayed yet is left out. Waits for the device."""
-        length = int(self.length)
-        return SavedPrefix(length, self.copies(length))
+        length = int(self.length[row])
+        return SavedPrefix(length, self.copies(row, length))
 
-    def copies(self, most: int) -> list[tuple[Tensor, ...]]:
+    def copies(self, row: int, most: int) -> list[tuple[Tensor, ...]]:
         """What `save` copies, by layer, where the host only knows that there are at most so many
         committed tokens; does not wait for the device."""
-        return [layer.save(most) for layer in self.layers]
+        return [layer.save(most, row) for layer in self.layers]
 
-    def load(self, saved: SavedPrefix) -> None:
-        """Begin one sequence as if it had just read what was saved."""
+    def load(self, saved: SavedPrefix, row: int | None = None) -> None:
+        """Begin one sequence, the only one unless `row` says which, as if it had just read what was
+        saved."""
+        if row is None:
+            row, self.num_committed = 0, saved.length
         for layer, each in zip(self.layers, saved.layers, strict=True):
-            layer.load(each)
-        self.length.fill_(saved.length)
-        self.path_length.zero_()
-        self.num_committed = saved.length
+            layer.load(each, row)
+        self.length[row].fill_(saved.length)
+        self.path_length[row].zero_()
 
     def commit(self, path: Sequence[int]) -> None:
         """Accept a path of the last tree, root first; it is replayed by the next call.

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from captures import NothingWaits
 from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
@@ -150,3 +151,44 @@ def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
         (second,) = decoder.generate([Request(prompt, GenerationConfig(6))])
         wanted = Decoder(target, max_length=64).generate(prompt, GenerationConfig(6))
         assert second.tokens == wanted.tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
+    """Of how many tokens it was is known when somebody asks, or more are kept than are held."""
+    target = tiny_model(1)
+    drafter = right_now_and_then(target) if drafts else None
+    decoder = BatchDecoder(target, drafter, num_rows=2, max_length=64, num_prefixes=2)
+    rows = [decoder.admit(Request([*SYSTEM, each], GenerationConfig(9))) for each in (1, 2)]
+    for _ in range(3):
+        decoder.step()
+    told = [[*SYSTEM, each + 1, *decoder.tokens_of(row)] for each, row in enumerate(rows)]
+    with NothingWaits():
+        for row in rows:
+            decoder.prefixes.keep(row, told[row])
+    for row in rows:
+        decoder.release(row)
+    for row in rows:
+        reused = decoder.num_reusable([*told[row], 5])
+        assert len(SYSTEM) < reused <= len(told[row])
+        wanted = Decoder(target, max_length=64).generate([*told[row], 5], GenerationConfig(9))
+        (got,) = decoder.generate([Request([*told[row], 5], GenerationConfig(9))])
+        assert got.tokens == wanted.tokens and got.stats.num_reused_tokens == reused
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingWaits():
+        decoder.cache.save(0)
+
+
+def test_rows_beside_the_one_that_is_loaded_keep_what_they_have():
+    target = tiny_model(1)
+    cache, tokens = target.new_cache(64, 4, 3), torch.tensor([SYSTEM])
+    for row in (0, 1, 2):
+        target.prefill(tokens[:, : 3 + row], cache.at(row))
+    saved = [cache.save(row) for row in (0, 1, 2)]
+    assert [each.length for each in saved] == [3, 4, 5]
+    cache.load(saved[2], 0)
+    cache.path_length[1] = 0
+    for row, wanted in ((0, 2), (1, 1), (2, 2)):
+        again = cache.save(row)
+        assert again.length == saved[wanted].length
+        for mine, theirs in zip(again.layers, saved[wanted].layers, strict=True):
+            assert all(map(torch.equal, mine, theirs))

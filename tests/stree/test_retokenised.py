@@ -68,20 +68,17 @@ class _Read:
     def __init__(self, rows) -> None:
         self.rows, self.variant = rows, torch.zeros(len(rows), dtype=torch.long)
 
-    def narrow(self, first, count):
-        return _Read(self.rows[first : first + count])
-
     def at(self, row):
-        return self.narrow(row, 1)
+        return _Read(self.rows[row : row + 1])
 
     def reset(self, row):
         self.rows[row].clear()
 
-    def save(self):
-        return list(self.rows[0])
+    def save(self, row):
+        return list(self.rows[row])
 
-    def load(self, saved):
-        self.rows[0][:] = saved
+    def load(self, saved, row):
+        self.rows[row][:] = saved
 
 
 def test_words_that_are_spelt_are_accepted_in_the_targets_tokens(target):
