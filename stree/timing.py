@@ -124,7 +124,7 @@ def _begin_after(
     seconds = 0.0
     for row in range(count):
         decoder.cache.reset(row)
-        decoder.cache.load(prefix, row)
+        decoder.cache.narrow(row, 1).load(prefix)
         decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
         if decoder.drafter is not None:
             decoder.drafter.clear(row)
