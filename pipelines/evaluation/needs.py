@@ -12,7 +12,13 @@ from stree_pipelines.evaluation.arms import TUNED, Comparison
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.decoders import num_warmup_tokens
 from stree_pipelines.evaluation.evaluate import Evaluation, groups_of, what_to_lower
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, Job, Round
+from stree_pipelines.evaluation.plan import (
+    AUTOREGRESSIVE,
+    ChosenTree,
+    EvaluationSettings,
+    Job,
+    Round,
+)
 from stree_pipelines.evaluation.reading import MOST_TOKENS
 from stree_pipelines.evaluation.records import ResultKey
 from stree_pipelines.evaluation.sampling import told_sampling
@@ -100,7 +106,12 @@ class Work:
         if settings.batch_size > 1:
             yield f"batches: {settings.batch_size} prompts at once"
             lengths = ""
-        yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}"
+        chosen = {
+            job.result_key: job for _, job in self.answers if isinstance(job.tree, ChosenTree)
+        }
+        num_shown = sum(len(settings.first_prompts(job.benchmark)) for job in chosen.values())
+        shown = f"; {num_shown} answers to first prompts, for what chooses trees" if chosen else ""
+        yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}{shown}"
 
 
 def describe_evaluation(

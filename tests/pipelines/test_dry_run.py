@@ -286,6 +286,8 @@ def test_an_evaluation_and_the_gate_say_what_they_take(workspace, finished, tmp_
     printed = capsys.readouterr().out
     assert "batches: 3 prompts at once\nuntimed: 7 warm-ups of 4 tokens\n" in printed
     assert caches_in(printed) == pytest.approx(3 * alone, rel=0.01)
+    eval_spec.main(evaluation_of(workspace, finished, "--dry-run", "--tree", "chain-1 or paper"))
+    assert "; 9 answers to first prompts, for what chooses trees\n" in capsys.readouterr().out
     new, old = (finished / f"drafter/step-{step:08d}" for step in (8, 2))
     benchmark_checkpoint.main([
         str(new), "--baseline", str(old), "--target", str(workspace / "target"), "--out",
