@@ -54,7 +54,7 @@ class Bandit(Modes):
         """Begin anew, with nothing but the costs."""
         super().forget()
         self._rounds = dict.fromkeys(self.arms, 0)
-        self._steps = dict.fromkeys(self.arms, 0.0)  # a token, over all rounds
+        self._steps = dict.fromkeys(self.arms, 0.0)  # steps a token, summed over rounds
 
     @property
     def arms(self) -> tuple[TokenTree, ...]:

@@ -289,12 +289,13 @@ class BatchDecoder:
         """
         sequence = self._sequences.pop(row)
         self.rows.active[row] = False
-        cut_short = not sequence.finish_reason and sequence.stop.tokens
+        cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if self.modes is not None and sequence.tree is None and cut_short:
             self.modes.learn_answer()  # for these tokens its prompt was read
         if keep and self.prefixes is not None and sequence.finish_reason != "error":
             tokens = sequence.prompt + sequence.stop.tokens
-            self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
+            with ops.current(self.target.device):
+                self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
         reason = sequence.finish_reason or "released"
         return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer)
 

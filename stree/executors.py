@@ -51,6 +51,7 @@ class Eager:
         self.step = step
         self.reports: deque[Tensor] = deque()
         self.reader = Pieces(Called) if _on_gpu(step) else Whole()
+        self.done: set[Hashable] = set()
 
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
@@ -86,11 +87,12 @@ class Eager:
     def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
         """Do what a request needs between steps: a function of tensors of fixed places that never
         waits for the device, and may be done twice; returns what it does."""
+        self.done.add(key)
         return task()
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether `run` with that key has nothing to make ready first."""
-        return True
+        """Whether `run` with that key has nothing to make ready first: kernels, graphs."""
+        return key in self.done
 
     def num_rows(self, taken: int, most: int) -> int:
         """How many rows a step has when the first `taken` of them must take part."""

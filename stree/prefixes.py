@@ -23,7 +23,7 @@ from stree.models.cache import HybridCache, SavedPrefix
 class _Copies:
     """What a row held when it was to be kept. Only the device knows of how many tokens that is."""
 
-    tokens: list[int]  # those of the row that count
+    tokens: tuple[int, ...]  # those of the row that count
     lengths: Arrival  # the target's, of its pending path, and the drafter's
     target: list[tuple[Tensor, ...]]  # as of `HybridCache.copies`
     drafter: list[tuple[Tensor, ...]] | None
@@ -70,25 +70,34 @@ class Prefixes:
             drafter = theirs.copies(row, len(tokens))
             following = None if inputs is None else inputs[row, 0].clone()
         told, target = self.hand_over(torch.stack(lengths)), self.cache.copies(row, len(tokens))
-        self._copied.append(_Copies(tokens, told, target, drafter, following))
-        self._take_in(all_but=self._kept.most)
+        self._copied.append(_Copies(tuple(tokens), told, target, drafter, following))
+        while self._copied and self._copied[0].lengths.is_there():
+            self._take_in_first()
+        while len(self._copied) + len(self._kept) > self._kept.most:
+            if self._kept:
+                del self._kept[next(iter(self._kept))]
+            else:
+                self._take_in_first()
 
-    def _take_in(self, all_but: int = 0) -> None:
-        """Find out what the copies are of, but for the last so many."""
-        while len(self._copied) > all_but:
-            each = self._copied.popleft()
-            length, pending, *drafted = each.lengths.tolist()
-            if not 0 < length <= len(each.tokens):
-                continue
-            drafter, following, longest = None, None, length
-            if each.drafter is not None and (theirs := drafted[0]) <= len(each.tokens):
-                drafter = SavedPrefix(theirs, each.drafter)
-                longest = max(length, theirs)  # it has read the last root, too
-                # The features are those of the last call's accepted path, pending or not
-                if theirs == length + bool(pending):
-                    following = each.following
-            kept = _Kept(SavedPrefix(length, each.target), drafter, following)
-            self._kept[tuple(each.tokens[:longest])] = kept
+    def _take_in(self) -> None:
+        while self._copied:
+            self._take_in_first()
+
+    def _take_in_first(self) -> None:
+        """Find out what the first of the copies are of."""
+        each = self._copied.popleft()
+        length, pending, *drafted = each.lengths.tolist()
+        if not 0 < length <= len(each.tokens):
+            return
+        drafter, following, longest = None, None, length
+        if each.drafter is not None and (theirs := drafted[0]) <= len(each.tokens):
+            drafter = SavedPrefix(theirs, each.drafter)
+            longest = max(length, theirs)  # it has read the last root, too
+            # The features are those of the last call's accepted path, pending or not
+            if theirs == length + bool(pending):
+                following = each.following
+        kept = _Kept(SavedPrefix(length, each.target), drafter, following)
+        self._kept[each.tokens[:longest]] = kept
 
     def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
         """The longest prefix of `prompt` that there is, shorter than itself; () for none. Waits

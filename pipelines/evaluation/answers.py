@@ -113,11 +113,11 @@ class Answerer:
     ) -> Generator[SampleRow, None, None]:
         """Hold the prompts' conversations by the job's method, `batch_size` at a time, and yield
         each when it is over. What is yielded first was, but for a batch, asked first. What chooses
-        the job's trees begins anew, with what `EvaluationSettings.first_prompts` show: nothing that
-        is reported depends on which other prompts were answered before.
+        the job's trees begins anew, with what `EvaluationSettings.first_prompts` show, not with
+        what was answered before, elsewhere or by a run that was stopped.
 
         Raises what decoding a prompt raises; those that are under way beside it are finished and
-        yielded before.
+        yielded before, unless it is one of those first prompts.
         """
         self.decoders.begin(job)
         if isinstance(job.tree, ChosenTree):

@@ -39,6 +39,7 @@ class Batch:
         self._shares: dict[int, Share] = {}
         self._reading: set[int] = set()  # rows without a token yet
         self._read_s = 0.0  # spent on prompts, and counted for nobody yet
+        self._waited_s = 0.0  # for a step on its way, between steps
 
     @property
     def is_full(self) -> bool:
@@ -47,8 +48,10 @@ class Batch:
     def admit(self, request: Request) -> int:
         started = time.perf_counter()
         row = self.decoder.admit(request)
-        self.decoder.num_reusable(list(request.prompt_ids))  # waits for what the last turn has left
-        self._shares[row] = Share(prefill_s=time.perf_counter() - started)
+        self._shares[row] = Share(prefill_s=(admitted := time.perf_counter()) - started)
+        # Waits for what the last turn has left: for the step on its way, which is others' time
+        self.decoder.num_reusable(list(request.prompt_ids))
+        self._waited_s += time.perf_counter() - admitted
         self.decoder.prepare_reading(row)  # no request's time, as other graphs are not
         self._reading.add(row)
         return row
@@ -57,7 +60,7 @@ class Batch:
         reading, read_before = set(self._reading), self.decoder.read_s
         started = time.perf_counter()
         reports = self.decoder.step()
-        step_s = time.perf_counter() - started
+        step_s = time.perf_counter() - started + self._waited_s
         # A device may have read while the steps before waited for others
         self._read_s += self.decoder.read_s - read_before
         read_s = min(self._read_s, step_s) if reading else 0.0
@@ -70,6 +73,8 @@ class Batch:
                 decoded.add(report.row)
         for row in reading:
             self._shares[row].prefill_s += read_s / len(reading)
+        if decoded:
+            self._waited_s = 0.0
         for row in decoded:
             self._shares[row].decode_s += (step_s - read_s) / len(decoded)
             self._shares[row].num_calls += 1 / len(decoded)

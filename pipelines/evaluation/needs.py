@@ -109,9 +109,10 @@ class Work:
         chosen = {
             job.result_key: job for _, job in self.answers if isinstance(job.tree, ChosenTree)
         }
-        num_shown = sum(len(settings.first_prompts(job.benchmark)) for job in chosen.values())
-        shown = f"; {num_shown} answers to first prompts, for what chooses trees" if chosen else ""
-        yield f"untimed: {warm_ups} warm-ups of {num_warmup_tokens(settings)} tokens{lengths}{shown}"
+        shown = sum(len(settings.first_prompts(job.benchmark)) for job in chosen.values())
+        first = f"; {shown} answers to first prompts, for what chooses trees" if chosen else ""
+        tokens = num_warmup_tokens(settings)
+        yield f"untimed: {warm_ups} warm-ups of {tokens} tokens{lengths}{first}"
 
 
 def describe_evaluation(

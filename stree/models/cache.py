@@ -488,6 +488,7 @@ class HybridCache:
         """Begin one sequence, the only one unless `row` says which, as if it had just read what was
         saved."""
         if row is None:
+            assert len(self.length) == 1, "which of the sequences?"
             row, self.num_committed = 0, saved.length
         for layer, each in zip(self.layers, saved.layers, strict=True):
             layer.load(each, row)

@@ -233,6 +233,38 @@ def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch)
     assert sum(s.prefill_s + s.decode_s for s in shares.values()) == clock.now == 42
 
 
+def test_what_is_done_between_steps_counts_too(monkeypatch):
+    """To keep a turn, for the next one; to wait for the step on its way, for those it decodes."""
+    clock = HandMadeClock(monkeypatch)
+
+    class Timed(BatchDecoder):
+        def _collect(self):
+            clock.now += 10
+            return super()._collect()
+
+        def num_reusable(self, prompt):
+            clock.now += 3 * bool(self._sequences[0].stop.tokens)
+            return super().num_reusable(prompt)
+
+        def release(self, row, keep=False):
+            clock.now += 5
+            return super().release(row, keep)
+
+    batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    first = batch.admit(Request([1, 2], GenerationConfig(4, ignore_eos=True)))
+    assert len(batch.step()) == 1  # the first token
+    second = batch.admit(Request([1, 2], GenerationConfig(1, ignore_eos=True)))
+    shares, left = {}, {first, second}
+    while left:
+        for report in batch.step():
+            if report.finish_reason:
+                left.remove(report.row)
+                shares[report.row] = batch.release(report.row)[1]
+    assert (shares[first].prefill_s, shares[second].prefill_s) == (5, 5)
+    assert (shares[first].decode_s, shares[second].decode_s) == (33, 0)
+    assert clock.now == 43
+
+
 def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
     clock = HandMadeClock(monkeypatch)
     target = tiny_model(0, 64)

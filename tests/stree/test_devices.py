@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import tiny_model
 
-from stree import Decoder, GenerationConfig, TokenTree
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree.forest import topology_of
 from stree_kernels import ops
 
@@ -73,6 +73,18 @@ def test_the_models_gpu_is_made_current(method, monkeypatch):
     with watched:
         function()
     assert not watched.outside
+
+
+def test_it_is_made_current_to_keep_a_prefix(monkeypatch):
+    """The event behind which lengths are known is of the current GPU."""
+    decoder, watched = BatchDecoder(tiny_model(1), max_length=32, num_prefixes=2), Watched()
+    row = decoder.admit(Request([1, 2], GenerationConfig(4)))
+    decoder.step()
+    depths, hand_over = [], decoder.prefixes.hand_over
+    decoder.prefixes.hand_over = lambda values: depths.append(watched.depth) or hand_over(values)
+    monkeypatch.setattr(ops, "current", watched.current)
+    decoder.release(row, keep=True)
+    assert depths == [1]
 
 
 @pytest.fixture(params=["fused", "naive"])

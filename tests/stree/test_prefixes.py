@@ -9,6 +9,7 @@ from lanes import quick_first
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.arrival import Arrival
 from stree.drafters.model import ModelDrafter
 from stree.readers import Piece
 
@@ -153,6 +154,37 @@ def test_what_a_stop_has_cut_off_is_not_kept(captured_on_cpu):
         assert second.tokens == wanted.tokens
 
 
+class OnItsWay:
+    """Values that are not there until somebody waits for them."""
+
+    def __init__(self, arrival, asked) -> None:
+        self.arrival, self.asked = arrival, asked
+
+    def is_there(self) -> bool:
+        return False
+
+    def tolist(self):
+        self.asked.append(self)
+        return self.arrival.tolist()
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_no_more_is_held_than_asked_for(on_its_way):
+    """Copies whose lengths nobody has asked for included: each has the memory of a sequence."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=3)
+    prefixes, asked = decoder.prefixes, []
+    if on_its_way:
+        prefixes.hand_over = lambda values: OnItsWay(Arrival(values), asked)
+    row = decoder.admit(Request([*SYSTEM, 0], GenerationConfig(9)))
+    decoder.step()
+    for last in range(8):
+        prefixes.keep(row, [*SYSTEM, last])
+        assert len(prefixes._copied) + len(prefixes._kept) <= 3
+    assert len(asked) == 5 * on_its_way
+    assert [decoder.num_reusable([*SYSTEM, last, 9]) for last in range(8)] == [0] * 5 + [8] * 3
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
     """Of how many tokens it was is known when somebody asks, or more are kept than are held."""
@@ -163,9 +195,12 @@ def test_keeping_does_not_wait_for_the_device(drafts, captured_on_cpu):
     for _ in range(3):
         decoder.step()
     told = [[*SYSTEM, each + 1, *decoder.tokens_of(row)] for each, row in enumerate(rows)]
+    hand_over, asked = decoder.prefixes.hand_over, []
+    decoder.prefixes.hand_over = lambda values: OnItsWay(hand_over(values), asked)
     with NothingWaits():
         for row in rows:
             decoder.prefixes.keep(row, told[row])
+    assert not asked
     for row in rows:
         decoder.release(row)
     for row in rows:
@@ -185,8 +220,9 @@ def test_rows_beside_the_one_that_is_loaded_keep_what_they_have():
         target.prefill(tokens[:, : 3 + row], cache.at(row))
     saved = [cache.save(row) for row in (0, 1, 2)]
     assert [each.length for each in saved] == [3, 4, 5]
+    cache.path_length[:] = 2
     cache.load(saved[2], 0)
-    cache.path_length[1] = 0
+    assert cache.path_length.tolist() == [0, 2, 2]
     for row, wanted in ((0, 2), (1, 1), (2, 2)):
         again = cache.save(row)
         assert again.length == saved[wanted].length
