@@ -272,3 +272,22 @@ def test_buffers_are_no_longer_than_the_target_s_positions():
     target = tiny_model(1, torch.float32)
     decoder = BatchDecoder(target, num_rows=1, max_length=10**9)
     assert decoder.max_length == target.config.num_positions + 2
+
+
+def test_what_is_there_is_not_made_ready_again(captured_on_cpu, monkeypatch):
+    """A request makes ready what reading its own prompt needs, and how a row begins once."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=4, max_length=64)
+    prepared, begun = [], []
+    prepare, begin = decoder.prefill.prepare, decoder.prefill.begin
+    monkeypatch.setattr(
+        decoder.prefill, "prepare", lambda row, each: prepared.append(row) or prepare(row, each)
+    )
+    monkeypatch.setattr(
+        decoder.prefill, "begin", lambda row, *other: begun.append(row) or begin(row, *other)
+    )
+    generations = [GenerationConfig(5, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
+    for number, generation in enumerate(generations):
+        decoder.prepare_reading(decoder.admit(Request([1, 2, number], generation)))
+    assert prepared == [0, 1, 2, 3]
+    assert begun == [0, 2]  # with and without sampling
