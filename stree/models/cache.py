@@ -111,13 +111,14 @@ class ConvCache:
     @property
     def tail(self) -> Tensor:
         """The last committed conv inputs, (B, W − 1, C)."""
-        return self._lent_tail if self.own_tail is None else self.own_tail
+        if self.own_tail is None:
+            return self._lent_tails.index_select(0, self.parity)[0]
+        return self.own_tail
 
     @tail.setter
     def tail(self, tail: Tensor) -> None:
         if self.own_tail is None:
-            length, channels = self.tail_shape()
-            self.rows[self.parity, :, :length, :channels] = tail[None]
+            self._lent_tails[self.parity] = tail[None]
         else:
             self.own_tail.copy_(tail)
 
@@ -140,8 +141,7 @@ class ConvCache:
         `scratch` has; to be put back."""
         if self.own_tail is not None:
             return replace(scratch, own_tail=self.own_tail.index_select(0, row))
-        length, channels = self.tail_shape()
-        return replace(scratch, own_tail=self.rows[self.parity, row, :length, :channels])
+        return replace(scratch, own_tail=self._lent_tails[self.parity, row])
 
     def put_back(self, row: Tensor, taken: Self) -> None:
         """Take over what `taken` has become."""
@@ -149,8 +149,7 @@ class ConvCache:
         if self.own_tail is not None:
             self.own_tail.index_copy_(0, row, taken.own_tail)
         else:
-            length, channels = self.tail_shape()
-            self.rows[self.parity, row, :length, :channels] = taken.own_tail
+            self._lent_tails[self.parity, row] = taken.own_tail
 
     def reset(self, row: Which = EACH) -> None:
         fill(self.rows[:, :, : self.tail_shape()[0]], row, 1)
@@ -170,8 +169,7 @@ class ConvCache:
         """Copies of what the committed tokens of a sequence have left."""
         if self.own_tail is not None:
             return (self.own_tail[row].clone(),)
-        length, channels = self.tail_shape()
-        return (self.rows[:, row, :length, :channels].index_select(0, self.parity)[0],)
+        return (self._lent_tails[:, row].index_select(0, self.parity)[0],)
 
     def load(self, saved: tuple[Tensor, ...], row: int = 0) -> None:
         """Take over what `save` gave."""
@@ -179,25 +177,23 @@ class ConvCache:
         if self.own_tail is not None:
             self.own_tail[row] = tail
         else:
-            length, channels = self.tail_shape()
-            self.rows[:, row, :length, :channels].index_copy_(0, self.parity, tail[None])
+            self._lent_tails[:, row].index_copy_(0, self.parity, tail[None])
 
     @property
-    def _lent_tail(self) -> Tensor:
+    def _lent_tails(self) -> Tensor:
+        """Those among the rows, of both halves, (2, B, W − 1, C)."""
         length, channels = self.tail_shape()
-        return self.rows.index_select(0, self.parity)[0, :, :length, :channels]
+        return self.rows[:, :, :length, :channels]
 
     def begin_joint(self) -> None:
         """Lay the tail where the ops read it."""
         assert self.own_tail is not None
-        length, channels = self.tail_shape()
-        self.rows[0, :, :length, :channels] = self.own_tail
+        self._lent_tails[0] = self.own_tail
 
     def end_joint(self) -> None:
         """Take the tail that they have left."""
         assert self.own_tail is not None
-        length, channels = self.tail_shape()
-        self.own_tail.copy_(self.rows[0, :, :length, :channels])
+        self.own_tail.copy_(self._lent_tails[0])
 
 
 @dataclass
