@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.generation import GenerationConfig
 from stree.head_columns import columns_of
-from stree.models.cache import fill
+from stree.models.layer_caches import fill
 from stree_kernels import naive
 from stree_kernels.shapes import Sampling
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stree.batch import BatchDecoder
 from stree.generation import GenerationConfig
-from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
 from stree.models.joint import BACKTRACKING
+from stree.models.layer_caches import AttentionCache
 from stree.modes import PLAIN, Modes
 from stree.requests import Request
 from stree.tree import TokenTree

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from stree.batch import BatchDecoder
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
-from stree.models.cache import HybridCache, RecurrentCache
+from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, read_row
 from stree.models.layer import Layer
+from stree.models.layer_caches import RecurrentCache
 from stree.models.mlp import Experts
 from stree.models.parts import Part
 from stree.models.side_by_side import SideBySide

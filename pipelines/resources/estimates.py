@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stree.description import size
-from stree.models.cache import AttentionCache, HybridCache
+from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
+from stree.models.layer_caches import AttentionCache
 from stree.models.rotary import rotary_angles
 from stree_pipelines.training.float8 import round_products
 from stree_pipelines.training.losses import chunk_rows

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest, Level
-from stree.models.cache import Which
 from stree.models.features import FeatureInput
 from stree.models.hybrid import HybridModel, last_of, read_row
+from stree.models.layer_caches import Which
 from stree.models.reading import PieceRoom
 from stree.rows import Rows
 from stree.tree import TokenTree

@@ -19,8 +19,8 @@ from stree.drafters import Drawn, Proposal
 from stree.drafters.model import ModelDrafter
 from stree.forest import Forest
 from stree.generation import require_whole
-from stree.models.cache import Which, fill
 from stree.models.hybrid import HybridModel
+from stree.models.layer_caches import Which, fill
 from stree.rows import Rows
 
 NOTHING = -1  # a slot of no token

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.models.cache import AttentionCache
 from stree.models.config import HybridConfig
+from stree.models.layer_caches import AttentionCache
 from stree.models.parts import (
     Extension,
     Part,

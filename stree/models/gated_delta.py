@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree.models.cache import GatedDeltaCache
 from stree.models.config import HybridConfig
+from stree.models.layer_caches import GatedDeltaCache
 from stree.models.parts import (
     Extension,
     Part,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree.models.ahead import Ahead, Scanned, convolved, scanned_ahead
-from stree.models.cache import MambaCache
 from stree.models.config import HybridConfig
+from stree.models.layer_caches import MambaCache
 from stree.models.parts import (
     Extension,
     Part,

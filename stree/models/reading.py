@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from stree.forest import topology_of
-from stree.models.cache import AttentionCache, HybridCache, LayerCache
+from stree.models.cache import HybridCache
+from stree.models.layer_caches import AttentionCache, LayerCache
 from stree.models.parts import TreeCall
 from stree.tree import TokenTree
 from stree_kernels.shapes import Steering, Topology

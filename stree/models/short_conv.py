@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.models.cache import ShortConvCache
 from stree.models.config import HybridConfig
+from stree.models.layer_caches import ShortConvCache
 from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts, put
 from stree_kernels import naive, ops
 from stree_kernels.shapes import Stream

@@ -11,7 +11,8 @@ from poisoned import poison
 from toys import tiny_model
 
 from stree import TokenTree
-from stree.models.cache import HybridCache, MambaCache
+from stree.models.cache import HybridCache
+from stree.models.layer_caches import MambaCache
 from stree.tree import balanced
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]),

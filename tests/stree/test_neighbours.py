@@ -11,8 +11,8 @@ from kernel_cases import DEVICE
 from toys import random_tree, tiny_model
 
 from stree.forest import Forest
-from stree.models.cache import AttentionCache
 from stree.models.hybrid import HybridModel
+from stree.models.layer_caches import AttentionCache
 from stree_kernels import ops
 
 MODELS = {

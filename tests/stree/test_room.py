@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, room
-from stree.models.cache import KEYS, NODES, STATES
 from stree.models.joint import BACKTRACKING
+from stree.models.layer_caches import KEYS, NODES, STATES
 from stree.room import Room
 from stree_kernels import ops
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stree.models.cache import AttentionCache, GatedDeltaCache, HybridCache
+from stree.models.cache import HybridCache
+from stree.models.layer_caches import AttentionCache, GatedDeltaCache
 
 
 def poison(cache: HybridCache) -> None:

@@ -19,8 +19,8 @@ from toys import right_now_and_then
 from stree.engine import Decoder
 from stree.errors import CheckpointRefused
 from stree.generation import GenerationConfig
-from stree.models.cache import AttentionCache
 from stree.models.convert import load_model, save_model
+from stree.models.layer_caches import AttentionCache
 from stree.models.reading import PieceRoom
 from stree.models.slicing import slice_drafter
 from stree.tree import TokenTree, balanced

@@ -9,10 +9,10 @@ import pytest
 import torch
 from kernel_cases import DEVICE, steering_of, topology_of
 
-from stree.models.cache import GatedDeltaCache
 from stree.models.config import HybridConfig
 from stree.models.families.qwen3_next import of_key_heads
 from stree.models.gated_delta import GatedDeltaNet
+from stree.models.layer_caches import GatedDeltaCache
 from stree.models.parts import Extension, Sequences, TreeCall
 from stree.tree import TokenTree
 from stree_kernels import ops
