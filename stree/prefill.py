@@ -82,7 +82,7 @@ class Prefill:
             self.prepare_catching_up(row)
         for layers, also in dict.fromkeys(ways):
             pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
-        begun = self.executor.is_ready(("begin", asked_by([sequence.generation])))
+        begun = self.executor.is_ready(_beginning(sequence))
         if pieces and pieces[-1].given and not begun:  # as it will begin, but for the token
             self.begin(row, sequence, pieces[-1].given[0])
             self.rows.active[row] = False
@@ -178,8 +178,9 @@ class Prefill:
                 self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
         self._give(row, torch.tensor([len(sequence.prompt)]))
-        asked, seen = asked_by([sequence.generation]), self.rows.seen
-        first = self.executor.run(("begin", asked), partial(self._begin, self._logits, asked))
+        key, seen = _beginning(sequence), self.rows.seen
+        _, asked = key
+        first = self.executor.run(key, partial(self._begin, self._logits, asked))
         assert first is not None
         if seen is not None:
             seen[self._given[:1], first[:1]] = True
@@ -218,3 +219,8 @@ class Prefill:
     def _on_device(self, tokens: list[int]) -> Tensor:
         """Does not wait for the device."""
         return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
+
+
+def _beginning(sequence: Progress) -> tuple[str, Asked]:
+    """Which of an executor's tasks lets a row begin, and what its request asks for."""
+    return "begin", asked_by([sequence.generation])

@@ -49,7 +49,7 @@ class Prefixes:
         most: int,
         cache: HybridCache,
         drafter: Any,
-        hand_over: Callable[[Tensor], Arrival] = Arrival,
+        hand_over: Callable[[Tensor], Arrival],
     ) -> None:
         self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
         self._kept: LastUsed[tuple[int, ...], _Kept] = LastUsed(most)

@@ -67,8 +67,6 @@ def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Setting
     it, but for lengths (ours then). Raises `UsageError`, naming what cannot be honoured.
     """
     asked = {name: value for name, value in (options or {}).items() if value is not None}
-    if isinstance(given, GenerationConfig) and not asked:
-        return Settings(given, None)  # what was checked when it was made
     if given is None or isinstance(given, GenerationConfig):
         base = given or GenerationConfig()
     else:
@@ -83,7 +81,8 @@ def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Setting
     ours = {name: value for name, value in asked.items() if name in _OURS}
     if sample is not None:
         ours["temperature"] = _temperature(sample, ours.get("temperature"), base)
-    return Settings(dataclasses.replace(base, **ours), max_length)
+    # One that is taken as it is was checked when it was made
+    return Settings(dataclasses.replace(base, **ours) if ours else base, max_length)
 
 
 def asked_for(

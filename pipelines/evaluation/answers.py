@@ -121,7 +121,8 @@ class Answerer:
         """
         self.decoders.begin(job)
         if isinstance(job.tree, ChosenTree):
-            deque(self._answers(job, self.settings.first_prompts(job.benchmark)), maxlen=0)
+            for _ in self._answers(job, self.settings.first_prompts(job.benchmark)):
+                pass  # learned from, and not reported
         yield from self._answers(job, prompts)
 
     def _answers(self, job: Job, prompts: Sequence[BenchmarkPrompt]) -> Iterator[SampleRow]:

@@ -48,7 +48,8 @@ class Batch:
     def admit(self, request: Request) -> int:
         started = time.perf_counter()
         row = self.decoder.admit(request)
-        self._shares[row] = Share(prefill_s=(admitted := time.perf_counter()) - started)
+        admitted = time.perf_counter()
+        self._shares[row] = Share(prefill_s=admitted - started)
         # Waits for what the last turn has left: for the step on its way, which is others' time
         self.decoder.num_reusable(list(request.prompt_ids))
         self._waited_s += time.perf_counter() - admitted

@@ -114,9 +114,9 @@ class EvaluationSettings:
                 raise UsageError(f"{name} is {getattr(self, name)}, wanted at least {least}")
 
     def first_prompts(self, benchmark: Benchmark) -> tuple[BenchmarkPrompt, ...]:
-        """By whose answers, which do not count, a chain's length is tuned, and a choice among trees
-        knows what they accept: it serves for hours, and an evaluation lasts for seconds. They fill
-        a batch."""
+        """Those on which a chain's length is tuned, and a choice among trees learns what is
+        accepted, before answers are timed, theirs included: a server goes on for hours, and an
+        evaluation lasts for seconds. They fill a batch."""
         return benchmark.prompts[: max(NUM_FIRST_PROMPTS, self.batch_size)]
 
     def method_tree(self, method: str) -> TokenTree | None:
