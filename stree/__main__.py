@@ -39,7 +39,6 @@ COMMANDS = {
     "report": Entry("report", "write the tables, figures and page of a run, or of several"),
     "compare": Entry("compare", "compare drafters, trees and verifiers on one target"),
     "project": Entry("project_speed", "work out what drafts are worth at another target's times"),
-    "stopping": Entry("project_stopping", "work out what stopping a tree in its step is worth"),
     "study": Entry("study", "train drafters that differ in one thing each, and compare them"),
     "papers": Entry("paper_tables", "print the papers' tables with our numbers beside theirs"),
     "gate": Entry("benchmark_checkpoint", "fail where a checkpoint is worse than its baseline"),
