@@ -31,7 +31,7 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.reports import study as tables
 from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, in_order, read_study
-from stree_pipelines.studies.training import train
+from stree_pipelines.studies.training import require_as_trained, train
 from stree_pipelines.terminal import inputs
 from stree_pipelines.terminal.command_line import PlainParser, input_path, read_yaml
 from stree_pipelines.terminal.inputs import require_there
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [run for run in study.runs if not options.only or run.arm.name in options.only]
     require_comparable(study)
     in_order(runs)  # where there is none, that is said now
+    more = {} if study.held_back is None else {"data.train": str(study.train_file)}
     if options.what == "train":
         require_read(study, runs)
-        more = {} if study.held_back is None else {"data.train": str(study.train_file)}
         if options.dry_run:
             for run in runs:
                 print(f"distill.py {' '.join(run.arguments(more))}")
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{missing[0]} is not trained ({len(missing)} of {len(runs)}): run study.py train "
                 f"{options.config}, or name the arms that are with --only"
             )
+        require_as_trained(runs, more)
         if options.dry_run:
             device = {} if options.device is None else {"device": options.device}
             what = comparison_of(study.comparison(runs), study.comparison_file, device)

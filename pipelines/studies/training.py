@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,14 +17,17 @@ from typing import Any
 import torch
 
 from stree.description import counted
-from stree.errors import kind_of_code
+from stree.errors import UsageError, kind_of_code
 from stree.files import write_atomically
+from stree.plain_data import parse_yaml
 from stree_pipelines.studies.plan import DONE, StudyRun, in_order
 from stree_pipelines.terminal.progress import EvaluationProgress
+from stree_pipelines.training.run_folder import changes_since
 
 DISTIL = Path(__file__).resolve().parents[1] / "distill.py"
 LOG = "train.log"  # what distill.py says, in a run's folder
 NUM_REASON_LINES = 3
+LINKED = {"data.seed", "data.tokenizer"}  # in a run's config.yaml; other options set them
 
 
 def train(
@@ -83,6 +88,29 @@ def train(
         raise kind_of_code(failures[0][0])(
             f"{counted(len(failures), 'drafter')} failed: {reasons}{also if waiting else ''}"
         )
+
+
+def require_as_trained(runs: Sequence[StudyRun], more: Mapping[str, Any]) -> None:
+    """Raise UsageError for a drafter that was trained otherwise than the study says now.
+
+    more: options of distill.py for all, as `train` got them.
+    """
+    for run in runs:
+        if changed := changes_since(run.folder, _resolved(run, more), but=LINKED):
+            raise UsageError(
+                f"{run.name} was trained otherwise than the study says now ({changed}): restore "
+                f"the file, or give the arm another name and train it"
+            )
+
+
+def _resolved(run: StudyRun, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration that distill.py makes of a run's arguments."""
+    from stree_pipelines.distill import main  # brings the trainer along
+
+    said = io.StringIO()
+    with redirect_stdout(said), suppress(SystemExit):  # it prints, and leaves
+        main([*run.arguments(more), "--print_config"])
+    return parse_yaml(said.getvalue())
 
 
 def _distil(

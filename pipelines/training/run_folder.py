@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -147,6 +147,26 @@ def require_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
     path = run_dir / "config.yaml"
     if not path.is_file() or not any((run_dir / "checkpoints").glob("step-*")):
         return
+    if changed := changes_since(run_dir, config, but={"trainer.max_steps"}):
+        raise UsageError(
+            f"{run_dir} holds a run with another configuration ({changed}): choose another "
+            "--run_dir, or the old values"
+        )
+
+
+def changes_since(
+    run_dir: Path, config: Mapping[str, Any], but: Collection[str] = frozenset()
+) -> str:
+    """Name up to three options that decide the weights and differ from RUN/config.yaml's.
+
+    Return "" where nothing differs; raise UsageError where
+    RUN/config.yaml cannot be read.
+
+    Args:
+        config: a resolved configuration.
+        but: dotted names of options that may differ.
+    """
+    path = run_dir / "config.yaml"
     try:
         old = _flatten(fixed_config(parse_yaml(read_text(path))))
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -157,13 +177,9 @@ def require_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
     changed = [
         f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key != "trainer.max_steps"
+        if old.get(key) != new.get(key) and key not in but
     ]
-    if changed:
-        raise UsageError(
-            f"{run_dir} holds a run with another configuration ({'; '.join(changed[:3])}"
-            f"{'; …' if len(changed) > 3 else ''}): choose another --run_dir, or the old values"
-        )
+    return "; ".join(changed[:3]) + ("; …" if len(changed) > 3 else "")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -219,9 +219,27 @@ def compared(tmp_path_factory):
     for number, run in enumerate(plan.runs):
         run.drafter.parent.mkdir(parents=True)
         run.drafter.symlink_to(export(world, (10, 1, 100)[number]).resolve())
+        config = yaml.safe_dump(training._resolved(run, {}))
+        (run.folder / "config.yaml").write_text(config)
         (run.folder / DONE).touch()
     study.main(["compare", path])
     return plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"set": {"trainer.max_steps": 5}}, "today, seed 0 .*trainer.max_steps was 4, now 5"),
+        ({"arms": [{"name": "lk loss", "seeds": [5]}]}, "lk loss, seed 5 .*'lk', now 'forward_kl'"),
+        ({"distil": "configs/distill/chat-75m.yaml"}, "today, seed 0 was trained otherwise"),
+    ],
+)
+def test_an_arm_edited_after_its_training_is_not_compared(compared, tmp_path, changes, words):
+    file = yaml.safe_load((compared.out.parent / "study.yaml").read_text())
+    before = (compared.out / "study.md").read_bytes()
+    with pytest.raises(UsageError, match=words):
+        study.main(["compare", written(tmp_path, {**file, **changes})])
+    assert (compared.out / "study.md").read_bytes() == before
 
 
 def test_a_dry_run_of_the_comparison_measures_nothing(compared, capsys):
