@@ -146,11 +146,13 @@ class Chat:
                     self._show(words, report.tokens, report.num_accepted)
                     reason = report.finish_reason
             finally:
-                stats = decoder.release(row, keep=True).stats
+                output = decoder.release(row, keep=True)
+        stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()
         how = "plain" if self.is_plain else f"tree {decoder.modes or decoder.tree.name}"
-        self.say(f"{_figures(stats)} · {how}{' · stopped' if stop else ''}")
+        seed = "" if output.seed is None else f" · seed {output.seed}"
+        self.say(f"{_figures(stats)} · {how}{seed}{' · stopped' if stop else ''}")
         return self.tokenizer.decode(words.tokens, skip_special_tokens=True)
 
     def _show(self, words: Words, tokens: Sequence[int], num_accepted: int) -> None:
@@ -215,7 +217,7 @@ def build_parser() -> PlainParser:
     add("--top_p", "--top-p", type=float, default=1.0, help="1 is off")
     add("--min_p", "--min-p", type=float, default=0.0, help="0 is off")
     add("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="1 is off")
-    add("--seed", type=int, default=0, help="of sampling")
+    add("--seed", type=int, help="of sampling (default: a fresh one for each answer)")
     add("--max_new_tokens", "--max-new-tokens", type=int,
         default=GenerationConfig.max_new_tokens, help="an answer")  # fmt: skip
     add("--max_length", "--max-length", type=int, default=2048, help="tokens of a conversation")

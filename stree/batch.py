@@ -210,7 +210,7 @@ class BatchDecoder:
             )
         tree, ids = request.tree, one_prompt(request.prompt_ids)
         tree = None if tree is None else as_tree(tree)
-        prompt, generation = ids.tolist(), settings_of(request.generation).after(ids)
+        prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
         if tree is None and self.modes is None:
             tree = self.tree
         growth = tree or self.growth
@@ -297,7 +297,11 @@ class BatchDecoder:
             with ops.current(self.target.device):
                 self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
         reason = sequence.finish_reason or "released"
-        return GenerationOutput(list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer)
+        asked = sequence.generation
+        return GenerationOutput(
+            list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer,
+            seed=asked.seed if asked.temperature else None,
+        )  # fmt: skip
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "seed": Integral, "min_p": Real, "repetition_penalty": Real,
 }  # fmt: skip
+LEAST_FACTOR, MOST_FACTOR = 1e-5, 1e5  # of a repetition penalty: no logit overflows
+_FRESH_SEED_BITS = 48  # of a seed that nobody gave: equal seeds are improbable, and it is readable
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,13 @@ class GenerationConfig:
         eos_token_id: One or several. None means the model's own, or its tokenizer's where the
             model's config names none.
         stop_strings: Texts that end the answer.
-        seed: Of sampling. It gives the same text with and without drafts.
+        seed: Of sampling. It gives the same text with and without drafts. None draws a fresh one
+            for each request that samples; `GenerationOutput.seed` says which.
         ignore_eos: Go on after EOS, for measuring speed.
         min_p: Sample from tokens with at least this share of the best one's probability; 0 is off.
         repetition_penalty: Divides the positive logits of all tokens of prompt and answer so far,
-            and multiplies the negative ones, greedy or not; padding is no part of a prompt. 1 is
-            off.
+            and multiplies the negative ones, greedy or not; padding is no part of a prompt. From
+            0.00001 to 100000; 1 is off.
 
     Raises:
         UsageError: For values out of range.
@@ -57,7 +62,7 @@ class GenerationConfig:
     top_p: float = 1.0
     eos_token_id: int | Sequence[int] | Tensor | None = None
     stop_strings: tuple[str, ...] = ()
-    seed: int = 0
+    seed: int | None = None
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -65,6 +70,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
             value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UsageError(f"{name} is {value!r}, wanted a number (or leave it out)")
             if isinstance(value, Integral):  # NumPy's, too
@@ -75,17 +82,18 @@ class GenerationConfig:
             raise UsageError(
                 f"temperature is {self.temperature}, wanted 0 (greedy) or at least 0.00001"
             )
-        if not 0 <= self.seed < 2**63:
+        if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}, wanted 0 to 2⁶³ − 1")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p}, wanted above 0 and at most 1")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) or more")
+        if not 0 <= self.top_k < 2**63:
+            raise UsageError(f"top_k is {self.top_k}, wanted 0 (off) to 2⁶³ − 1")
         if not 0 <= self.min_p <= 1:
             raise UsageError(f"min_p is {self.min_p}, wanted 0 (off) to 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not LEAST_FACTOR <= self.repetition_penalty <= MOST_FACTOR:
             raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}, wanted above 0 (1 is off)"
+                f"repetition_penalty is {self.repetition_penalty}, wanted 0.00001 to 100000 (1 is "
+                "off)"
             )
         strings = self.stop_strings
         strings = (strings,) if isinstance(strings, str) else strings
@@ -98,6 +106,12 @@ class GenerationConfig:
         object.__setattr__(self, "stop_strings", tuple(strings))
         if self.eos_token_id is not None:
             object.__setattr__(self, "eos_token_id", _token_ids(self.eos_token_id))
+
+    def seeded(self) -> GenerationConfig:
+        """Return these settings with a fresh seed where they sample and have none."""
+        if self.temperature == 0 or self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=secrets.randbits(_FRESH_SEED_BITS))
 
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
         if self.ignore_eos:
@@ -208,12 +222,15 @@ class GenerationOutput:
             "released" or "error".
         stats: Calls, accepted drafts and times; printed, a table.
         tokenizer: The decoder's.
+        seed: Of sampling: the request's, or the fresh one that it got. Given again, it gives the
+            same answer. None where the answer is greedy.
     """
 
     tokens: list[int]
     finish_reason: str
     stats: DecodingStats
     tokenizer: Any = field(default=None, compare=False)
+    seed: int | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -226,9 +243,10 @@ class GenerationOutput:
 
     def __repr__(self) -> str:
         text = f", text={self.text!r:.99}" if self.tokenizer is not None else ""
+        seed = "" if self.seed is None else f", seed={self.seed}"
         return (
             f"GenerationOutput({len(self.tokens)} tokens, finish_reason={self.finish_reason!r}, "
-            f"{self.stats._summary()}{text})"
+            f"{self.stats._summary()}{seed}{text})"
         )
 
 

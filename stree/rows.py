@@ -239,7 +239,7 @@ def bits_of(generation: GenerationConfig) -> Tensor:
     of = generation
     floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
     wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
-    return torch.cat([wide, torch.tensor([of.top_k, of.seed])])
+    return torch.cat([wide, torch.tensor([of.top_k, of.seed or 0])])
 
 
 def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

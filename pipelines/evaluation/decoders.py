@@ -159,6 +159,7 @@ class Decoders:
                 max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
                 temperature=job.temperature,
                 **sampling_of(self.settings),
+                seed=0,
                 ignore_eos=True,
             )
             with _batch_of(decoder).forgetting():

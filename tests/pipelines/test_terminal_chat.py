@@ -55,7 +55,7 @@ def test_accepted_drafts_are_in_colour_and_the_text_is_plain_decoding_s(target, 
     drafter = right_now_and_then(target)
     tree = TokenTree.chain(3)
     decoder = Decoder(target, drafter, tree, max_length=256, tokenizer=tokenizer)
-    generation = GenerationConfig(max_new_tokens=20, temperature=1.0)
+    generation = GenerationConfig(max_new_tokens=20, temperature=1.0, seed=0)
     wanted = decoder.chat("What is a list?", generation)
     drafts, at = [], 1  # behind the token of the prompt's step
     for num_accepted in wanted.stats.accepted_per_call:
@@ -63,7 +63,7 @@ def test_accepted_drafts_are_in_colour_and_the_text_is_plain_decoding_s(target, 
         at += num_accepted + 1
     assert 0 < len(drafts) < len(wanted.tokens) - 1
 
-    chat, shown = chat_of(decoder, max_new_tokens=20, temperature=1.0)
+    chat, shown = chat_of(decoder, max_new_tokens=20, temperature=1.0, seed=0)
     fast = told(chat, shown, "What is a list?")
     *answer, figures = fast.rstrip("\n").split("\n")
     assert "".join(GREEN.findall("\n".join(answer))) == tokenizer.decode(
@@ -71,13 +71,13 @@ def test_accepted_drafts_are_in_colour_and_the_text_is_plain_decoding_s(target, 
     )
     assert ESCAPE.sub("", "\n".join(answer)) == wanted.text
     found = FIGURES.fullmatch(ESCAPE.sub("", figures))
-    assert found.groups() == (f"{wanted.stats.acceptance_length:.2f}", "tree chain-3")
+    assert found.groups() == (f"{wanted.stats.acceptance_length:.2f}", "tree chain-3 · seed 0")
     assert chat.messages[-1] == {"role": "assistant", "content": wanted.text}
 
     assert "plain decoding" in told(chat, shown, "/plain")
     slow = told(chat, shown, "/again")
     assert ESCAPE.sub("", slow).startswith(wanted.text) and not GREEN.search(slow)
-    assert "τ 1.00" in slow and ESCAPE.sub("", slow).endswith(" · plain\n")
+    assert "τ 1.00" in slow and ESCAPE.sub("", slow).endswith(" · plain · seed 0\n")
     assert len(chat.messages) == 2
     assert "decoding with chain-3" in told(chat, shown, "/plain")
 

@@ -343,6 +343,31 @@ def test_seed_decides_the_sample():
     assert sample(1) == sample(1) != sample(2)
 
 
+def test_a_request_without_a_seed_gets_a_fresh_one_that_repeats_it():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    sampled = GenerationConfig(32, temperature=1.0)
+    decoder = Decoder(target, drafter, max_length=128)
+    batch = BatchDecoder(target, num_rows=2, max_length=128)
+    outputs = [decoder.generate([1, 2, 3], sampled) for _ in range(2)]
+    outputs += [decoder.generate([1, 2, 3], sampled, seed=None)]
+    outputs += batch.generate([Request([1, 2, 3], sampled)] * 2)
+    outputs += batch.generate([[1, 2, 3]] * 2, sampled)
+    assert (
+        len({each.seed for each in outputs}) == len({tuple(each.tokens) for each in outputs}) == 7
+    )
+    for each in outputs:
+        assert decoder.generate([1, 2, 3], sampled, seed=each.seed).tokens == each.tokens
+        assert f"seed={each.seed}" in repr(each)
+    assert decoder.generate([1, 2, 3], GenerationConfig(4)).seed is None
+
+
+@pytest.mark.parametrize("penalty", [1e-5, 1e5])
+def test_the_most_extreme_penalties_leave_logits_finite(penalty):
+    for temperature in (0.0, 1e-5, 1.0):
+        asked = GenerationConfig(9, temperature, repetition_penalty=penalty, top_k=2**63 - 1)
+        assert len(Decoder(tiny_model(1), max_length=64).generate([1, 2, 3], asked).tokens) == 9
+
+
 def test_times_add_up_to_the_step():
     target = tiny_model(1)
     decoder = Decoder(target, tiny_model(2, attn_layers=()), max_length=99)
@@ -483,6 +508,11 @@ def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
         (dict(stop_strings=("a", "")), "stop string"),
         (dict(temperature=1e-320), "temperature"),
         (dict(seed=2**64), "seed"),
+        (dict(seed=-1), "seed"),
+        (dict(seed=True), "seed"),
+        (dict(top_k=2**63), "top_k"),
+        (dict(repetition_penalty=1e-308), "repetition_penalty is 1e-308, wanted 0.00001 to"),
+        (dict(repetition_penalty=1e308), "repetition_penalty"),
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),

@@ -250,7 +250,7 @@ def test_rehearsals_change_nothing_of_rows_that_decode(captured_on_cpu):
     outputs = {}
     for turn in range(60):
         if turn in (4, 6, 7):
-            decoder.admit(Request([turn], GenerationConfig(9, temperature=turn % 2)))
+            decoder.admit(Request([turn], GenerationConfig(9, temperature=turn % 2, seed=0)))
         for report in decoder.step():
             if report.finish_reason:
                 outputs[report.row] = decoder.release(report.row)

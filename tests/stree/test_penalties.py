@@ -147,7 +147,7 @@ def test_drafts_are_penalised_too():
 
 def test_nothing_is_held_for_penalties_until_one_is_asked_for():
     decoder = Decoder(tiny_model(1), max_length=64)
-    decoder.generate([1, 2], GenerationConfig(4, temperature=1.0, min_p=0.1))
+    decoder.generate([1, 2], GenerationConfig(4, temperature=1.0, min_p=0.1, seed=0))
     assert decoder.batch.rows.seen is None
     decoder.generate([1, 2], GenerationConfig(4, repetition_penalty=1.1))
     assert decoder.batch.rows.seen.shape == (1, 62)
