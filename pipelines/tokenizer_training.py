@@ -11,9 +11,9 @@ import stree.threads  # noqa: F401  (before torch is loaded)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stree.chat_encoding import TEMPLATES
 from stree.errors import UsageError, exit_with_reason
 from stree.files import publish_directory
-from stree_pipelines.data.chat import TEMPLATES
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.terminal.command_line import PlainParser
 

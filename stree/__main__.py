@@ -28,7 +28,7 @@ COMMANDS = {
     "tokenizer": Entry("tokenizer_training", "train a tokenizer"),
     "train": Entry("train_target", "train a target", "fit"),
     "distil": Entry("distill", "distil a drafter from a target", "fit"),
-    "mask": Entry("data.chat", "print conversations with their loss mask"),
+    "mask": Entry("data.loss_mask", "print conversations with their loss mask"),
     "cache": Entry("cache_teacher", "keep a target's top-k probabilities for distillations"),
     "answers": Entry("generate_data", "let a target answer prompts, for data of its own"),
     "fetch": Entry("fetch_benchmarks", "fetch public benchmarks"),

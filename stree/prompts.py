@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.errors import UsageError
+from stree.errors import BadData, UsageError
 from stree.tokenizer import refusing_panics
 
 _WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of several"
@@ -66,11 +66,14 @@ def text_ids(tokenizer: Any, text: Any) -> list[int]:
             raise UsageError(f"the text {text!r:.60} cannot be encoded: {error}") from error
 
 
-def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """A conversation's ids, up to where the assistant's next turn begins; a text is one question.
-    Raises `UsageError` when the tokenizer's template cannot render it, or there is none."""
-    from jinja2 import TemplateError
+def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
+    """Return a conversation's ids, up to where the assistant's next turn begins. They are the ids
+    of training (`chat_encoding`): no message can spell a control token.
 
+    Args: messages, a text (one question) or mappings with `role` and `content`. variables: what the
+    template is told beside them.
+    Raises `UsageError` when the tokenizer's template refuses the messages, or there is none.
+    """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if not isinstance(messages, list | tuple) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
@@ -81,13 +84,12 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         )
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template: decoder.complete(text) goes without")
-    with refusing_panics():
-        try:
-            return tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UsageError(f"the chat template refuses the messages: {error}") from error
+    from stree.chat_encoding import encode_prompt  # imports transformers
+
+    try:
+        return encode_prompt(tokenizer, messages, **variables)
+    except BadData as error:
+        raise UsageError(str(error)) from error
 
 
 def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:

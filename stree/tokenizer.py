@@ -25,24 +25,6 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-# Steps of a tokenizer that take time in proportion to the text, and its most common patterns that
-# do: GPT-2's, Llama 3's with three digits and with one (Qwen 2's, and that of our own tokenizers).
-_LINEAR_STEPS = {
-    "BertNormalizer", "BertPreTokenizer", "ByteFallback", "ByteLevel", "CTC", "Digits", "Fuse",
-    "Lowercase", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Punctuation", "Strip",
-    "StripAccents", "Whitespace", "WhitespaceSplit", "WordPiece", "BPEDecoder",
-}  # fmt: skip
-_REWRITING_STEPS = {"Prepend", "Replace"}
-_MOST_STEPS, _MOST_REWRITING_STEPS, _MOST_REWRITTEN_CHARS = 8, 3, 4
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_KNOWN_PATTERNS = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    _LLAMA_3,
-    _LLAMA_3.replace("{1,3}", ""),
-}
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
@@ -73,10 +55,6 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
                 directory, local_files_only=True, trust_remote_code=False
             )
         _require_text_templates(tokenizer)
-        # Texts are decoded in place, token by token as they come.
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None and not _is_linear(backend.decoder):
-            raise ValueError("its decoder searches by regular expressions or lengthens the text")
         return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -87,14 +65,6 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
             f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}): "
             "copy its files again"
         ) from error
-
-
-def encodes_in_linear_time(backend: Any) -> bool:
-    """Whether each step of a `tokenizers.Tokenizer` is known to take time in proportion to the
-    text; others may search it, or lengthen it, without end."""
-    return type(backend.model).__name__ == "BPE" and all(
-        _is_linear(part) for part in (backend.normalizer, backend.pre_tokenizer)
-    )
 
 
 def _refuse_what_lies_elsewhere(path: Path) -> None:
@@ -117,38 +87,6 @@ def _require_text_templates(tokenizer: Any) -> None:
     for template in found.values() if isinstance(found, dict) else [found]:
         if template is not None and not isinstance(template, str):
             raise ValueError(f"its chat template is a {type(template).__name__}, wanted text")
-
-
-def _is_linear(component: Any) -> bool:
-    """Of a normaliser, pre-tokeniser or decoder of the `tokenizers` library, or None."""
-    steps = [] if component is None else list(_steps(json.loads(component.__getstate__())))
-    num_rewriting = sum(step["type"] in _REWRITING_STEPS for step in steps)
-    return (
-        len(steps) <= _MOST_STEPS
-        and num_rewriting <= _MOST_REWRITING_STEPS
-        and all(map(_is_linear_step, steps))
-    )
-
-
-def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if component["type"] != "Sequence":
-        yield component
-        return
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        for part in component.get(name, ()):
-            yield from _steps(part)
-
-
-def _is_linear_step(step: dict[str, Any]) -> bool:
-    kind = step["type"]
-    if kind in _REWRITING_STEPS:
-        written = step["prepend"] if kind == "Prepend" else step["content"]
-        if len(written) > _MOST_REWRITTEN_CHARS:
-            return False
-    elif kind != "Split":
-        return kind in _LINEAR_STEPS
-    pattern = step.get("pattern", {"String": " "})
-    return bool(pattern.get("String")) or pattern.get("Regex") in _KNOWN_PATTERNS
 
 
 def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.batch import BatchDecoder
+from stree.chat_encoding import chat_encoder
 from stree.errors import BadData, UsageError
 from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
 from stree.generation import GenerationConfig, GenerationOutput
@@ -18,7 +19,6 @@ from stree.modes import Modes
 from stree.plain_data import parse_json
 from stree.requests import Request
 from stree.tree import TokenTree
-from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations
 from stree_pipelines.data.generated import (
     SPEC_NAME,

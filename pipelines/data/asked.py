@@ -11,8 +11,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stree.chat_encoding import ChatEncoder
 from stree.errors import BadData
-from stree_pipelines.data.chat import ChatEncoder
 from stree_pipelines.evaluation.benchmarks import parse_prompts
 
 Exchange = tuple[str, str]  # what the user says, and the answer

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from stree import metrics
+from stree.chat_encoding import encode_prompt
 from stree.errors import InvariantBroken, StreeError, UsageError
 from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
 from stree.requests import Request
 from stree.rows import Rows
 from stree.tokenizer import eos_token_ids, load_tokenizer
 from stree_kernels import naive
-from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.evaluation.batching import Batch
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.decoders import SLACK, Decoders

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
+from stree.chat_encoding import resolve_template
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.description import device_name
 from stree.errors import (
@@ -28,7 +29,6 @@ from stree.errors import (
     UsageError,
     naming_what_does_not_fit,
 )
-from stree_pipelines.data.chat import resolve_template
 from stree_pipelines.evaluation import garbage
 from stree_pipelines.evaluation.answers import Answerer, timing_of
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stree.chat_encoding import chat_encoder
 from stree.models.features import Features
 from stree.models.hybrid import HybridModel
 from stree.prefill import FEATURES_CHUNK
 from stree_kernels import ops
-from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
 from stree_pipelines.evaluation.decoders import Decoders
 from stree_pipelines.evaluation.plan import DrafterIdentity

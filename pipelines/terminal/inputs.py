@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stree.chat_encoding import named_template
 from stree.drafters.naming import DrafterName
 from stree.errors import NotFound
 from stree.growths import as_growth
-from stree_pipelines.data.chat import named_template
 from stree_pipelines.data.conversations import require_source
 from stree_pipelines.evaluation.benchmarks import find_benchmark
 from stree_pipelines.evaluation.plan import require_exports

@@ -1,35 +1,27 @@
 """Chat encoding: the mask is exact, and a prompt's ids are the first ids of its training sample."""
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
-    normalizers,
     pre_tokenizers,
     trainers,
 )
 from transformers import PreTrainedTokenizerFast
 
-from stree.errors import BadData, CheckpointRefused, UsageError
-from stree.tokenizer import encodes_in_linear_time
-from stree_pipelines.data import chat, encoding
-from stree_pipelines.data.chat import (
+from stree.chat_encoding import (
     CHATML,
     STREE_CHAT,
     TEMPLATES,
     ChatEncoder,
     encode_prompt,
     resolve_template,
-    show_mask,
 )
-from stree_pipelines.data.encoding import ChildEncoder, Encoder
-from stree_pipelines.data.template_rendering import ChildRenderer
+from stree.errors import BadData, UsageError
+from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the dog.", "What is 12 plus 30? It is 42.\n\nGood."] * 4
@@ -58,15 +50,6 @@ FORGETFUL = (  # as templates that drop earlier turns' thoughts
     "{{- '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_child():
-    """Renders all templates that did not come with the package: each imports transformers."""
-    renderer = ChildRenderer()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "ChildRenderer", lambda: renderer)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +173,45 @@ def test_control_tokens_in_a_text_stay_text(tokenizer, template):
     assert prompt == ids[: len(prompt)] and chat.assistant[len(prompt)]
 
 
+def test_a_template_that_splits_messages_at_a_control_token_keeps_its_own(tokenizer):
+    """Only one side of each fence is left."""
+    cutting = STREE_CHAT.replace(
+        "message.content + '<|end|>'", "message.content.split('<|end|>')[-1] + '<|end|>'"
+    )
+    assert cutting != STREE_CHAT
+    whole = encode(tokenizer, [("user", "thought<|end|>said"), ("assistant", "x")], cutting)
+    assert np.array_equal(
+        whole.tokens, encode(tokenizer, [("user", "said"), ("assistant", "x")]).tokens
+    )
+
+
+def test_messages_of_transformers_are_fenced_in_all_their_parts(tokenizer):
+    template = (
+        "{%- for m in messages -%}{%- for part in m.content -%}{{- part.text -}}{%- endfor -%}"
+        "{{- m.tool_calls | tojson if m.tool_calls -}}{{- '<|end|>' -}}{%- endfor -%}"
+        "{{- topic -}}"
+    )
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a<|end|>"}]},
+        {"role": "assistant", "content": [], "tool_calls": [{"arguments": {"x": "<|end|>"}}]},
+    ]
+    ids = ChatEncoder(tokenizer, template).encode_prompt(messages, topic="b<|end|>")
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 2
+    assert tokenizer.decode(ids) == (
+        'a<|end|><|end|>[{"arguments": {"x": "<|end|>"}}]<|end|>b<|end|>'
+    )
+
+
 def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     encoder = ChatEncoder(tokenizer, FORGETFUL)
     assert len(encoder.encode([TURNS[1:3]])) == 1  # a single answer is not ambiguous
     with pytest.raises(UsageError, match=r"renders turn 2 differently .*generation"):
         encoder.encode([TURNS])
+    prompt = encoder.encode_prompt(TURNS[1:4])  # needs no mask
+    assert tokenizer.decode(prompt) == (
+        "<|user|>What is 12 plus 30?<|end|><|assistant|>said something<|end|><|user|>The fox?\n"
+        "<|end|><|assistant|>"
+    )
 
 
 def test_template_that_refuses_a_turn_is_bad_data(tokenizer):
@@ -231,56 +248,6 @@ def test_truncation_stored_with_the_tokenizer_does_not_cut(tokenizer):
         tokenizer_object=backend, eos_token="<|end|>", chat_template=STREE_CHAT
     )
     assert np.array_equal(encode(cutting, TURNS).tokens, whole)
-
-
-def with_pattern(tokenizer, pattern):
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {**split, "pattern": {"Regex": pattern}}
-    backend = Tokenizer.from_str(json.dumps(content))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", chat_template=STREE_CHAT
-    )
-
-
-def test_which_tokenizers_are_known_to_be_quick(tokenizer):
-    assert encodes_in_linear_time(tokenizer.backend_tokenizer)
-    made = metaspace_tokenizer().backend_tokenizer
-    replace = normalizers.Replace
-    for steps, quick in (
-        ([normalizers.NFC()], True),
-        ([normalizers.Prepend("▁"), replace(" ", "▁")], True),  # Llama 2's
-        ([replace(Regex(" {2,}"), " ")], False),
-        ([replace(" ", "▁" * 5)], False),
-        ([replace("", "▁")], False),
-        ([replace("a", "aa")] * 4, False),
-        ([normalizers.NFC()] * 9, False),
-    ):
-        made.normalizer = normalizers.Sequence(steps)
-        assert encodes_in_linear_time(made) == quick, steps
-    assert not encodes_in_linear_time(Tokenizer(models.Unigram()))
-
-
-def test_the_others_are_encoded_alike_in_a_process_of_their_own(tokenizer):
-    other = with_pattern(tokenizer, r"\w+|\W").backend_tokenizer
-    assert not encodes_in_linear_time(other)
-    texts = ["Say <|end|> twice, été 🌲.", "", "x" * 3000]
-    child, here = ChildEncoder(other.to_str()), Encoder(other.to_str())
-    for plain in (False, True):
-        assert child(texts, plain) == here(texts, plain)
-    assert here(texts, False) != here(texts, True)
-
-
-def test_a_pattern_that_searches_too_long_is_stopped_and_a_later_text_is_encoded(
-    tokenizer, monkeypatch
-):
-    """Searching n letters for what is not there takes n² steps."""
-    monkeypatch.setattr(encoding, "CPU_S_PER_CHAR", 0.0)
-    monkeypatch.setattr(encoding, "CPU_S", 0.3)
-    slow = ChatEncoder(with_pattern(tokenizer, "[ab]*(?<=c)"))
-    with pytest.raises(CheckpointRefused, match=r"100,0.. characters it takes more than 0\.3 s"):
-        slow.encode_prompt([("user", "ab" * 50_000)])
-    assert slow.encode_prompt([("user", "ab")])
 
 
 def test_the_date_of_a_template_is_fixed(tokenizer):

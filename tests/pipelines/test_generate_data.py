@@ -26,6 +26,7 @@ from pyarrow import parquet
 from tiny_run import distill_arguments, make_workspace, metric_rows, write_conversations
 
 from stree import Decoder, GenerationConfig
+from stree.chat_encoding import encode_prompt
 from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.models.convert import load_model, save_model
 from stree.models.slicing import slice_drafter
@@ -33,7 +34,6 @@ from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill, generate_data
 from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of
-from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.data.generated import GenerationSpec

@@ -13,12 +13,12 @@ from hand_made_run import make_row, make_sample
 from tiny_evaluation import quiet, settings_for
 from toys import FEATURE_LAYERS, reading, tiny_model
 
+from stree.chat_encoding import chat_encoder
 from stree.errors import BadData, UsageError
 from stree.models.convert import load_model, save_model
 from stree.models.features import Features
 from stree_pipelines import paper_tables
 from stree_pipelines.ask_conversations import main as ask
-from stree_pipelines.data.chat import chat_encoder
 from stree_pipelines.evaluation import evaluate
 from stree_pipelines.evaluation import reading as reading_module
 from stree_pipelines.evaluation.benchmarks import load_benchmark

@@ -11,8 +11,10 @@ import transformers
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
+from stree.chat_encoding import ChatEncoder
 from stree.errors import UsageError
 from stree.generation import DecodingStats
+from stree.prompts import chat_ids
 from stree.settings import settings_of
 from stree.tokenizer import load_tokenizer
 
@@ -118,6 +120,24 @@ def test_a_chat_goes_by_the_template(shipped, tokenizer):
     ]
     one, same = shipped.chat([messages, messages[0]["content"]], max_new_tokens=6)
     assert one.tokens == same.tokens == wanted.tokens and wanted.text == one.text
+
+
+def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipped, tokenizer):
+    messages = [
+        {"role": "user", "content": "what is <|end|> for?"},
+        {"role": "assistant", "content": "It ends a turn."},
+        {"role": "user", "content": "and <|assistant|>?"},
+    ]
+    ids = chat_ids(tokenizer, messages)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    assert [name for name in names if name.startswith("<|")] == [
+        "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
+    ]  # fmt: skip
+    turns = [(each["role"], each["content"]) for each in messages]
+    (trained,) = ChatEncoder(tokenizer).encode([[*turns, ("assistant", "So does that.")]])
+    assert ids == trained.tokens[: len(ids)].tolist() and trained.assistant[len(ids)]
+    wanted = shipped.generate(ids, max_new_tokens=6)
+    assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stree.chat_encoding import encode_prompt
 from stree.costs import Costs
 from stree.errors import exit_with_reason
 from stree.models.convert import load_model
@@ -22,8 +23,6 @@ from stree.speculation_profile import load_profile
 from stree.tokenizer import load_tokenizer
 from stree.tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
-from stree_pipelines.data import template_rendering
-from stree_pipelines.data.chat import encode_prompt
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.generated import read_answers
 from stree_pipelines.evaluation.benchmarks import load_benchmark
@@ -36,12 +35,6 @@ USAGE = "resources:"
 
 def render(path: Path) -> None:
     encode_prompt(load_tokenizer(path), [("user", "Which tree?")])
-
-
-def render_briefly(path: Path) -> None:
-    """With a fifth of the processor time: for what ends by the limit only, whatever that is."""
-    template_rendering.RENDER_CPU_S = 0.2
-    render(path)
 
 
 def evaluate(path: Path) -> None:
@@ -67,7 +60,6 @@ ENTRIES: dict[str, Callable[[Path], object]] = {
     "model": load_model,
     "tokenizer": load_tokenizer,
     "template": render,
-    "endless template": render_briefly,
     "encoding": render,  # with a template that came with the package
     "evaluation": evaluate,
     "training state": SafeCheckpointIO().load_checkpoint,
@@ -97,12 +89,10 @@ def main() -> None:
         traceback.print_exc()
     finally:
         own = resource.getrusage(resource.RUSAGE_SELF)
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
         used = {
-            "cpu_s": sum(each.ru_utime + each.ru_stime for each in (own, children))
-            - before.ru_utime - before.ru_stime,
+            "cpu_s": own.ru_utime + own.ru_stime - before.ru_utime - before.ru_stime,
             "more_mib": (own.ru_maxrss - before.ru_maxrss) / 1024,
-        }  # fmt: skip
+        }
         print(USAGE, json.dumps(used), flush=True)
         sys.stderr.flush()
         os._exit(code)  # the interpreter's shutdown takes longer than most loads

@@ -1,40 +1,34 @@
-"""Conversations to token ids with the assistant's tokens marked, by the tokenizer's chat template.
+"""Encode conversations by the tokenizer's chat template, with the assistant's tokens marked.
 
-The rendered text is cut where the assistant starts and stops, and the pieces are encoded one by
-one. So the mask is exact (no token straddles a border), and a prompt's ids at inference are by
-construction the first ids of the same conversation in training. A control token's spelling inside
-somebody's text (`<|end|>` typed by a user) is encoded as plain text.
+Training, evaluation, `Decoder.chat` and `stree chat` all encode here. The rendered text is cut
+where the assistant starts and stops, and the pieces are encoded one by one. So the mask is exact
+(no token straddles a border), and a prompt's ids are by construction the first ids of that
+conversation in training. A control token's spelling inside a message (`<|end|>` typed by a user) is
+encoded as plain text.
+
+Templates are rendered in process, in the sandbox of `transformers`: a template reaches neither
+files nor Python, but it may run for as long, and ask for as much memory, as it wants.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import jinja2
+import jinja2.sandbox
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from stree.errors import BadData, CheckpointRefused, NotFound, UsageError, exit_with_reason
+from stree.errors import BadData, CheckpointRefused, NotFound, UsageError, one_line
 from stree.plain_data import read_text
-from stree.tokenizer import encodes_in_linear_time
-from stree_pipelines.data.conversations import Turn, read_conversations
-from stree_pipelines.data.encoding import ChildEncoder, Encoder
-from stree_pipelines.data.limited_child import ChildEnded
-from stree_pipelines.data.template_rendering import (
-    DATA,
-    GENERATION_MARK,
-    ChildRenderer,
-    Refused,
-    Renderer,
-    Rendering,
-    render,
-)
-from stree_pipelines.terminal.command_line import PlainParser
+from stree.tokenizer import refusing_panics
 
 STREE_CHAT = """\
 {%- for message in messages -%}
@@ -62,11 +56,19 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 TEMPLATES = {"stree-chat": STREE_CHAT, "chatml": CHATML}
-SHIPPED = frozenset(TEMPLATES.values())
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Llama 3's template prints today's date unless told one; training data must not change at midnight.
 FIXED_DATE = "26 Jul 2024"
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in well-formed interchange
+
+# The conversation is not to blame for these.
+_ERRORS_OF_TEMPLATES = (
+    jinja2.TemplateSyntaxError, jinja2.sandbox.SecurityError, RecursionError, OverflowError,
+    MemoryError,
+)  # fmt: skip
+
+Message = tuple[str, str] | Mapping[str, Any]  # (role, text), or as `transformers` has it
 
 
 class Piece(NamedTuple):
@@ -74,7 +76,21 @@ class Piece(NamedTuple):
 
     text: str
     assistant: bool
-    plain: bool  # spells a control token, but is somebody's text
+    plain: bool  # spells a control token, but is text of a message
+
+
+class Rendering(NamedTuple):
+    """A conversation as text, and where the assistant speaks (only for a template with marks)."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Fence(NamedTuple):
+    """Two characters that no message contains; they enclose each control token in a message."""
+
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True)
@@ -134,16 +150,14 @@ class ChatEncoder:
             )
         self.template = resolve_template(tokenizer, template)
         self.has_marks = bool(GENERATION_MARK.search(self.template))
-        self._renderer: Renderer = render if self.template in SHIPPED else ChildRenderer()
         self.specials_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos: str = tokenizer.eos_token or ""
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self.specials = tuple(token.content for token in added if token.special and token.content)
         longest_first = sorted(self.specials, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        backend = tokenizer.backend_tokenizer
-        kind = Encoder if encodes_in_linear_time(backend) else ChildEncoder
-        self._encoder = kind(backend.to_str())
+        self._json = tokenizer.backend_tokenizer.to_str()
+        self._backends: dict[bool, Tokenizer] = {}
         # SentencePiece-like tokenizers put a space before every text (and behind control tokens); a
         # piece that continues a text is encoded behind an anchor, whose ids are then dropped.
         anchor = "\n"
@@ -151,13 +165,13 @@ class ChatEncoder:
         self._anchor = "" if glued[-len(alone) :] == alone else anchor
         self._anchor_ids = self._ids([self._anchor])[0] if self._anchor else []
 
-    def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[EncodedChat]:
-        """Ids and mask of each conversation. Faster for many at once: the pieces of all are encoded
-        in parallel. Raises `BadData` when the template refuses a conversation."""
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[EncodedChat]:
+        """Return ids and mask of each conversation. Faster for many at once: the pieces of all are
+        encoded in parallel. Raises `BadData` when the template refuses a conversation."""
         pieces: list[Piece] = []
         owners: list[int] = []
-        for turns in conversations:
-            found = self.pieces(turns)
+        for messages in conversations:
+            found = self.pieces(messages)
             pieces.extend(found)
             owners.append(len(found))
         ids = self._encode_pieces(pieces, owners)
@@ -172,77 +186,123 @@ class ChatEncoder:
             start = stop
         return chats
 
-    def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Ids of `turns` and the opening of an assistant turn: what the model is to go on from."""
-        pieces = self.pieces(turns, prompt=True)
+    def encode_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Return the ids of `messages` and of the opening of an assistant turn: the prompt of an
+        answer. `variables` go to the template. Raises `BadData` when it refuses the messages."""
+        pieces = self.pieces(messages, prompt=True, **variables)
         return [token for ids in self._encode_pieces(pieces, [len(pieces)]) for token in ids]
 
-    def pieces(self, turns: Sequence[Turn], prompt: bool = False) -> list[Piece]:
-        """The rendered conversation, cut where the assistant starts and stops and around control
-        tokens spelled in a text. `prompt` adds the opening of an assistant turn."""
-        turns, sentinel = self._shield(turns)
-        text, spans = self._render_with_spans(turns, prompt)
+    def pieces(
+        self, messages: Sequence[Message], prompt: bool = False, **variables: Any
+    ) -> list[Piece]:
+        """Return the rendered conversation, cut where the assistant starts and stops and around
+        control tokens spelled in a message. `prompt` adds the opening of an assistant turn."""
+        plain = [
+            dict(each) if isinstance(each, Mapping) else {"role": each[0], "content": each[1]}
+            for each in messages
+        ]
+        fence = self._fence([plain, variables])
+        if fence is not None:
+            plain, variables = self._fenced([plain, variables], fence)
+        text, spans = self._render_with_spans(plain, prompt, variables)
         pieces: list[Piece] = []
         at = 0
         for start, stop in spans:
-            pieces += _cut(text[at:start], False, sentinel)
-            pieces += _cut(text[start:stop], True, sentinel)
+            pieces += self._cut(text[at:start], False, fence)
+            pieces += self._cut(text[start:stop], True, fence)
             at = stop
-        pieces += _cut(text[at:], False, sentinel)
+        pieces += self._cut(text[at:], False, fence)
         return pieces
 
-    def _shield(self, turns: Sequence[Turn]) -> tuple[Sequence[Turn], str]:
-        """Fence each control token spelled in a text by a sentinel character on both sides."""
-        if not any(self.special_pattern.search(text) for _, text in turns):
-            return turns, ""
-        everything = "".join(text for _, text in turns)
-        sentinel = next((mark for mark in NONCHARACTERS if mark not in everything), None)
-        if sentinel is None:
+    def _fence(self, given: Any) -> Fence | None:
+        """Choose a fence for the control tokens spelled in the messages; None without any."""
+        texts = list(_texts(given))
+        if not any(map(self.special_pattern.search, texts)):
+            return None
+        everything = "".join(texts)
+        unused = [mark for mark in NONCHARACTERS if mark not in everything]
+        if len(unused) < 2:
             raise BadData("a text with control tokens and all of Unicode's noncharacters")
-        fence = rf"{sentinel}\g<0>{sentinel}"
-        return [(role, self.special_pattern.sub(fence, text)) for role, text in turns], sentinel
+        return Fence(*unused[:2])
 
-    def _render(self, turns: Sequence[Turn], prompt: bool) -> Rendering:
-        messages = [{"role": role, "content": text} for role, text in turns]
-        variables = {"date_string": FIXED_DATE, **self.specials_map}
+    def _fenced(self, given: Any, fence: Fence) -> Any:
+        """Copy messages (nested mappings and lists of texts) with their control tokens fenced."""
+        if isinstance(given, str):
+            return self.special_pattern.sub(rf"{fence.opening}\g<0>{fence.closing}", given)
+        if isinstance(given, Mapping):
+            return {key: self._fenced(value, fence) for key, value in given.items()}
+        if isinstance(given, list | tuple):
+            return [self._fenced(each, fence) for each in given]
+        return given
+
+    def _cut(self, text: str, assistant: bool, fence: Fence | None) -> Iterator[Piece]:
+        """Yield the pieces of a rendered text; every second part is a fenced control token."""
+        parts = [text]
+        if fence is not None:
+            special = self.special_pattern.pattern
+            parts = re.split(f"{fence.opening}({special}){fence.closing}", text)
+            # A template that splits a message at a control token leaves single sides behind.
+            parts = [part.replace(fence.opening, "").replace(fence.closing, "") for part in parts]
+        for number, part in enumerate(parts):
+            if part:
+                yield Piece(part, assistant, plain=number % 2 == 1)
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], prompt: bool, variables: Mapping[str, Any]
+    ) -> Rendering:
         try:
-            return self._renderer(self.template, messages, prompt, variables)
-        except Refused as refused:
-            if refused.culprit == DATA:
-                roles = " ".join(role for role, _ in turns)
-                raise BadData(
-                    f"the chat template refuses the turns {roles!r}: {refused}"
-                ) from refused
+            # annotated as str, returns ([text, …], [spans, …])
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                chat_template=self.template,
+                return_assistant_tokens_mask=self.has_marks,
+                add_generation_prompt=prompt,
+                **{"date_string": FIXED_DATE, **self.specials_map, **variables},
+            )
+        except _ERRORS_OF_TEMPLATES as error:
             raise CheckpointRefused(
-                f"the chat template cannot be used: {refused}; name one of {', '.join(TEMPLATES)} "
-                "instead, or give a .jinja file"
-            ) from refused
+                f"the chat template cannot be used: {type(error).__name__}: {one_line(str(error))};"
+                f" name one of {', '.join(TEMPLATES)} instead, or give a .jinja file"
+            ) from error
+        except Exception as error:  # whatever an expression of the template's can raise
+            roles = one_line(" ".join(str(each.get("role")) for each in messages))
+            raise BadData(
+                f"the chat template refuses the turns {roles!r}: {one_line(str(error))}"
+            ) from error
+        (text,), spans = rendered
+        return Rendering(text, [tuple(span) for span in spans[0]] if self.has_marks else [])
 
     def _render_with_spans(
-        self, turns: Sequence[Turn], prompt: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, messages: Sequence[dict[str, Any]], prompt: bool, variables: Mapping[str, Any]
+    ) -> Rendering:
+        rendering = self._render(messages, prompt, variables)
         if self.has_marks:
-            text, marked = self._render(turns, prompt)
+            text, marked = rendering
             # A block that closes before the end-of-turn token would never teach the model to stop.
-            return text, [
-                (start, stop + len(self.eos) * text.startswith(self.eos, stop))
-                for start, stop in marked
-            ]
-        text = self._render(turns, prompt).text
+            return Rendering(
+                text,
+                [
+                    (start, stop + len(self.eos) * text.startswith(self.eos, stop))
+                    for start, stop in marked
+                ],
+            )
+        text = rendering.text
         spans = []
-        for number, (role, _) in enumerate(turns):
-            if role != "assistant":
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
                 continue
-            before = self._render(turns[:number], prompt=True).text
-            through = self._render(turns[: number + 1], prompt=False).text
+            before = self._render(messages[:number], True, variables).text
+            through = self._render(messages[: number + 1], False, variables).text
             if not (through.startswith(before) and text.startswith(through)):
+                if prompt:  # nobody asks which tokens are the assistant's
+                    return rendering
                 raise UsageError(
                     f"the chat template renders turn {number} differently when more turns follow, "
                     "so its tokens cannot be told apart; use a template with {% generation %} "
                     f"marks or one of {', '.join(TEMPLATES)}"
                 )
             spans.append((len(before), self._end_of_turn(through)))
-        return text, spans
+        return Rendering(text, spans)
 
     def _end_of_turn(self, through: str) -> int:
         """Where the assistant's turn stops in a rendering that ends with it. Whitespace behind the
@@ -254,13 +314,17 @@ class ChatEncoder:
         return not piece.plain and piece.text.endswith(self.specials)
 
     def _ids(self, texts: list[str], plain: bool = False) -> list[list[int]]:
-        try:
-            return self._encoder(texts, plain)
-        except ChildEnded as ended:
-            raise CheckpointRefused(
-                f"the tokenizer cannot be used: on {sum(map(len, texts)):,} characters {ended}; "
-                "copy the tokenizer files of the model that it was trained with"
-            ) from ended
+        """Encode texts without special tokens, truncation and padding. `plain` takes the spelling
+        of a control token as the text that it is."""
+        backend = self._backends.get(plain)
+        if backend is None:
+            backend = Tokenizer.from_str(self._json)
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = plain
+            self._backends[plain] = backend
+        with refusing_panics():
+            return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_pieces(self, pieces: list[Piece], owners: list[int]) -> list[list[int]]:
         firsts = set(np.cumsum([0, *owners[:-1]]).tolist()) if self._anchor else set()
@@ -287,11 +351,16 @@ class ChatEncoder:
         return ids
 
 
-def _cut(text: str, assistant: bool, sentinel: str) -> Iterator[Piece]:
-    parts = text.split(sentinel) if sentinel else [text]
-    for number, part in enumerate(parts):
-        if part:
-            yield Piece(part, assistant, plain=number % 2 == 1)
+def _texts(given: Any) -> Iterator[str]:
+    """Yield the texts in nested mappings and lists."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for value in given.values():
+            yield from _texts(value)
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _texts(each)
 
 
 _encoders: WeakKeyDictionary[Any, dict[tuple, ChatEncoder]] = WeakKeyDictionary()
@@ -306,55 +375,9 @@ def chat_encoder(tokenizer: Any, template: str | None = None) -> ChatEncoder:
     return known[key]
 
 
-def encode_prompt(tokenizer: Any, turns: Sequence[Turn], template: str | None = None) -> list[int]:
-    """Ids of a prompt: `turns` of (role, text) and the opening of the assistant's answer. They are
-    exactly the first ids of the same conversation in training."""
-    return chat_encoder(tokenizer, template).encode_prompt(turns)
-
-
-def show_mask(
-    tokens: Iterable[int], mask: Iterable[bool], tokenizer: Any, color: bool | None = None
-) -> str:
-    """A sample as text with what counts for the loss set apart: green on a terminal (default when
-    stdout is one), otherwise between ⟦ and ⟧. A legend with the counts comes first.
-
-    tokens: ids (T,); mask: bool (T,), True where predicting the token counts.
-    """
-    if color is None:
-        color = sys.stdout.isatty()
-    opening, closing = ("\x1b[1;32m", "\x1b[0m") if color else ("⟦", "⟧")
-    parts, at = [], 0
-    flags = [bool(flag) for flag in mask]
-    ids = [int(token) for token in tokens]
-    if len(ids) != len(flags):
-        raise UsageError(f"{len(ids)} tokens, but a mask of {len(flags)}")
-    while at < len(ids):
-        stop = at
-        while stop < len(ids) and flags[stop] == flags[at]:
-            stop += 1
-        text = tokenizer.decode(ids[at:stop], skip_special_tokens=False)
-        parts.append(f"{opening}{text}{closing}" if flags[at] else text)
-        at = stop
-    legend = f"{opening}counts for the loss{closing}: {sum(flags)} of {len(flags)} tokens\n"
-    return legend + "".join(parts)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    from stree.tokenizer import load_tokenizer
-
-    parser = PlainParser("chat.py", description="Print conversations with their loss mask.")
-    parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")
-    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer")
-    parser.add_argument("--template", help="name, .jinja file or text; default: the tokenizer's")
-    parser.add_argument("--count", type=int, default=1, help="how many conversations")
-    options = parser.parse_args(arguments)
-    tokenizer = load_tokenizer(options.tokenizer)
-    encoder = ChatEncoder(tokenizer, options.template)
-    conversations, _ = read_conversations(options.data, limit=options.count)
-    for conversation in conversations:
-        (chat,) = encoder.encode([conversation.turns])
-        print(f"{conversation.id}: {show_mask(chat.tokens, chat.assistant, tokenizer)}\n")
-
-
-if __name__ == "__main__":
-    exit_with_reason(main)
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[Message], template: str | None = None, **variables: Any
+) -> list[int]:
+    """Return the ids of a prompt: `messages` and the opening of the assistant's answer. They are
+    exactly the first ids of the same conversation in training. `variables` go to the template."""
+    return chat_encoder(tokenizer, template).encode_prompt(messages, **variables)

@@ -1,0 +1,60 @@
+"""Conversations as text with the tokens that count for the loss set apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from stree.chat_encoding import ChatEncoder
+from stree.errors import UsageError, exit_with_reason
+from stree_pipelines.data.conversations import read_conversations
+from stree_pipelines.terminal.command_line import PlainParser
+
+
+def show_mask(
+    tokens: Iterable[int], mask: Iterable[bool], tokenizer: Any, color: bool | None = None
+) -> str:
+    """A sample as text with what counts for the loss set apart: green on a terminal (default when
+    stdout is one), otherwise between ⟦ and ⟧. A legend with the counts comes first.
+
+    tokens: ids (T,); mask: bool (T,), True where predicting the token counts.
+    """
+    if color is None:
+        color = sys.stdout.isatty()
+    opening, closing = ("\x1b[1;32m", "\x1b[0m") if color else ("⟦", "⟧")
+    parts, at = [], 0
+    flags = [bool(flag) for flag in mask]
+    ids = [int(token) for token in tokens]
+    if len(ids) != len(flags):
+        raise UsageError(f"{len(ids)} tokens, but a mask of {len(flags)}")
+    while at < len(ids):
+        stop = at
+        while stop < len(ids) and flags[stop] == flags[at]:
+            stop += 1
+        text = tokenizer.decode(ids[at:stop], skip_special_tokens=False)
+        parts.append(f"{opening}{text}{closing}" if flags[at] else text)
+        at = stop
+    legend = f"{opening}counts for the loss{closing}: {sum(flags)} of {len(flags)} tokens\n"
+    return legend + "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from stree.tokenizer import load_tokenizer
+
+    parser = PlainParser("loss_mask.py", description="Print conversations with their loss mask.")
+    parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")
+    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer")
+    parser.add_argument("--template", help="name, .jinja file or text; default: the tokenizer's")
+    parser.add_argument("--count", type=int, default=1, help="how many conversations")
+    options = parser.parse_args(arguments)
+    tokenizer = load_tokenizer(options.tokenizer)
+    encoder = ChatEncoder(tokenizer, options.template)
+    conversations, _ = read_conversations(options.data, limit=options.count)
+    for conversation in conversations:
+        (chat,) = encoder.encode([conversation.turns])
+        print(f"{conversation.id}: {show_mask(chat.tokens, chat.assistant, tokenizer)}\n")
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)
