@@ -18,7 +18,8 @@ import torch
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.errors import exit_with_reason
 from stree.models.config import HybridConfig
-from stree.models.convert import load_config
+from stree.models.convert import load_config, weights_fingerprint
+from stree.partners import TARGET_WEIGHTS
 from stree.tokenizer import fingerprint, require_same_tokenizer
 from stree_pipelines.training.cli import TrainingCLI
 from stree_pipelines.training.console import say
@@ -135,6 +136,7 @@ class DistillCLI(TrainingCLI):
         return {
             "target": self.target_path,
             "target_sha256": checkpoint_sha256(str(self.target_path)),
+            TARGET_WEIGHTS: weights_fingerprint(str(self.target_path)),
             **({"head_coverage": self.head_coverage} if self.head_coverage else {}),
         }
 

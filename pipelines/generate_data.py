@@ -181,6 +181,8 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
     if drafter is not None:
         identity, verifier = DrafterIdentity.at(drafter), options["verifier"]
         identity.require_fit(target)
+        for remark in identity.remarks(target, options["max_length"]):
+            progress.say(remark)
         growth = as_growth(options["tree"], input_path)
         for each in trees_of(growth):
             require_tree(named(verifier), each)

@@ -14,6 +14,7 @@ from pathlib import Path
 from stree.checkpoint_identity import CURVE_NAME, checkpoint_sha256
 from stree.errors import StreeError, UsageError, exit_with_reason
 from stree.files import add_files, sweep_leftovers
+from stree.partners import partner_remarks
 from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
 from stree_pipelines.reports.drafter_profile import profile_of, run_at_last_place
 from stree_pipelines.reports.model_card import CARD_NAME, may_write_card, model_card
@@ -40,6 +41,9 @@ def write_profile(
     profile = profile_of(open_results(run), run, sha256, num_nodes, shown)
     if profile is None:
         raise UsageError(f"no row of {run} is about {drafter}: evaluate it with eval_spec.py first")
+    if (Path(profile.target) / "config.json").is_file():
+        for remark in partner_remarks(profile.target, drafter):
+            print(remark)
     contents = {PROFILE_NAME: profile.model_dump_json(indent=2) + "\n"}
     if may_write_card(drafter):
         card = model_card(profile, data, drafter, next(iter(figures), None))

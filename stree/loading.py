@@ -23,6 +23,7 @@ from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
 from stree.models.parts import has_products_in_8_bits
 from stree.modes import Modes, largest_of, trees_of
+from stree.partners import partner_remarks
 from stree.speculation_profile import FOLDER, load_profile
 from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
 from stree.tree import BeamTree, TokenTree
@@ -110,6 +111,8 @@ def load(
             tree = as_growth(tree)
         if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
+            for doubt in partner_remarks(target_folder, drafter_folder, max_length):
+                warnings.warn(doubt, stacklevel=2)
         if remark:
             warnings.warn(f"{drafter}: {remark}", stacklevel=2)
         if largest_of(tree).num_nodes > 1:

@@ -284,6 +284,8 @@ class Comparison(Evaluation):
         drafters = {arm.drafter: DrafterIdentity.at(arm.drafter) for arm in self.arms}
         for drafter in drafters.values():
             drafter.require_fit(self.settings.target)
+            for remark in drafter.remarks(self.settings.target, self.decoders.max_length):
+                self.progress.say(remark)
         return drafters
 
     def _arm_job(

@@ -143,6 +143,8 @@ class Evaluation:
         if checkpoint is not None:
             drafter = DrafterIdentity.at(checkpoint)
             drafter.require_fit(self.settings.target)
+            for remark in drafter.remarks(self.settings.target, self.decoders.max_length):
+                self.progress.say(remark)
         return [
             self._job(method, drafter, benchmark, temperature)
             for benchmark in self.benchmarks

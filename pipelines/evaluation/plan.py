@@ -19,6 +19,7 @@ from stree.models.convert import load_config
 from stree.models.features import require_features_of
 from stree.models.joint import require_backtracking
 from stree.modes import Modes
+from stree.partners import partner_remarks
 from stree.plain_data import read_json
 from stree.tokenizer import require_same_tokenizer
 from stree.tree import BeamTree, TokenTree
@@ -220,6 +221,12 @@ class DrafterIdentity:
         require_same_tokenizer(target, name.folder)
         require_vocabulary_of(config, load_config(target))
         require_features_of(config, load_config(target))
+
+    def remarks(self, target: str, max_length: int | None = None) -> list[str]:
+        """Return a sentence for each reason to doubt that it was made for this target's folder."""
+        if self.name.folder is None or self.name.retokenised:
+            return []
+        return list(partner_remarks(target, self.name.folder, max_length))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from stree.description import device_name, is_cpu_name
 from stree.errors import BadData, UsageError
+from stree.partners import require_made_for
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
@@ -66,13 +67,15 @@ def stored_rows(
     """The baseline's rows as far as they are measured; nothing is computed.
 
     Raises UsageError when thresholds, settings and baseline do not go together, and
-    CheckpointRefused when a checkpoint to be measured is none.
+    CheckpointRefused when a checkpoint to be measured is none, or was made for another target.
     """
     jobs = _plan(evaluation, checkpoint)
     gate.require_measurable(thresholds, jobs)
     theirs = baseline.rows(jobs) if baseline.results else []
-    if not theirs:
-        DrafterIdentity.at(baseline.drafter)
+    for given in [checkpoint] if theirs else [checkpoint, baseline.drafter]:
+        identity = DrafterIdentity.at(given)
+        if identity.name.folder is not None and not identity.name.retokenised:
+            require_made_for(evaluation.settings.target, identity.name.folder)
     if any(threshold.metric in gate.SPEEDS for threshold in thresholds):
         _require_same_machine(theirs, evaluation)
     return theirs

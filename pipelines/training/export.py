@@ -15,6 +15,7 @@ from stree.errors import CheckpointRefused, UsageError
 from stree.files import make_directory, point_to, sweep_leftovers, verify_manifest
 from stree.models.convert import save_model
 from stree.models.hybrid import HybridModel
+from stree.partners import TARGET_WEIGHTS
 from stree_pipelines.training.checkpointing import TrainingCheckpoints, step_directory
 from stree_pipelines.training.console import say
 from stree_pipelines.training.decay_phase import as_it_was, run_decay
@@ -176,8 +177,11 @@ class Exports(pl.Callback):
             point_to(path.parent / "latest", path.name)
 
     def _manifest_extra(self, step: int) -> Mapping[str, object]:
-        names = ("config_hash", "tokenizer_fingerprint")
-        return {"step": step, **{name: self.provenance.get(name) for name in names}}
+        names = ("config_hash", "tokenizer_fingerprint", TARGET_WEIGHTS)
+        return {
+            "step": step,
+            **{name: self.provenance[name] for name in names if name in self.provenance},
+        }
 
     def _exists(self, path: Path) -> bool:
         """Whether a valid export of this very run is there: a resumed run makes the same again."""

@@ -12,6 +12,7 @@ does the correction of experts' scores, which decides between near equals.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -40,6 +41,7 @@ from stree.plain_data import read_json
 from stree.tokenizer import fingerprint
 
 SHARD_BYTES = 5_000_000_000
+SAMPLED_NUMBERS = 256  # a stored tensor, by which weights are told from others
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -96,6 +98,25 @@ def load_model(
     model.load_state_dict(weights, strict=True, assign=True)
     _require_head_ids(model, directory)
     return model.eval()
+
+
+def weights_fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return a sha256 of the weights in a checkpoint folder, from evenly spaced samples.
+
+    Takes SAMPLED_NUMBERS of each stored tensor, rounded to bf16: the same weights in other shards
+    or in bf16 give the same fingerprint, and an 8B checkpoint is read at a few places only.
+    Configs, tokenizer and names of files do not count. Raises as `load_model` for what it reads.
+    """
+    digest = hashlib.sha256()
+    with _open_weights(Path(path)) as stored:
+        for name in sorted(stored.shapes):
+            numbers = stored.read(name).reshape(-1)
+            digest.update(f"{name} {stored.shapes[name]}\n".encode())
+            if numbers.numel():
+                places = torch.linspace(0, numbers.numel() - 1, SAMPLED_NUMBERS, dtype=torch.double)
+                sampled = numbers[places.long()].to(torch.bfloat16)
+                digest.update(sampled.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_model(

@@ -17,7 +17,7 @@ from tiny_run import distill_arguments, metric_rows
 
 from stree.errors import CannotWrite, UsageError
 from stree.files import point_to, verify_manifest
-from stree.models.convert import load_model
+from stree.models.convert import load_model, weights_fingerprint
 from stree.tokenizer import require_same_tokenizer
 from stree_pipelines import distill
 from stree_pipelines.eval_spec import main as eval_spec
@@ -87,6 +87,7 @@ def test_exports_are_complete_and_load(run_dir, workspace):
         folder = drafter / f"step-{step:08d}"
         manifest = verify_manifest(folder)
         assert manifest["step"] == step and len(manifest["config_hash"]) == 64
+        assert manifest["target_weights"] == weights_fingerprint(workspace / "target")
         names = {"config.json", "model.safetensors", "tokenizer.json", "provenance.json"}
         assert names <= manifest["files"].keys()
         assert require_same_tokenizer(workspace / "target", folder)

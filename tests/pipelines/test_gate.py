@@ -19,8 +19,9 @@ from tiny_run import make_workspace
 from stree import Decoder, metrics
 from stree.costs import Costs
 from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
-from stree.models.convert import load_model, save_model
+from stree.models.convert import load_model, save_model, weights_fingerprint
 from stree.modes import PLAIN
+from stree.partners import TARGET_WEIGHTS
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
@@ -441,3 +442,16 @@ def test_the_workflow_types_no_option_that_the_command_lacks():
     for call in calls:
         used = set(re.findall(r"--[\w-]+", call))
         assert used and used <= known
+
+
+def test_a_drafter_of_another_target_is_no_candidate(world, tmp_path):
+    """Its own target has the same tokenizer and shape."""
+    drafter = tmp_path / "drafter"
+    record = {TARGET_WEIGHTS: weights_fingerprint(world / "drafter/worse")}
+    model, tokenizer = load_model(world / "drafter/fair"), load_tokenizer(world / "target")
+    save_model(model, drafter, tokenizer, manifest_extra=record)
+    for first, second in ((drafter, "fair"), (world / "drafter/fair", drafter)):
+        baseline = world / "drafter" / second
+        options = arguments(world, str(first), "--fail_below", TAU, baseline=baseline)
+        with pytest.raises(CheckpointRefused, match="was made for other weights"):
+            benchmark_checkpoint(options)
