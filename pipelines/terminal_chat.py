@@ -12,6 +12,8 @@ instead.
 
 from __future__ import annotations
 
+import io
+import re
 import signal
 import sys
 import time
@@ -37,6 +39,9 @@ from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
 PROMPT = "> "
+# Control characters but tab and newline; embeddings, overrides and isolates of direction
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+LARGEST_BABBLER = 50_000_000  # parameters
 SWITCH = "/plain"
 HELP = (
     "Tab (or /plain) switches between the tree and plain decoding, /again asks once more, /reset "
@@ -45,25 +50,39 @@ HELP = (
 
 
 class Words:
-    """Tokens as text, as they come: what a token adds, once its bytes make whole characters."""
+    """The text of tokens, one by one: each adds the characters that its bytes complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self._from, self._shown = 0, 0  # a decoding begins here; what is before that is shown
+        self._lines = io.IncrementalNewlineDecoder(None, translate=True)  # \r\n and \r are \n
 
     def add(self, token: int) -> str:
+        """Return the text that a token adds, "" while its last character is unfinished."""
         self.tokens.append(token)
-        shown = self._text(self._from, self._shown)
-        text = self._text(self._from, len(self.tokens))
+        text = self._new_text()
         if text.endswith("\ufffd"):  # the rest of a character is still to come
             return ""
         self._from, self._shown = self._shown, len(self.tokens)
-        new = text[len(shown) :]  # what a terminal would obey is not passed on
-        return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in new)
+        return shown(self._lines.decode(text))
 
-    def _text(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)
+    def end(self) -> str:
+        """Return the text that `add` held back: an unfinished character is U+FFFD."""
+        text = self._new_text()
+        self._from, self._shown = self._shown, len(self.tokens)
+        return shown(self._lines.decode(text, final=True))
+
+    def _new_text(self) -> str:
+        return self._text(len(self.tokens))[len(self._text(self._shown)) :]
+
+    def _text(self, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=True)
+
+
+def shown(text: str) -> str:
+    """Replace characters that a terminal would obey, and those that reorder a line, by U+FFFD."""
+    return _OBEYED.sub("\ufffd", text)
 
 
 class Chat:
@@ -88,6 +107,11 @@ class Chat:
     def welcome(self) -> None:
         models = described(self.decoder.target, self.decoder.drafter, self.decoder.growth)
         self.say(f"{models}, {placed(self.decoder.target)}")
+        if sum(each.numel() for each in self.decoder.target.parameters()) <= LARGEST_BABBLER:
+            self.say(
+                "so small a target writes sentences of the right form, about nothing: it is there "
+                "to be drafted for"
+            )
         if not self.has_template:
             self.say("there is no chat template: each line is a text to go on after")
         self.say(HELP)

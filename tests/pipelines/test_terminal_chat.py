@@ -107,18 +107,55 @@ def test_without_a_template_a_line_is_gone_on_after(target, tokenizer):
     chat, shown = chat_of(decoder, max_new_tokens=6)
     chat.welcome()
     assert "each line is a text to go on after" in shown.getvalue()
+    assert "about nothing" in ESCAPE.sub("", shown.getvalue())
     for _ in range(2):  # the second knows nothing of the first
         shown_text = ESCAPE.sub("", told(chat, shown, "The json module"))
         assert shown_text.startswith(decoder.complete("The json module", max_new_tokens=6).text)
 
 
-def test_characters_of_several_tokens_come_whole_and_a_terminal_is_not_moved(tokenizer):
-    for text in ("naïve τ → 🙂 größe", "日本語のテキスト"):
-        words = Words(tokenizer)
-        pieces = [words.add(token) for token in tokenizer(text).input_ids]
-        assert "".join(pieces) == text and not any("\ufffd" in each for each in pieces)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "naïve τ → 🙂 größe",
+        "日本語のテキスト",
+        "👨\u200d👩\u200d👧 🏳️\u200d🌈",
+        "می\u200cخواهم",
+        "\u200eשלום\u200f",
+        "Qu’est-ce\u00a0?\u202f!",
+        "全角\u3000空白",
+        "Donau\u00addampf\tschiff\nfahrt",
+    ],
+)
+def test_characters_of_several_tokens_come_whole(tokenizer, text):
     words = Words(tokenizer)
-    assert "\x1b" not in "".join(map(words.add, tokenizer("a\x1b[2Jb\r").input_ids))
+    pieces = [words.add(token) for token in tokenizer(text).input_ids]
+    assert "".join(pieces) == text and not any("\ufffd" in each for each in pieces)
+    assert words.end() == ""
+
+
+def streamed(tokenizer, text: str) -> str:
+    words = Words(tokenizer)
+    return "".join(map(words.add, tokenizer(text).input_ids)) + words.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a\x1b[2Jb\x07\x08\x7f\x9b", "a\ufffd[2Jb" + 4 * "\ufffd"),
+        ("a\u202eb\u2066c", "a\ufffdb\ufffdc"),
+        ("one\r\ntwo\rthree\r", "one\ntwo\nthree\n"),
+    ],
+    ids=["controls", "bidi", "returns"],
+)
+def test_a_terminal_is_not_moved(tokenizer, text, wanted):
+    assert streamed(tokenizer, text) == wanted
+
+
+def test_an_unfinished_last_character_is_shown(tokenizer):
+    ids = tokenizer("ok 🙂").input_ids
+    words = Words(tokenizer)
+    assert "".join(map(words.add, ids[:-1])) == "ok "
+    assert words.end() == "\ufffd" and words.end() == ""
 
 
 def test_ctrl_c_drops_a_line_and_ctrl_d_ends_them(monkeypatch):
