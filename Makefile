@@ -19,10 +19,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:  # two of them would set up the same environment
 
-.PHONY: help quickstart chat test test-long check docs clean
+.PHONY: help install quickstart chat test test-long check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/ready  ## set up the environment in .venv; then `. .venv/bin/activate`
 
 quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
 	$(BIN)/python pipelines/corpus.py data/python-docs

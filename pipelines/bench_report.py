@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import stree.threads  # noqa: F401  (before other libraries are loaded)
+
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import stree.threads  # noqa: F401  (before other libraries are loaded)
+
 from matplotlib.figure import Figure
 
 from stree.errors import UsageError, exit_with_reason

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import stree.threads  # noqa: F401  (before other libraries are loaded)
+
 import yaml
 
 from stree.errors import UsageError, exit_with_reason

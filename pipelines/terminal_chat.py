@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import stree.threads  # before other libraries are loaded
+
 from rich.console import Console
 from rich.text import Text
 

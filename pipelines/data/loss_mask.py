@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stree.chat_encoding import ChatEncoder
-from stree.errors import UsageError, exit_with_reason
+from stree.errors import UsageError
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.terminal.command_line import PlainParser
 
@@ -54,7 +54,3 @@ def main(arguments: list[str] | None = None) -> None:
     for conversation in conversations:
         (chat,) = encoder.encode([conversation.turns])
         print(f"{conversation.id}: {show_mask(chat.tokens, chat.assistant, tokenizer)}\n")
-
-
-if __name__ == "__main__":
-    exit_with_reason(main)

@@ -127,6 +127,40 @@ def test_a_python_without_pytorch_is_told_so_in_a_line():
     assert "Traceback" not in ran.stderr
 
 
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "pipelines").glob("*.py"))
+
+
+def without_libraries(script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-S", str(script), "--help"], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "stree.py"])
+def test_a_script_that_is_run_by_a_wrong_python_says_so_in_a_line(name):
+    if "__main__" not in (REPOSITORY / "pipelines" / name).read_text():
+        pytest.skip("no command")
+    ran = without_libraries(REPOSITORY / "pipelines" / name)
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"error: {sys.executable} does not have stree: type ")
+    assert ran.returncode == UsageError.exit_code and not ran.stdout
+
+
+def test_the_line_about_a_wrong_python_says_how_to_set_up(tmp_path):
+    """In a clone without an environment, and in one with one."""
+    (tmp_path / "pipelines").mkdir()
+    for name in ("stree.py", "corpus.py"):
+        shutil.copy(REPOSITORY / "pipelines" / name, tmp_path / "pipelines")
+    script = tmp_path / "pipelines/corpus.py"
+    told = without_libraries(script).stderr
+    assert f"type make install in {tmp_path}, then . .venv/bin/activate" in told
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    told = without_libraries(script).stderr
+    assert f"type {python} {script} --help, or first . {python.parent}/activate" in told
+
+
 def test_a_module_of_our_own_that_is_missing_is_a_mistake_of_ours():
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         exit_with_reason(lambda: __import__("stree.no_such_module"))
@@ -142,7 +176,7 @@ def test_what_stree_exports_is_imported_when_asked_for():
 
 def test_make_alone_lists_its_targets():
     told = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    for target in ("quickstart", "test", "check"):
+    for target in ("install", "quickstart", "test", "check"):
         assert f"  make {target} " in told.stdout
 
 
