@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.contracts import Steering, Stream
 from stree_kernels.launch import follow, load_kept, overlapping, store_kept
 from stree_kernels.pointwise import normed, two_sums, warps, with_parts
-from stree_kernels.shapes import Steering, Stream
 
 
 def embed_norm(

@@ -7,14 +7,9 @@ A launch with `overlapping` may begin as soon as every program of the one ahead 
 launch writes, such as weights and trees. A kernel that is past it knows that the launch ahead is
 complete; that one, to complete, had passed its own: so everything ahead is complete.
 
-Trees that grow are written by launches of the same step (`growth.py`): where `Topology.written`,
-kernels read them, and which nodes they are called for, after their `follow`.
-
-A launch may go further where the one ahead calls `follow` and no `lead`: whatever was written
-before both is complete when it begins, and it has only to wait for what the one ahead writes. What
-that one does not touch, it may write even before. So the second launch of an op reads what steers
-both, and the first of a mixer, which a product is ahead of, the mixer's memory (`Steering.ready`).
-Programs that need nothing of the launch ahead end without `follow`, if others of theirs call it.
+Launches of the same step write dynamic trees (`sampling/dynamic_trees.py`): where
+`Topology.written` is set, kernels read the trees, and which nodes they are called for, after
+their `follow`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stree_kernels.contracts import Added, Steering
 from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
-from stree_kernels.shapes import Added, Steering
 
 # What was fastest on an H200, or as fast as the rest
 GATE_BLOCK = 1024  # channels of a gate that a program takes

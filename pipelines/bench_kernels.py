@@ -18,7 +18,7 @@ from stree.errors import UsageError, exit_with_reason, naming_what_does_not_fit
 from stree.forest import topology_of
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.shapes import (
+from stree_kernels.contracts import (
     Derived,
     GatedDeltaShape,
     GatedDeltaWeights,
@@ -117,7 +117,7 @@ def _scan(
         "naive": lambda: [naive.mamba_tree(a, b, *rest) for a, b, _, rest in sets]
     }
     if _fused(device):
-        from stree_kernels import chain_scan, tree_scan
+        from stree_kernels.mamba import chain_scan, tree_scan
 
         functions["fused"] = lambda: [
             tree_scan.mamba_tree(a, b, c, *rest) for a, b, c, rest in sets
@@ -159,7 +159,8 @@ def _gated_delta(
         "naive": lambda: [naive.gated_delta_tree(a, b, *rest) for a, b, _, rest in sets]
     }
     if _fused(device):
-        from stree_kernels import gated_delta_chain, gated_delta_tree
+        from stree_kernels.gated_delta import chain as gated_delta_chain
+        from stree_kernels.gated_delta import tree as gated_delta_tree
 
         functions["fused"] = lambda: [
             gated_delta_tree.gated_delta_tree(a, b, c, *rest) for a, b, c, rest in sets

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stree.last_used import kept_by_trees
 from stree.tree import BeamTree, TokenTree
-from stree_kernels.shapes import Topology
+from stree_kernels.contracts import Topology
 
 if TYPE_CHECKING:
     from stree.rows import Rows

@@ -17,7 +17,7 @@ from stree.head_columns import columns_of
 from stree.rows import Rows
 from stree.tree import BeamTree, SlotTree, TokenTree
 from stree_kernels import ops
-from stree_kernels.shapes import Topology
+from stree_kernels.contracts import Topology
 
 
 class GrownForest(Forest):

@@ -17,7 +17,7 @@ from stree.generation import GenerationConfig
 from stree.head_columns import columns_of
 from stree.models.layer_caches import fill
 from stree_kernels import naive
-from stree_kernels.shapes import Sampling
+from stree_kernels.contracts import Sampling
 
 NUM_SETTINGS = 6  # of a row
 Asked = tuple[bool, bool, bool, bool]

@@ -18,7 +18,7 @@ from stree.errors import NotFound, UsageError
 from stree.plain_data import parse_yaml, read_text
 
 MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
-MAX_CHILDREN = 255  # of a node: one program finds the best of a row of logits (`top.py`)
+MAX_CHILDREN = 255  # of a node: one program finds a row's best (`kernels/sampling/top.py`)
 # Of what `TokenTree.load` takes
 FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
 

@@ -3,7 +3,6 @@
 Callers take all from here (`naive.tree_scan`). kernels/README.md says which file has whose twin.
 """
 
-from stree_kernels.naive.accept import accept_choices
 from stree_kernels.naive.attention import attend_tree, move_accepted, rotate, tree_attention
 from stree_kernels.naive.conv import (
     segment_conv,
@@ -20,7 +19,6 @@ from stree_kernels.naive.gated_delta import (
     split_heads,
 )
 from stree_kernels.naive.gather import embed_norm, norm, norm_at, take_roots
-from stree_kernels.naive.growth import build_topology, pick_level, pick_tree
 from stree_kernels.naive.mamba import (
     chunk_scan,
     conv_channels,
@@ -32,7 +30,6 @@ from stree_kernels.naive.mamba import (
     tree_scan,
 )
 from stree_kernels.naive.mixture import choose_experts, experts
-from stree_kernels.naive.philox import token_noise, uniforms
 from stree_kernels.naive.pointwise import (
     activated,
     add_rms_norm,
@@ -53,8 +50,16 @@ from stree_kernels.naive.products import (
     linear_swiglu,
     linear_wide,
 )
-from stree_kernels.naive.top import choice_scores, choose_best, choose_children, draw_children
-from stree_kernels.naive.verification import Choose, accept_drafts, distribution
+from stree_kernels.naive.sampling.accept import accept_choices
+from stree_kernels.naive.sampling.dynamic_trees import build_topology, pick_level, pick_tree
+from stree_kernels.naive.sampling.top import (
+    choice_scores,
+    choose_best,
+    choose_children,
+    draw_children,
+)
+from stree_kernels.naive.sampling.uniforms import token_noise, uniforms
+from stree_kernels.naive.sampling.verification import Choose, accept_drafts, distribution
 
 __all__ = [
     "Choose",

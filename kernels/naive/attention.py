@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import Steering, Topology
+from stree_kernels.index_plan import Index, attention_places, moved_slots
 from stree_kernels.naive.dtypes import as_dtype
-from stree_kernels.places import Index, attention_places, moved_slots
-from stree_kernels.shapes import Steering, Topology
 
 
 def attend_tree(

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import Steering, Topology
+from stree_kernels.index_plan import ConvPlaces, conv_places, path_places
 from stree_kernels.naive.dtypes import as_dtype, widened
-from stree_kernels.places import ConvPlaces, conv_places, path_places
-from stree_kernels.shapes import Steering, Topology
 
 
 def tree_conv(

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 from stree_kernels.naive.conv import tree_conv
 from stree_kernels.naive.dtypes import accumulation_dtype
-from stree_kernels.shapes import GatedDeltaShape, GatedDeltaWeights, Steering, Topology
 
 NORM_EPS = 1e-6  # of q's and k's L2 norm, as published models have it
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import Steering, Stream
 from stree_kernels.naive.pointwise import add_rms_norm, advance, rms_norm
-from stree_kernels.shapes import Steering, Stream
 
 
 def embed_norm(

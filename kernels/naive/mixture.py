@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stree_kernels.contracts import Router
 from stree_kernels.naive.pointwise import activated
-from stree_kernels.shapes import Router
 
 ALL_ROWS = 64  # whose outputs of all experts exist at once
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import Added, Steering
 from stree_kernels.naive.dtypes import widened
-from stree_kernels.shapes import Added, Steering
 
 
 def add_rms_norm(

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree_kernels.contracts import Gated, Scaled, Stream
 from stree_kernels.naive.dtypes import widened
 from stree_kernels.naive.gather import norm
 from stree_kernels.naive.pointwise import activated, gated_rms_norm, swiglu
-from stree_kernels.shapes import Gated, Scaled, Stream
 
 ROWS_AT_ONCE = 8192  # of a weight that is put into 8 bits: what is wider goes by the piece
 LARGEST = 448.0  # of e4m3

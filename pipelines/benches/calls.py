@@ -376,7 +376,7 @@ def _prefill_call(
 
 def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A call over chains with the multi-step update in the tree scan's place."""
-    from stree_kernels import chain_scan
+    from stree_kernels.mamba import chain_scan
 
     def chain(*arguments: Any) -> Tensor:
         *rest, first, out = arguments

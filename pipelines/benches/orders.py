@@ -17,7 +17,7 @@ from stree.models.config import HybridConfig
 from stree.node_order import Parents, by_level, depth_first, heavy_path, num_blocks
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Steering
+from stree_kernels.contracts import Steering
 from stree_pipelines.benches.timing import side_by_side
 
 ORDERS: dict[str, Callable[[Parents], Parents]] = {
@@ -77,7 +77,7 @@ def _fused(device: torch.device) -> bool:
 
 def _kernel_block(config: HybridConfig) -> tuple[int, int]:
     """Nodes and keys of a block of the fused kernel, in 16 bits."""
-    from stree_kernels.tree_attention import CORNER_KEYS, MAX_ROWS
+    from stree_kernels.attention.tree_attention import CORNER_KEYS, MAX_ROWS
 
     return max(1, MAX_ROWS * config.num_kv_heads // config.num_heads), CORNER_KEYS
 
@@ -108,7 +108,7 @@ def _calls(
     ]  # fmt: skip
     if not _fused(device):
         return {"naive": lambda: [naive.attend_tree(*each) for each in sets]}
-    from stree_kernels.tree_attention import attend_tree
+    from stree_kernels.attention.tree_attention import attend_tree
 
     ways: dict[str, Callable[..., object]] = {
         "dense": partial(attend_tree, skips=False), "sparse": partial(attend_tree, skips=True)

@@ -16,7 +16,7 @@ from stree.description import counted, size
 from stree.free_resources import free_memory_bytes
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
-from stree_kernels.chunk_scan import mamba_ssm_kernel
+from stree_kernels.mamba.chunk_scan import mamba_ssm_kernel
 from stree_pipelines.resources.estimates import num_parameters, training_memory
 
 GIB = 1024**3

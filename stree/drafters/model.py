@@ -18,7 +18,7 @@ from stree.models.reading import PieceRoom
 from stree.rows import Rows
 from stree.tree import TokenTree
 from stree_kernels import ops
-from stree_kernels.shapes import Sampling, Stream, Topology
+from stree_kernels.contracts import Sampling, Stream, Topology
 
 
 @dataclass(frozen=True)

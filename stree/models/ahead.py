@@ -30,7 +30,7 @@ from torch import Tensor
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.parts import Sequences
-from stree_kernels.chunk_scan import chunk_scan
+from stree_kernels.mamba.chunk_scan import chunk_scan
 
 
 @dataclass(frozen=True)

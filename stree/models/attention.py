@@ -22,7 +22,7 @@ from stree.models.parts import (
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Steering, Stream, Topology
+from stree_kernels.contracts import Steering, Stream, Topology
 
 Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
 

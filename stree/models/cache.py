@@ -36,7 +36,7 @@ from stree.models.layer_caches import (
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Steering
+from stree_kernels.contracts import Steering
 
 
 @dataclass(frozen=True)

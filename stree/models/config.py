@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stree.errors import UsageError
-from stree_kernels.shapes import GatedDeltaShape, MixerShape
+from stree_kernels.contracts import GatedDeltaShape, MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed
 MAX_EXPERTS = 1024  # their names are written down before any weight is looked at

@@ -26,8 +26,8 @@ from stree.models.parts import (
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.gated_delta_scan import gated_delta_scan
-from stree_kernels.shapes import GatedDeltaWeights, Stream
+from stree_kernels.contracts import GatedDeltaWeights, Stream
+from stree_kernels.gated_delta.scan import gated_delta_scan
 
 
 class GatedDeltaNet(Part):

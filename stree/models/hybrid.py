@@ -41,8 +41,8 @@ from stree.models.reading import PieceRoom, ReadingCall
 from stree.models.rotary import rotary_angles
 from stree.tree import TokenTree
 from stree_kernels import naive, ops
-from stree_kernels.places import whole_heads
-from stree_kernels.shapes import Sampling, Scaled, Stream, Topology
+from stree_kernels.contracts import Sampling, Scaled, Stream, Topology
+from stree_kernels.index_plan import whole_heads
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stree.errors import UsageError
 from stree.models.parts import TreeCall, rows_of
-from stree_kernels.shapes import Steering, Stream, Topology
+from stree_kernels.contracts import Steering, Stream, Topology
 
 BACKTRACKING = ("replay", "joint")
 

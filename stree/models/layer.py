@@ -14,7 +14,7 @@ from stree.models.mlp import MLP, Experts
 from stree.models.parts import RMSNorm, Sequences
 from stree.models.short_conv import ShortConv
 from stree.models.side_by_side import SideBySide
-from stree_kernels.shapes import Stream
+from stree_kernels.contracts import Stream
 
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
 PART_NAMES = {

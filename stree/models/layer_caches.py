@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Derived, GatedDeltaShape, MixerShape, Steering
+from stree_kernels.contracts import Derived, GatedDeltaShape, MixerShape, Steering
 
 Which = int | slice | Tensor  # of the sequences; a tensor of rows, (n,) int64, for graphs
 EACH = slice(None)

@@ -27,8 +27,8 @@ from stree.models.parts import (
     put,
 )
 from stree_kernels import naive, ops
-from stree_kernels.chunk_scan import chunk_scan
-from stree_kernels.shapes import Gated, MixerWeights, Stream
+from stree_kernels.contracts import Gated, MixerWeights, Stream
+from stree_kernels.mamba.chunk_scan import chunk_scan
 
 
 class Mamba2(Part):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stree.models.config import HybridConfig
 from stree.models.parts import Part, Pass, project, project_parts
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Router, Stream
+from stree_kernels.contracts import Router, Stream
 
 
 class MLP(Part):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Added, Gated, Steering, Stream, Topology
+from stree_kernels.contracts import Added, Gated, Steering, Stream, Topology
 
 if TYPE_CHECKING:
     from stree.models.features import Features

@@ -23,7 +23,7 @@ from stree.models.cache import HybridCache
 from stree.models.layer_caches import AttentionCache, LayerCache
 from stree.models.parts import TreeCall
 from stree.tree import TokenTree
-from stree_kernels.shapes import Steering, Topology
+from stree_kernels.contracts import Steering, Topology
 
 
 class PieceRoom:

@@ -11,7 +11,7 @@ from stree.models.config import HybridConfig
 from stree.models.layer_caches import ShortConvCache
 from stree.models.parts import Extension, Part, Sequences, TreeCall, project, project_parts, put
 from stree_kernels import naive, ops
-from stree_kernels.shapes import Stream
+from stree_kernels.contracts import Stream
 
 
 class ShortConv(Part):

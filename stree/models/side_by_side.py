@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stree.models.parts import Joined, Sequences, TreeCall, joined, project
 from stree_kernels import ops
-from stree_kernels.shapes import Stream
+from stree_kernels.contracts import Stream
 
 
 @dataclass

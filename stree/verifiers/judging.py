@@ -11,8 +11,8 @@ from stree.forest import Forest
 from stree.rows import Rows
 from stree.verifiers.coupled import Coupled
 from stree_kernels import ops
+from stree_kernels.contracts import Drafts
 from stree_kernels.naive import Choose
-from stree_kernels.shapes import Drafts
 
 
 class Judging:

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, normal, relative_error, steering_of
 
 from stree_kernels import gather, naive, pointwise
-from stree_kernels.shapes import Stream
+from stree_kernels.contracts import Stream
 
 TOLERANCE = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

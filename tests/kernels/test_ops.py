@@ -12,7 +12,7 @@ import torch
 
 import stree
 from stree_kernels import naive, ops
-from stree_kernels.shapes import GatedDeltaShape, MixerShape
+from stree_kernels.contracts import GatedDeltaShape, MixerShape
 
 CUDA = torch.device("cuda")
 
@@ -25,8 +25,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("STREE_KERNELS", raising=False)
-    ops._warn_once.cache_clear()
-    return state
+    fused = ops.fused  # a test may replace it
+    fused.cache_clear()
+    yield state
+    fused.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -56,7 +58,7 @@ def test_a_gpu_that_cannot_is_warned_about_once(gpu, reason, dtype, dim, capabil
     gpu["capability"] = capability
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert not any(ops.fused(CUDA, dtype, dim) for _ in range(3))
+        assert not any(ops.fused(CUDA, dtype, dim) for _ in range(3))  # found out once
     assert [str(each.message) for each in caught] == [
         f"decoding runs on plain PyTorch, not on the fused kernels: {reason}"
     ]
@@ -74,29 +76,49 @@ def test_on_a_cpu_an_op_is_its_twin():
     assert torch.equal(ops.linear_parts(x, weight)[0], naive.linear(x, weight))
 
 
-@pytest.mark.parametrize(("num_nodes", "first", "module"), [
+@pytest.mark.parametrize(("num_nodes", "first", "kernel"), [
     (1, 0, "gated_delta_chain"), (2, 0, "gated_delta_tree"), (1, 1, "gated_delta_tree"),
 ])  # fmt: skip
-def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, module):
-    """With the fused kernels; growing a tree by one node is not."""
+def test_one_token_is_a_step_of_a_chain(monkeypatch, num_nodes, first, kernel):
+    """Take the chain's kernel for one token, but not where a tree grows by one node."""
     asked = []
     monkeypatch.setattr(ops, "fused", lambda *_: True)
-    kernels = SimpleNamespace(**{
-        name: lambda *_, name=name: asked.append(name)
-        for name in ("gated_delta_chain", "gated_delta_tree")
-    })  # fmt: skip
-    monkeypatch.setattr(ops.importlib, "import_module", lambda name: kernels)
+    monkeypatch.setattr(ops, "_kernel", lambda module, name: lambda *_: asked.append(name))
     shape = GatedDeltaShape(2, 1, 4, 4, 4)
     depths = torch.zeros(1, first + num_nodes, dtype=torch.int32)
     topology = SimpleNamespace(depths=depths)
     ops.gated_delta_tree(torch.zeros(1), *[None] * 5, shape, topology, None, first)
-    assert asked == [module]
+    assert asked == [kernel]
 
 
-def test_every_op_has_a_twin_of_its_name():
-    own = {name for name, each in inspect.getmembers(ops, inspect.isfunction)
-           if each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip
-    assert own - {"fused", "current", "new_derived", "bucket"} <= set(naive.__all__)
+def test_an_op_is_the_kernel_of_its_twins_name(monkeypatch):
+    """Decide by the tensor that the op names, by the given dtype and by the largest dimension."""
+    asked = []
+
+    def fused(device, dtype, largest_dim):
+        asked.append((dtype, largest_dim))
+        return True
+
+    monkeypatch.setattr(ops, "fused", fused)
+    monkeypatch.setattr(ops, "_kernel", lambda module, name: lambda *_: (module, name))
+    ids, half = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.float16)
+    assert ops.gated(half, half) == ("pointwise", "gated")
+    assert ops.linear_parts(None, half) == ("products.short", "linear_parts")
+    assert ops.build_topology(ids, 3, None) == ("sampling.dynamic_trees", "build_topology")
+    keys = torch.zeros(1, 1, 1, 64)
+    assert ops.attend_tree(half, keys) == ("attention.tree_attention", "attend_tree")
+    assert asked == [(half.dtype, 0), (half.dtype, 0), (torch.float32, 0), (half.dtype, 64)]
+
+
+def test_every_op_has_a_twin_and_a_kernel_of_its_name():
+    pytest.importorskip("triton")
+    wrapped = {name: op for name, op in vars(ops).items() if hasattr(op, "__wrapped__")}
+    del wrapped["fused"]
+    for name, op in wrapped.items():
+        assert op.__wrapped__ is getattr(naive, name)
+    own = {name for name, each in vars(ops).items() if inspect.isfunction(each)
+           and each.__module__ == ops.__name__ and not name.startswith("_")}  # fmt: skip
+    assert own - {"current", "new_derived", "bucket"} <= set(naive.__all__)
 
 
 def test_what_callers_keep_and_read_follows_from_the_kernels(monkeypatch):
@@ -124,9 +146,13 @@ def test_the_readme_says_whose_twins_are_where():
     kernels = tests.parents[1] / "kernels"
     lines = (kernels / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [re.findall(r"`([\w/]+\.py)`", line) for line in lines if line.startswith("| `naive/")]
-    files = {f"naive/{path.name}" for path in (kernels / "naive").glob("*.py")}
+    files = {path.relative_to(kernels).as_posix() for path in (kernels / "naive").rglob("*.py")}
     assert {row[0] for row in rows} == files - {"naive/__init__.py", "naive/dtypes.py"}
     named = {name for row in rows for name in row[1:]}
     assert all((kernels / name).exists() or (tests / name).exists() for name in named)
-    fused = {path.name for path in kernels.glob("*.py") if "@triton.jit" in path.read_text("utf-8")}
+    fused = {
+        path.relative_to(kernels).as_posix()
+        for path in kernels.rglob("*.py")
+        if "@triton.jit" in path.read_text("utf-8")
+    }
     assert fused - {"launch.py"} <= named

@@ -11,7 +11,8 @@ from planted import edited_module
 from toys import TableDrafter, TableTarget
 
 from stree import BatchDecoder, GenerationConfig, Request, TokenTree
-from stree_kernels import accept, ops, top, uniforms
+from stree_kernels import ops
+from stree_kernels.sampling import accept, top, uniforms
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter reads edited sources")
 SETTINGS = [

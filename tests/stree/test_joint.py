@@ -12,7 +12,7 @@ from stree.executors import Graphs
 from stree.forest import Forest
 from stree.tree import balanced
 from stree_kernels import ops
-from stree_kernels.shapes import Steering
+from stree_kernels.contracts import Steering
 
 TREES = [TokenTree.paper(), TokenTree.chain(5), balanced([3, 2]), TokenTree.chain(0)]
 KINDS = dict(  # every mixer, two of them more than once and side by side

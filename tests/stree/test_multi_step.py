@@ -27,7 +27,7 @@ from stree.drafters import Drawn, Proposal
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
-from stree_kernels.naive import verification
+from stree_kernels.naive.sampling import verification
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, Undrawn, Repetitive])

@@ -12,7 +12,7 @@ from transformers import (
 
 from stree import GenerationConfig
 from stree.rows import Rows
-from stree_kernels.naive.verification import Chooser
+from stree_kernels.naive.sampling.verification import Chooser
 
 SETTINGS = [
     GenerationConfig(

@@ -38,7 +38,7 @@ from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive
 from stree.verifiers.traversal import Traversal
 from stree_kernels import ops
-from stree_kernels.naive import verification as rules
+from stree_kernels.naive.sampling import verification as rules
 
 CHAINS = [TokenTree.chain(1), TokenTree.chain(2)]
 BRANCHING = [

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stree_kernels import places
+from stree_kernels import index_plan as places
 
 
 def living_captures() -> set[int]:

@@ -29,8 +29,9 @@ from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
 from stree.tree import BeamTree, TokenTree, balanced
-from stree_kernels import naive, ops, streamed_scan, tiled_products, tree_attention, tree_conv
-from stree_kernels.shapes import (
+from stree_kernels import naive, ops
+from stree_kernels.attention import tree_attention
+from stree_kernels.contracts import (
     Derived,
     Drafts,
     GatedDeltaShape,
@@ -40,6 +41,9 @@ from stree_kernels.shapes import (
     Steering,
     Stream,
 )
+from stree_kernels.conv import tree_conv
+from stree_kernels.mamba import streamed_scan
+from stree_kernels.products import tiled as tiled_products
 
 SHARED_KB = {80: 164, 90: 228, 100: 228}  # of a multiprocessor, by compute capability; others 100
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from stree.forest import Forest
 from stree.tree import TokenTree
-from stree_kernels import naive, verification
-from stree_kernels.shapes import Drafts, Sampling
+from stree_kernels import naive
+from stree_kernels.contracts import Drafts, Sampling
+from stree_kernels.sampling import verification
 
 EDGE = 1e-9
 

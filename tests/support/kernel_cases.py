@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stree.tree import TokenTree, balanced
-from stree_kernels.shapes import Steering, Topology
+from stree_kernels.contracts import Steering, Topology
 
 pytest.importorskip("triton")
 

@@ -26,7 +26,7 @@ from stree.models.sources import (
     stacked_pairs,
     translated,
 )
-from stree_kernels.shapes import GatedDeltaShape
+from stree_kernels.contracts import GatedDeltaShape
 
 KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 ROTARY_SHARE = 0.25

@@ -16,7 +16,7 @@ from stree.models.layer_caches import GatedDeltaCache
 from stree.models.parts import Extension, Sequences, TreeCall
 from stree.tree import TokenTree
 from stree_kernels import ops
-from stree_kernels.shapes import GatedDeltaShape
+from stree_kernels.contracts import GatedDeltaShape
 
 SHAPES = {
     "as-many-heads": GatedDeltaShape(2, 2, 16, 16, 4),

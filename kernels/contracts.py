@@ -1,0 +1,345 @@
+"""What the ops of a tree call share: a mixer's dimensions, the trees, and what steers a call.
+
+Shapes: B batch, N tree nodes, H heads, P head dim, S state, G groups, C channels, W conv width,
+K slots of an accepted path, Z trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Places of use of a step's random numbers, the same whatever else its tree holds
+ACCEPT = 2**20  # + LEVEL · depth + the place among its siblings of the node that is judged
+LEVEL = 2**11
+AFTER = 2**31  # the token after the accepted path
+
+
+# What is to be added to a stream (…, D): nothing, parts of a sum (S, …, D), or several such
+Added = Tensor | tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class MixerShape:
+    """Dimensions of a Mamba-2 mixer whose projection gives [z, x, B, C, dt] side by side.
+
+    Head h reads x from group h // (num_heads // x_groups), likewise B and C. With
+    `repeat_before_conv`, x and B have a conv channel a head all the same. With `gated`, what the
+    scan gives is multiplied by silu(z); else whoever calls does that, before or after a norm.
+    """
+
+    num_heads: int
+    head_dim: int
+    d_state: int
+    x_groups: int
+    b_groups: int
+    c_groups: int
+    width: int  # of the conv
+    repeat_before_conv: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    gated: bool = False
+
+    # What follows from these, once: calls ask for it again and again
+    d_inner: int = field(init=False, repr=False)
+    xbc_dims: tuple[int, int, int] = field(init=False, repr=False)  # projected channels of x, B, C
+    num_channels: int = field(init=False, repr=False)  # of these together
+    num_kept: int = field(init=False, repr=False)  # that a call keeps of a node: x, B, C and dt
+    scan_groups: tuple[int, int, int] = field(init=False, repr=False)  # of x, B, C as conv and scan
+    conv_dims: tuple[int, int, int] = field(init=False, repr=False)  # see them, and their channels
+    tail: int = field(init=False, repr=False)  # committed inputs that the conv looks back on
+    largest_dim: int = field(init=False, repr=False)  # of a head or a state
+
+    def __post_init__(self) -> None:
+        def know(**values: Any) -> None:
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
+
+        def channels(x_groups: int, b_groups: int, c_groups: int) -> tuple[int, int, int]:
+            return x_groups * self.head_dim, b_groups * self.d_state, c_groups * self.d_state
+
+        groups = self.x_groups, self.b_groups, self.c_groups
+        in_scan = (self.num_heads,) * 2 + groups[2:] if self.repeat_before_conv else groups
+        know(d_inner=self.num_heads * self.head_dim, xbc_dims=channels(*groups))
+        know(num_channels=sum(self.xbc_dims), scan_groups=in_scan, conv_dims=channels(*in_scan))
+        know(num_kept=self.num_channels + self.num_heads, tail=self.width - 1)
+        know(largest_dim=max(self.head_dim, self.d_state))
+
+
+@dataclass(frozen=True)
+class MixerWeights:
+    """Parameters of conv and scan: conv (C, W) and (C,) or None; dt_bias, A_log and D (H,)."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+
+@dataclass(frozen=True)
+class GatedDeltaShape:
+    """Dimensions of a gated delta rule's mixer whose projection gives [z, q, k, v, a, b].
+
+    Value head h reads q and k of key head h // (num_heads // num_key_heads). a becomes the decay of
+    a head's state, b the strength with which a token writes to it.
+    """
+
+    num_heads: int  # value heads: each has a state (key_dim, value_dim)
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # of the conv
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def conv_dims(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.d_inner
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of q, k and v together."""
+        return sum(self.conv_dims)
+
+    @property
+    def num_kept(self) -> int:
+        """Channels that a call keeps of a node: q, k, v and a."""
+        return self.num_channels + self.num_heads
+
+    @property
+    def num_projected(self) -> int:
+        """Channels of the projection: z, q, k, v, a and b."""
+        return self.d_inner + self.num_kept + self.num_heads
+
+    @property
+    def tail(self) -> int:
+        """Committed inputs that the conv looks back on."""
+        return self.width - 1
+
+    @property
+    def largest_dim(self) -> int:
+        """Of a head or a state."""
+        return max(self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Parameters of conv and decay: conv (C, W) and (C,) or None; dt_bias and A_log (H,)."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What the fused kernels keep of a tree's nodes beside their raw inputs, and twice like those.
+
+    xb (2, B, N, Cx + Cb), silu(conv) of x and B, or of q and k; steps (2, B, 2, N, H) fp32, dt and
+    then the log-decay from the root (included). Replay and later levels read them; plain PyTorch
+    does not.
+    """
+
+    xb: Tensor
+    steps: Tensor
+
+    def narrow(self, first: int, count: int) -> Derived:
+        """Of some of the sequences only, as views."""
+        return Derived(self.xb.narrow(1, first, count), self.steps.narrow(1, first, count))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Z trees of N nodes on a device; every parent comes before its children.
+
+    ancestors (Z, N, N) bool: [z, i, j] is true when j is i or an ancestor of i. depths (Z, N)
+    int32. windows (Z, N, W) int32: what a causal conv sees at a node, oldest first, as indices
+    into [the W − 1 last committed inputs, the nodes]. written: launches of the same step write
+    them (`launch.py`).
+    """
+
+    ancestors: Tensor
+    depths: Tensor
+    windows: Tensor
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Device-side integers that tell a captured call where it stands; all int64.
+
+    length (B,) committed tokens in the states; path (B, K) nodes of the last tree, of which the
+    first path_length (B,) are accepted but not yet in the states; variant (B,) which tree of the
+    `Topology` each sequence uses; parity (1,) which of two buffers holds the last tree's inputs.
+    rows (B,), which sequences of keys and values these are; None for the first B.
+    shared, what plain PyTorch finds out of all these once a call (`index_plan.py`), else None.
+    ready, what a mixer's op reads that is complete when its first launch begins, before this waits
+    for the launch ahead (`launch.py`): "none"; "memory", what the last call left, if the launch
+    ahead is of another op; "all", its inputs, too, if that does not write them.
+    """
+
+    length: Tensor
+    path: Tensor
+    path_length: Tensor
+    variant: Tensor
+    parity: Tensor
+    rows: Tensor | None = None
+    shared: dict[Any, Any] | None = None
+    ready: str = "none"
+
+    def of_a_call(self, ready: str) -> Steering:
+        """The same for one call, whose layers share what they find out."""
+        return replace(self, shared={}, ready=ready)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A weight in 8 bits: values (E, D) in fp8 e4m3, each row of which counts times its scale, (E,)
+    in fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+@dataclass
+class Stream:
+    """A residual stream ahead of a norm, of Q nodes of B sequences, width D: what it consists of,
+    until whoever reads the norm first has added that up.
+
+    source, the rows (B, Q, D); or an embedding (V, D), with its tokens (B, Q), or those (B, N) at
+    nodes (B, Q), −1 for none; written: launches of the same step write the nodes (`launch.py`).
+    added, what is still to be added to it; scale (D,) and eps of the norm. With beside (B, Q, E),
+    the norm is that of both next to each other, by a scale (D + E,).
+    """
+
+    source: Tensor
+    scale: Tensor | None = None  # None: the sum itself is read
+    eps: float = 0.0
+    added: Added = None
+    tokens: Tensor | None = None
+    nodes: Tensor | None = None
+    written: bool = False
+    beside: Tensor | None = None
+    normed: Tensor | None = field(default=None, init=False)  # (B, Q, D + E), where it has been made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and Q."""
+        rows = self.source if self.tokens is None else self.tokens
+        batch, num_nodes = (rows if self.nodes is None else self.nodes).shape[:2]
+        return batch, num_nodes
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether there is nothing to look up or to add any more: source is the stream."""
+        return self.added is None and self.tokens is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one sum is normed, and nothing beside it."""
+        return self.beside is None and not isinstance(self.added, tuple)
+
+    def set_total(self, total: Tensor) -> None:
+        """Take note of the stream (B, Q, D), which has been added up."""
+        self.source, self.added, self.tokens, self.nodes = total, None, None, None
+
+    def norm_by(self, embed_norm: Callable[..., Any], add_rms_norm: Callable[..., Any]) -> Tensor:
+        """The norm (B, Q, D + E), made by one of these ops when first asked for."""
+        if self.normed is not None:
+            return self.normed
+        if self.tokens is None:
+            total, y = add_rms_norm(self.source, self.added, self.scale, self.eps, self.beside)
+        else:
+            added = None if self.added is None else self.added[0]
+            total, y = embed_norm(
+                self.source, self.tokens, self.nodes, self.scale, self.eps, self.written, added
+            )
+        self.set_total(total)
+        self.normed = y
+        return y
+
+
+@dataclass(frozen=True)
+class Gated:
+    """What a mixer gives, y (B, Q, C), ahead of its gate (B, Q, C) and of the norm of y·silu(gate),
+    over groups of channels, with scale (C,) and eps."""
+
+    y: Tensor
+    gate: Tensor
+    scale: Tensor
+    eps: float
+    groups: int
+
+    def norm_by(self, gated_rms_norm: Callable[..., Tensor]) -> Tensor:
+        """The norm (B, Q, C), made by this op."""
+        return gated_rms_norm(self.y, self.gate, self.scale, self.eps, self.groups)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each of B sequences chooses its tokens, on the device.
+
+    temperature (B,) fp64, 0 for the best token; seed (B,) and position (B,) int64, position being
+    that of the current tree's root in its sequence.
+    """
+
+    temperature: Tensor
+    seed: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafted trees, and what their nodes were drawn from; I nodes have children.
+
+    tokens and parents (B, N); children (B, N, K), −1 for none; levels, the nodes (B, n) with
+    children at each depth and their children's places (B, n, k), −1 for none. logits (B, I, V) that
+    a node's children were drawn from, at its drawn_by (B, N), or both None; points (B, N) bool,
+    nodes that were not drawn from logits, or None where all (without logits) or none were. finite
+    (B, …) bool, which of the drafter's logits were, or None. independent: siblings are drawn with
+    replacement.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    children: Tensor
+    levels: tuple[tuple[Tensor, Tensor], ...]
+    logits: Tensor | None
+    drawn_by: Tensor | None
+    points: Tensor | None
+    finite: Tensor | None
+    independent: bool = False
+
+    def is_point(self, at: Tensor, nodes: Tensor) -> Tensor:
+        """Bool, whether nodes (…) of rows at (…) were not drawn from logits."""
+        if self.points is not None:
+            return self.points[at, nodes]
+        fill = torch.ones_like if self.logits is None else torch.zeros_like
+        return fill(nodes, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Router:
+    """How tokens choose experts by logits.
+
+    softmax: the `top` best logits; their shares by softmax over those, or over all if not
+    normalised. Else, by sigmoid (DeepSeek-V3): the best scores, corrected for the choice alone,
+    within the top_groups best of `groups` of experts; normalised if asked. Both times scale.
+    """
+
+    top: int
+    softmax: bool = True
+    normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1

@@ -1,0 +1,382 @@
+"""A gated-delta layer's tree call in two launches: tree conv, then replay and tree (Triton).
+
+In the last one program serves one sequence, one value head and a block of its value channels. It
+alone reads and writes its part of the state: it replays the last accepted path into it, and keeps
+it in registers for all nodes of the new tree. The replay needs nothing of the conv, so on GPUs that
+can (compute capability 9.0) it runs beside it. Then the nodes come in blocks, each with a
+triangular system that is inverted by doubling of depth (`_inverse`). The naive twin is
+`naive.gated_delta_tree`.
+
+Blocks wait for one another, but only u has to: what a block's nodes have to do with each other and
+with those of earlier blocks follows from q, k, β and the decays alone. For more than `FEW` and at
+most `MOST_PAIRED` nodes a launch between the two finds that for all blocks at once
+(`pairs_kernel`), so that the last one has a few products a block left. State and replay need
+nothing of it, and run beside both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.contracts import Derived, GatedDeltaShape, GatedDeltaWeights, Steering, Topology
+from stree_kernels.conv.tree_conv import convolve
+from stree_kernels.launch import follow, lead, load_kept, overlapping, store_kept
+from stree_kernels.naive.gated_delta import NORM_EPS
+from stree_kernels.products.linear import mixed_precision_of, mixed_product, precision_of, product
+
+# What was fastest on an H200: nodes and value channels of a head that a program takes at a time
+BLOCK_NODES, BLOCK_VALUES = 16, 32
+FEW = 32  # nodes for which two warps are faster than four
+BLOCK_KNOWN = 64  # earlier nodes that a block takes at a time once their pairs are known
+MOST_PAIRED = 256  # nodes: what is kept of pairs grows with their square, 25 MB of 48 heads
+
+
+def gated_delta_tree(
+    projected: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    updates: Tensor,
+    state: Tensor,
+    weights: GatedDeltaWeights,
+    shape: GatedDeltaShape,
+    topology: Topology,
+    steering: Steering,
+    first: int,
+) -> Tensor:
+    """`naive.gated_delta_tree` in two launches, of more than `FEW` and at most
+    `MOST_PAIRED` nodes in three; y (B, Q, H·V) in projected's dtype."""
+    batch, num_new, _ = projected.shape
+    _, kept, b = projected.split([shape.d_inner, shape.num_kept, shape.num_heads], dim=-1)
+    v = convolve(kept, rows, derived, weights, shape, topology, steering, first)
+    y = torch.empty_like(v)
+    qk, steps = derived.xb, derived.steps
+    num_slots = min(qk.shape[2], steps.shape[3], updates.shape[1])
+    assert state.stride(3) == updates.stride(3) == 1 and num_slots >= first + num_new
+    tree = topology.ancestors.view(torch.uint8), topology.depths, topology.depths.shape[1]
+    rule: dict[str, Any] = dict(
+        KEY_DIM=shape.key_dim, HEADS_A_KEY=shape.num_heads // shape.num_key_heads,
+        K_CHANNEL=shape.conv_dims[0], EPS=NORM_EPS, REPLAY=first == 0,
+        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim)), BLOCK_N=BLOCK_NODES,
+        PRECISION=precision_of(kept), num_stages=1, **overlapping(kept),
+    )  # fmt: skip
+    pairs = None
+    if FEW < num_new <= MOST_PAIRED:
+        num_blocks = triton.cdiv(num_new, BLOCK_NODES)
+        num_columns = triton.cdiv(first + (num_blocks - 1) * BLOCK_NODES, BLOCK_NODES) + 1
+        pairs = torch.empty(2, batch, shape.num_heads, num_new, first + num_new, device=kept.device)
+        pairs_kernel[(num_blocks * num_columns, shape.num_heads, batch)](
+            qk, qk.stride(0), qk.stride(1), qk.stride(2),
+            steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
+            b, b.stride(0), b.stride(1), pairs, pairs.stride(0), *tree,
+            steering.variant, steering.parity, first, num_new, num_columns,
+            num_warps=2, **rule,
+        )  # fmt: skip
+    block_v = max(16, min(BLOCK_VALUES, triton.next_power_of_2(shape.value_dim)))
+    gated_delta_kernel[(triton.cdiv(shape.value_dim, block_v), shape.num_heads, batch)](
+        qk, qk.stride(0), qk.stride(1), qk.stride(2),
+        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
+        v, v.stride(0), v.stride(1), b, b.stride(0), b.stride(1),
+        updates, updates.stride(0), updates.stride(1), updates.stride(2),
+        state, state.stride(0), state.stride(1), state.stride(2),
+        y, y.stride(0), y.stride(1), pairs, 0 if pairs is None else pairs.stride(0), *tree,
+        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
+        steering.variant, steering.parity, first, num_new, num_slots,
+        VALUE_DIM=shape.value_dim, SCALE=shape.key_dim**-0.5, BLOCK_V=block_v,
+        BLOCK_KNOWN=BLOCK_KNOWN, MIXED=exact_products(kept.dtype),
+        num_warps=2 if num_new <= FEW else 4, **rule,
+    )  # fmt: skip
+    return y
+
+
+def exact_products(dtype: torch.dtype) -> str:
+    """For `mixed_product` where an error would stay in the state: never a single tf32 product."""
+    mixed = mixed_precision_of(dtype)
+    return "tf32x3" if mixed == "tf32" else mixed
+
+
+@triton.jit(do_not_specialize=["num_new", "num_columns"])
+def pairs_kernel(
+    qk, qk_parity_stride, qk_batch_stride, qk_stride,
+    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
+    b_pointer, b_batch_stride, b_stride, pairs, scores_stride,
+    ancestors, depths, tree_size, variants, parities, first, num_new, num_columns,
+    KEY_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr, K_CHANNEL: tl.constexpr,
+    EPS: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a block of new nodes (rows) has to do with a block of earlier ones, or in the last
+    column with itself: their part of the system, of itself inverted and times β, and their scores.
+    pairs (2, B, H, Q, first + Q)."""
+    lead(OVERLAPS)  # the next launch begins with what neither this one nor the conv writes
+    program, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = program // num_columns * BLOCK_N
+    column = program % num_columns
+    begin, end = column * BLOCK_N, first + start
+    if column == num_columns - 1:
+        begin, end = first + start, first + num_new
+    if begin >= end:
+        return
+    d, at = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    in_d = d < KEY_DIM
+    place, other = start + at, begin + at
+    known, there = place < num_new, other < end
+    node = first + place
+    half = load_kept(parities)
+    if REPLAY:
+        half = 1 - half
+    variant = load_kept(variants + batch)
+    ancestors += variant * tree_size * tree_size
+    depth = load_kept(depths + variant * tree_size + node, known)
+    q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
+    qk += half * qk_parity_stride + batch * qk_batch_stride
+    steps += half * steps_parity_stride + batch * steps_batch_stride + steps_part_stride + head
+    follow(OVERLAPS)
+    k = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, node, known, in_d)
+    q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
+    keys = _rows(qk + (K_CHANNEL + q_channel)[None, :], qk_stride, other, there, in_d)
+    decays = _inverse_length(keys, EPS)[None, :] * _decays(
+        ancestors, tree_size, node, known, load_kept(steps + node * steps_stride, known),
+        other, there, load_kept(steps + other * steps_stride, there),
+    )  # fmt: skip
+    system = product(k, tl.trans(keys), PRECISION) * decays * _inverse_length(k, EPS)[:, None]
+    scores = product(q, tl.trans(keys), PRECISION) * decays
+    if column == num_columns - 1:
+        b = tl.load(
+            b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
+        )
+        beta = tl.sigmoid(b.to(tl.float32))
+        system = _inverse(system * beta[:, None], depth, known, BLOCK_N) * beta[None, :]
+    row = (batch * tl.num_programs(1) + head) * num_new + place
+    at = pairs + row[:, None] * (first + num_new) + other[None, :]
+    mine = known[:, None] & there[None, :]
+    store_kept(at, system, mine)
+    store_kept(at + scores_stride, scores, mine)
+
+
+# Compiled for exactly one new node, the loop over nodes is gone, and with it, in Triton 3.6 on an
+# H200, what keeps the warps' use of shared memory apart: wrong numbers, others at each run
+@triton.jit(do_not_specialize=["num_new"])
+def gated_delta_kernel(
+    qk, qk_parity_stride, qk_batch_stride, qk_stride,
+    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
+    v_pointer, v_batch_stride, v_stride, b_pointer, b_batch_stride, b_stride,
+    updates, updates_batch_stride, updates_stride, updates_head_stride,
+    state_pointer, state_batch_stride, state_head_stride, state_row_stride,
+    y_pointer, y_batch_stride, y_stride, pairs, scores_stride,
+    ancestors, depths, tree_size, path, path_stride, path_size, path_lengths, variants, parities,
+    first, num_new, num_slots,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_A_KEY: tl.constexpr,
+    K_CHANNEL: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_KNOWN: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK_K)
+    p = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_d, in_p = d < KEY_DIM, p < VALUE_DIM
+    at_state = (
+        state_pointer + batch * state_batch_stride + head * state_head_stride
+        + d[:, None] * state_row_stride + p[None, :]
+    )  # fmt: skip
+    in_state = in_d[:, None] & in_p[None, :]
+    state = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
+    q_channel = (head // HEADS_A_KEY) * KEY_DIM + d
+    k_channel = K_CHANNEL + q_channel
+    value = head * VALUE_DIM + p
+    qk += batch * qk_batch_stride
+    steps += batch * steps_batch_stride + steps_part_stride + head  # of the log-decays
+    updates += batch * updates_batch_stride + head * updates_head_stride
+    # The first launch began with waiting for all before it: the last tree and what steers both
+    # launches are there already, and nobody else uses the state
+    half = load_kept(parities)
+    variant = load_kept(variants + batch)
+    if REPLAY:
+        path_length = load_kept(path_lengths + batch).to(tl.int32)
+        state = _replay(
+            state, qk + half * qk_parity_stride, qk_stride, k_channel, in_d,
+            steps + half * steps_parity_stride, steps_stride, updates, updates_stride, p, in_p,
+            path + batch * path_stride, path_size, path_length, num_slots, EPS, PRECISION, MIXED,
+        )  # fmt: skip
+        if path_length > 0:
+            tl.store(at_state, state.to(state_pointer.dtype.element_ty), mask=in_state)
+        half = 1 - half
+    qk += half * qk_parity_stride
+    steps += half * steps_parity_stride
+    ancestors += variant * tree_size * tree_size
+    depths += variant * tree_size
+    follow(OVERLAPS)
+    tl.debug_barrier()  # all threads have read the last tree's u: the new one's may be written
+    for start in range(0, num_new, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        known = place < num_new
+        node = first + place
+        k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)
+        q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
+        log_decay = load_kept(steps + node * steps_stride, known)
+        v = tl.load(
+            v_pointer + batch * v_batch_stride + place[:, None] * v_stride + value[None, :],
+            mask=known[:, None] & in_p[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if pairs is None:
+            b = tl.load(
+                b_pointer + batch * b_batch_stride + place * b_stride + head, mask=known, other=0.0
+            )
+            beta = tl.sigmoid(b.to(tl.float32))
+        k_scale, q_scale = _inverse_length(k, EPS), _inverse_length(q, EPS) * SCALE
+        # All that takes whole keys comes first: they, and the state, are most of the registers
+        seen = mixed_product(k, state, PRECISION, MIXED)
+        wanted = v - seen * (tl.exp(log_decay) * k_scale)[:, None]
+        y = mixed_product(q, state, PRECISION, MIXED) * tl.exp(log_decay)[:, None]
+        if pairs is None:
+            decays = k_scale[None, :] * _decays(
+                ancestors, tree_size, node, known, log_decay, node, known, log_decay
+            )
+            system = product(k, tl.trans(k), PRECISION) * decays * (beta * k_scale)[:, None]
+            scores = product(q, tl.trans(k), PRECISION) * decays
+            for earlier in range(0, first + start, BLOCK_N):  # nodes of which u is known
+                other = earlier + tl.arange(0, BLOCK_N)
+                there = other < first + start
+                keys = _rows(qk + k_channel[None, :], qk_stride, other, there, in_d)
+                decay_there = load_kept(steps + other * steps_stride, there)
+                decays = _inverse_length(keys, EPS)[None, :] * _decays(
+                    ancestors, tree_size, node, known, log_decay, other, there, decay_there
+                )
+                u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
+                k = _rows(qk + k_channel[None, :], qk_stride, node, known, in_d)  # anew
+                overlaps = product(k, tl.trans(keys), PRECISION) * decays * k_scale[:, None]
+                wanted -= product(overlaps, u_there, "tf32x3")
+                q = _rows(qk + q_channel[None, :], qk_stride, node, known, in_d)
+                y += product(product(q, tl.trans(keys), PRECISION) * decays, u_there, "tf32x3")
+            depth = load_kept(depths + node, known)
+            inverse = _inverse(system, depth, known, BLOCK_N) * beta[None, :]
+        else:
+            row = (batch * tl.num_programs(1) + head) * num_new + place
+            line = pairs + row[:, None] * (first + num_new)
+            inverse = load_kept(line + node[None, :], known[:, None] & known[None, :])
+            scores = load_kept(
+                line + scores_stride + node[None, :], known[:, None] & known[None, :]
+            )
+            for earlier in range(0, first + start, BLOCK_KNOWN):
+                other = earlier + tl.arange(0, BLOCK_KNOWN)
+                there = other < first + start
+                u_there = _rows(updates + p[None, :], updates_stride, other, there, in_p)
+                both = known[:, None] & there[None, :]
+                wanted -= product(load_kept(line + other[None, :], both), u_there, "tf32x3")
+                y += product(
+                    load_kept(line + scores_stride + other[None, :], both), u_there, "tf32x3"
+                )
+        u = product(inverse, wanted, "tf32x3")
+        y = (y + product(scores, u, "tf32x3")) * q_scale[:, None]
+        mine = known[:, None] & in_p[None, :]
+        store_kept(updates + node[:, None] * updates_stride + p[None, :], u, mine)
+        at = y_pointer + batch * y_batch_stride + place[:, None] * y_stride + value[None, :]
+        tl.store(at, y.to(y_pointer.dtype.element_ty), mask=mine)
+        tl.debug_barrier()  # the next block reads what these threads have written
+
+
+@triton.jit
+def _inverse(system, depth, known, BLOCK_N: tl.constexpr):
+    """(I + A)⁻¹, where A is what system holds between strict ancestors and descendants.
+
+    Let T invert I + A within each band of 2ᵐ depths, and E be what of A joins the two halves of the
+    bands twice as wide. TE has rows in the deeper halves and columns in the others only, so that
+    (TE)² = 0: in the wider bands T − TET is the inverse. That is two products a doubling of depth,
+    as stable as substitution is. A series in powers of A takes as many, but they grow like
+    binomials on a chain of similar keys.
+    """
+    at = tl.arange(0, BLOCK_N)
+    deepest = tl.max(tl.where(known, depth, 0), axis=0)
+    highest = tl.min(tl.where(known, depth, deepest), axis=0)
+    doublings = tl.sum((((deepest ^ highest) >> tl.arange(0, 16)) > 0).to(tl.int32), axis=0)
+    between = depth[:, None] ^ depth[None, :]  # its highest bit says in which doubling a pair meets
+    identity = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
+    inverse = identity - tl.where(between == 1, system, 0.0)
+    for doubling in range(1, doublings):
+        joins = tl.where((between >> doubling) == 1, system, 0.0)
+        inverse -= product(inverse, product(joins, inverse, "tf32x3"), "tf32x3")
+    return inverse
+
+
+@triton.jit
+def _replay(
+    state, qk, qk_stride, k_channel, in_d, log_decays, steps_stride, updates, updates_stride,
+    p, in_p, path, path_size, path_length, num_slots,
+    EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """The state after the accepted path of the last tree."""
+    # Of the first nodes all is there by the time it is known how many of them count
+    at = tl.arange(0, 16)
+    k, u, log_decay = _path_nodes(
+        path, at, at < path_size, num_slots, qk, qk_stride, k_channel, in_d,
+        log_decays, steps_stride, updates, updates_stride, p, in_p,
+    )  # fmt: skip
+    state, decayed = _advanced(state, 0.0, k, u, log_decay, at, path_length, EPS, PRECISION, MIXED)
+    for start in range(16, path_length, 16):
+        k, u, log_decay = _path_nodes(
+            path, start + at, start + at < path_length, num_slots, qk, qk_stride, k_channel, in_d,
+            log_decays, steps_stride, updates, updates_stride, p, in_p,
+        )  # fmt: skip
+        state, decayed = _advanced(
+            state, decayed, k, u, log_decay, at, path_length - start, EPS, PRECISION, MIXED
+        )
+    return state
+
+
+@triton.jit
+def _path_nodes(
+    path, at, listed, num_slots, qk, qk_stride, k_channel, in_d,
+    log_decays, steps_stride, updates, updates_stride, p, in_p,
+):  # fmt: skip
+    """k, u and log-decay of some nodes of a path buffer, of which not all need count."""
+    node = load_kept(path + at, listed).to(tl.int32)
+    there = listed & (node >= 0) & (node < num_slots)
+    k = _rows(qk + k_channel[None, :], qk_stride, node, there, in_d)
+    u = _rows(updates + p[None, :], updates_stride, node, there, in_p)
+    return k, u, load_kept(log_decays + node * steps_stride, there)
+
+
+@triton.jit
+def _advanced(
+    state, decayed, k, u, log_decay, at, count,
+    EPS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """The state after those of 16 nodes of the path that count, and its log-decay from the root,
+    which was `decayed` before them."""
+    counts = at < count
+    total = tl.sum(tl.where(at == tl.minimum(count, 16) - 1, log_decay, 0.0), axis=0)
+    k = tl.where(counts[:, None], k, 0.0)
+    weight = tl.exp(total - tl.where(counts, log_decay, total)) * _inverse_length(k, EPS)
+    u = tl.where(counts[:, None], u, 0.0) * weight[:, None]
+    added = mixed_product(tl.trans(k), u, PRECISION, MIXED)
+    return tl.exp(total - decayed) * state + added, total
+
+
+@triton.jit
+def _rows(columns, stride, node, there, inside):
+    """Rows of some nodes; zeros where there is none."""
+    return load_kept(columns + node[:, None] * stride, there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _inverse_length(rows, EPS: tl.constexpr):
+    wide = rows.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
+
+
+@triton.jit
+def _decays(
+    ancestors, tree_size, node, known, log_decay, other, there, other_decay
+):  # fmt: skip
+    """e^{c_i − c_j} where node j (column) is above or at node i (row), else 0."""
+    above = load_kept(
+        ancestors + node[:, None] * tree_size + other[None, :], known[:, None] & there[None, :]
+    )
+    # Off the ancestors the difference can be positive and overflow: mask it before exp
+    difference = log_decay[:, None] - other_decay[None, :]
+    return tl.exp(tl.where(above != 0, difference, -float("inf")))

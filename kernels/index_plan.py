@@ -1,0 +1,256 @@
+"""Where a tree call reads and writes, in plain PyTorch: found out once, for all of its layers.
+
+Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
+width, G query heads a key head, D attention head dim.
+
+All of it follows from topology and steering, which are the same in every layer. A call keeps it in
+`Steering.shared`. Where the host may read values without waiting, it also finds out what need not
+be done at all: paths are as long as any row's, and no key moves to where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stree_kernels.contracts import Steering, Topology
+
+T = TypeVar("T")
+Index = tuple[Tensor, ...]
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host may read its values: nothing waits for a CPU, and no graph captures it."""
+    return tensor.device.type == "cpu"
+
+
+def once(steering: Steering, what: tuple[Any, ...], find: Callable[[], T]) -> T:
+    """What `find` gives, found out by the first layer that asks for it in this call."""
+    shared = steering.shared
+    if shared is None:
+        return find()
+    if what not in shared:
+        shared[what] = find()
+    return shared[what]
+
+
+def accepted_path(steering: Steering) -> tuple[Tensor, Tensor | None]:
+    """The last tree's accepted nodes (B, K), 0 where they do not count, and which count (B, K);
+    None for all of them."""
+    path, lengths = steering.path, steering.path_length
+    if on_host(path):
+        known = lengths.tolist()
+        path = path.narrow(1, 0, max(1, *known))
+        if min(known) == path.shape[1]:
+            return path, None
+    counts = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
+    return torch.where(counts, path, 0), counts
+
+
+@dataclass(frozen=True)
+class ConvPlaces:
+    """For a convolution over rows (2, B, W − 1 + N, …) of [committed tail, nodes], twice.
+
+    It goes over a line a sequence: what rows hold at `before` (B, …), counted through their first
+    three dims, and then the new nodes. Of a new tree that is the tail and the accepted path's K
+    nodes, of a tree that grows the tail and its nodes so far.
+    windows (B, K + n, W), what it sees at the path's nodes (none of a tree that grows) and at n of
+    the tree's, oldest first, counted through all lines; None where these stand in order, so that it
+    sees each with the ones right before. path, K; counts (B, K), which of the path count (None:
+    all). kept, what of a line is written to half (1,) of the rows, from slot `written` on: places
+    (B, …) counted through all lines, or the number of those in front that is not.
+    """
+
+    before: Tensor
+    windows: Tensor | None
+    path: int
+    counts: Tensor | None
+    kept: Tensor | int
+    half: Tensor
+    written: int
+
+
+def conv_places(
+    rows: Tensor,
+    tail: int,
+    topology: Topology,
+    steering: Steering,
+    start: int,
+    first: int,
+    num_new: int,
+) -> ConvPlaces:
+    """For nodes first … first + num_new − 1, with windows of those from `start`; tail, W − 1."""
+
+    def find() -> ConvPlaces:
+        chosen = topology.windows.index_select(0, steering.variant)
+        windows = chosen[:, start : first + num_new].long()
+        # Whatever the windows of padding hold: a node's last input is its own
+        windows[..., -1] = torch.arange(tail + start, tail + first + num_new, device=windows.device)
+        if first:
+            before = torch.arange(tail + first, device=windows.device).expand(len(windows), -1)
+            before = _counted(before, rows.shape[2], steering.parity)
+            windows = _counted(windows, tail + first + num_new)
+            return ConvPlaces(
+                before, windows, 0, None, tail + first, steering.parity, tail + first
+            )  # fmt: skip
+        last = path_places(rows, tail, steering, num_new)
+        if last.counts is None:
+            windows = windows + last.path
+        else:  # what is newest of the path is where that ends
+            lengths = steering.path_length[:, None, None]
+            windows = windows + torch.where(windows < tail, lengths, last.path)
+        ordered = torch.arange(last.path + num_new, device=windows.device)[:, None]
+        ordered = ordered + torch.arange(tail + 1, device=windows.device)
+        if on_host(windows) and bool((windows == ordered[last.path :]).all()):
+            return last
+        along = ordered[: last.path].expand(len(windows), -1, -1)
+        windows = torch.cat([along, windows], dim=1)
+        return replace(last, windows=_counted(windows, tail + last.path + num_new))
+
+    return once(steering, ("conv", rows.shape[:3], tail, start, first, num_new), find)
+
+
+def path_places(rows: Tensor, tail: int, steering: Steering, num_new: int = 0) -> ConvPlaces:
+    """For the accepted path, and as many new nodes in order, of which the first comes after it."""
+    path, counts = accepted_path(steering)
+    steps = torch.arange(tail, device=path.device)
+    before = torch.cat([steps.expand(len(path), -1), tail + path], dim=1)
+    before = _counted(before, rows.shape[2], steering.parity)
+    length = path.shape[1]
+    kept: Tensor | int = length
+    if counts is not None:
+        newest = steering.path_length[:, None] + steps
+        new = torch.arange(tail + length, tail + length + num_new, device=path.device)
+        ends = torch.cat([newest, new.expand(len(path), -1)], dim=1)
+        kept = _counted(ends, tail + length + num_new)
+    return ConvPlaces(before, None, length, counts, kept, 1 - steering.parity, 0)
+
+
+def _counted(places: Tensor, length: int, half: Tensor | int = 0) -> Tensor:
+    """Places (B, …) in lines of a length, counted through all B of them; half (1,), of those."""
+    batch = len(places)
+    if batch == 1:
+        return places if isinstance(half, int) else places + half * length
+    sequences = torch.arange(batch, device=places.device).view(-1, *[1] * (places.dim() - 1))
+    return places + (half * batch + sequences) * length
+
+
+def ancestors_of(
+    topology: Topology, steering: Steering, first: int, num_new: int, dtype: torch.dtype
+) -> Tensor:
+    """(B, N, N), 1 where j is i or an ancestor of i, else 0; N = first + num_new."""
+
+    def find() -> Tensor:
+        nodes = first + num_new
+        return topology.ancestors.index_select(0, steering.variant)[:, :nodes, :nodes].to(dtype)
+
+    return once(steering, ("ancestors", first, num_new, dtype), find)
+
+
+@dataclass(frozen=True)
+class AttentionPlaces:
+    """For attention to a cache (B, Hkv, L, D).
+
+    moves, rows and slots of accepted keys to be moved, and the slots that they go to; None when
+    all stay. slots (B, Hkv, Q, D), the new nodes'. rotary (2, B, 1, Q, D), see `whole_heads`.
+    bound, how many slots are looked at; mask (B, 1, G·Q, bound), 0 or −∞, by group and then by
+    node, None when all are visible; unused (B, 1, bound, 1), slots that hold nothing, None when
+    none does.
+    """
+
+    moves: Index | None
+    slots: Tensor
+    rotary: Tensor
+    bound: int
+    mask: Tensor | None
+    unused: Tensor | None
+
+
+def attention_places(
+    topology: Topology,
+    steering: Steering,
+    first: int,
+    num_new: int,
+    bound: int,
+    rotary: Tensor,
+    num_heads: tuple[int, int],
+    dtype: torch.dtype,
+) -> AttentionPlaces:
+    """Args as in `naive.attend_tree`; num_heads, of queries and of keys; dtype, of the mask."""
+
+    def find() -> AttentionPlaces:
+        length, moves, most = steering.length, None, bound
+        if first == 0:
+            moves = moved_slots(length, steering.path, steering.path_length)
+            length = length + steering.path_length
+        nodes = first + num_new
+        depths = topology.depths.index_select(0, steering.variant)[:, first:nodes]
+        positions = length[:, None] + depths
+        angles = rotary.index_select(1, positions.flatten())
+        angles = whole_heads(angles.view(2, len(length), 1, num_new, -1))
+        slots = length[:, None] + torch.arange(first, nodes, device=length.device)
+        if on_host(length):
+            most = min(bound, max(length.tolist()) + nodes)
+        chosen = topology.ancestors.index_select(0, steering.variant)[:, first:nodes, :nodes]
+        mask, unused = attention_mask(length, chosen, most, dtype)
+        if mask is not None:
+            mask = mask.repeat(1, groups, 1)[:, None]
+        slots = slots[:, None, :, None].expand(-1, num_kv_heads, -1, angles.shape[-1])
+        return AttentionPlaces(moves, slots, angles, most, mask, unused)
+
+    num_kv_heads, groups = num_heads[1], num_heads[0] // num_heads[1]
+    return once(steering, ("attention", first, num_new, bound, num_heads, dtype), find)
+
+
+def whole_heads(rotary: Tensor) -> Tensor:
+    """Cosines and sines (2, …, D / 2) for both halves of a head, (2, …, D): the first half is
+    turned by minus the sine."""
+    cos, sin = rotary
+    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
+
+
+def moved_slots(length: Tensor, path: Tensor, path_length: Tensor) -> Index | None:
+    """Rows, and slots from and to which a path's keys move; None when all are where they belong."""
+    if on_host(path):
+        lengths = path_length.tolist()
+        paths = path.narrow(1, 0, max(lengths)).tolist()
+        if all(
+            nodes[:count] == list(range(count)) for nodes, count in zip(paths, lengths, strict=True)
+        ):
+            return None
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    steps = torch.arange(path.shape[1], device=path.device)
+    path = torch.where(steps < path_length[:, None], path, steps)
+    source, target = length[:, None] + path, length[:, None] + steps
+    if on_host(path):
+        moving = path != steps
+        rows, source, target = rows.expand_as(path)[moving], source[moving], target[moving]
+    return rows, source, target
+
+
+def attention_mask(
+    length: Tensor, ancestors: Tensor, num_slots: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(B, Q, L), 0 for slots that a node sees and −∞ for others: committed ones are seen by all
+    nodes, the tree's by their descendants; and (B, 1, L, 1) bool, slots past both. None where the
+    host knows that all are seen, or none unused.
+
+    Args: length (B,), ancestors (B, Q, N) bool.
+    """
+    num_nodes = ancestors.shape[-1]
+    hidden = torch.where(ancestors, 0.0, -torch.inf).to(dtype)
+    if on_host(length) and all(each == num_slots - num_nodes for each in length.tolist()):
+        if num_nodes == 1 or bool(ancestors.all()):
+            return None, None
+        return torch.nn.functional.pad(hidden, (num_slots - num_nodes, 0)), None
+    # A column for the committed slots, and one for those past the tree
+    table = torch.nn.functional.pad(hidden, (1, 1))
+    table[..., -1] = -torch.inf
+    slots = torch.arange(num_slots, device=ancestors.device)
+    column = (slots - length[:, None] + 1).clamp(0, num_nodes + 1)
+    mask = table.gather(2, column[:, None].expand(-1, table.shape[1], -1))
+    return mask, (column > num_nodes)[:, None, :, None]

@@ -1,0 +1,232 @@
+"""A Mamba-2 layer's call of many sequences, whose states stream through shared memory (Triton).
+
+What limits such a call is reading and writing the states. A program serves a sequence and a head:
+it finds out once what all of the head's channels need, and then goes over blocks of these, the
+states of the next ones on their way. Each block is advanced along the last accepted path, stored,
+and scanned, by matrix products (a tree, as in `tree_scan.py`) or step by step (a chain, as in
+`chain_scan.py`). So a state is read once and written once. The conv, which has no state to write,
+is the same launch as otherwise. The naive twin is `naive.mamba_tree`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.contracts import Derived, MixerShape, MixerWeights, Steering, Topology
+from stree_kernels.conv.tree_conv import (
+    advanced,
+    advanced_along,
+    path_inputs,
+    path_weights,
+    replay_and_convolve,
+)
+from stree_kernels.launch import follow, load_kept, overlapping
+from stree_kernels.products.linear import (
+    SHARED_BYTES,
+    device_of,
+    mixed_precision_of,
+    mixed_product,
+    precision_of,
+    product,
+)
+
+FAR_STATES = 16 * 2**20  # bytes of a layer's states, more than the L2 cache keeps between launches
+MOST_NODES = 32  # that a program scans
+# What was fastest on an H200
+BLOCK = 4096  # numbers of a state at a time
+STAGES = 3  # how many times ahead they arrive, this one counted
+FEW_NODES = 16
+# Of few nodes, where there are more programs than three a multiprocessor, so that four fit
+MANY_STAGES = 2
+MANY_REGISTERS = 128  # of a thread
+LEAST_SHARED = 128 * 1024  # bytes that a multiprocessor must have, else nothing comes ahead
+
+
+def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
+    """Whether a call over so many new nodes shall go this way: a whole tree, states (B, H, P, S)
+    that are far, and a program for each multiprocessor at least."""
+    return (
+        first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
+        and state.shape[0] * state.shape[1] >= device_of(state)[0]
+    )  # fmt: skip
+
+
+def mamba_streamed(
+    projected: Tensor,
+    rows: Tensor,
+    derived: Derived,
+    state: Tensor,
+    weights: MixerWeights,
+    shape: MixerShape,
+    topology: Topology,
+    steering: Steering,
+    out: Tensor | None = None,
+    *,
+    as_chain: bool = False,
+) -> Tensor:
+    """`naive.mamba_tree` of whole trees, or step by step of chains, in two launches; y (B, Q, H·P)
+    in projected's dtype."""
+    batch, num_new, _ = projected.shape
+    kept = projected[..., shape.d_inner :]
+    C = replay_and_convolve(kept, rows, derived, None, weights, shape, topology, steering, 0)
+    y = projected.new_empty(batch, num_new, shape.d_inner) if out is None else out
+    assert y.stride(2) == projected.stride(2) == 1
+    xb, steps, heads = derived.xb, derived.steps, shape.num_heads
+    x_conv, b_conv, c_conv = shape.scan_groups
+    block_s = max(16, triton.next_power_of_2(shape.d_state))
+    block_p = max(16, min(BLOCK // block_s, triton.next_power_of_2(shape.head_dim)))
+    stages, registers, wide = STAGES, None, projected.element_size() == 4
+    multiprocessors, shared_bytes = device_of(projected)
+    if heads * batch > 3 * multiprocessors and num_new <= FEW_NODES and not wide:
+        stages, registers = MANY_STAGES, MANY_REGISTERS
+    if shared_bytes < (SHARED_BYTES if wide else LEAST_SHARED):
+        stages = 1
+    streamed_scan_kernel[(heads, batch)](
+        xb, xb.stride(0), xb.stride(1), xb.stride(2),
+        steps, steps.stride(0), steps.stride(1), steps.stride(2), steps.stride(3),
+        C, C.stride(0), C.stride(1),
+        state, state.stride(0), state.stride(1), state.stride(2),
+        y, y.stride(0), y.stride(1),
+        projected if shape.gated else None, projected.stride(0), projected.stride(1),
+        weights.A_log, weights.D,
+        topology.ancestors.view(torch.uint8), topology.depths.shape[1],
+        steering.variant, steering.parity, num_new,
+        steering.path, steering.path.stride(0), steering.path.shape[1], steering.path_length,
+        min(xb.shape[2], steps.shape[3]),
+        HEAD_DIM=shape.head_dim, D_STATE=shape.d_state,
+        HEADS_A_X=heads // x_conv, HEADS_A_B=heads // b_conv, HEADS_A_C=heads // c_conv,
+        B_CHANNEL=x_conv * shape.head_dim,
+        BLOCK_P=block_p, BLOCK_S=block_s, STAGES=stages,
+        CHAIN=num_new if as_chain else 0, BLOCK_Q=FEW_NODES if num_new <= FEW_NODES else MOST_NODES,
+        LONG_PATHS=steering.path.shape[1] > 16,
+        PRECISION=precision_of(kept), MIXED=mixed_precision_of(kept.dtype),
+        num_warps=8 if wide else 4, num_stages=1, maxnreg=registers, **overlapping(kept),
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def pair_scores(
+    node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION: tl.constexpr
+):  # fmt: skip
+    """How much of each other node's x a node receives, (nodes, others)."""
+    # Off the ancestors the difference can be positive and overflow: mask it before exp
+    difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
+    scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
+    return scores + tl.where(node[:, None] == other[None, :], D, 0.0)
+
+
+@triton.jit
+def gated_by_silu(y, gate_at, mask, dtype: tl.constexpr):
+    """What a scan gives, rounded, times silu of the gate."""
+    z = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    return y.to(dtype).to(tl.float32) * (z * tl.sigmoid(z))
+
+
+@triton.jit
+def streamed_scan_kernel(
+    xb, xb_parity_stride, xb_batch_stride, xb_stride,
+    steps, steps_parity_stride, steps_batch_stride, steps_part_stride, steps_stride,
+    C_pointer, C_batch_stride, C_stride,
+    state_pointer, state_batch_stride, state_head_stride, state_row_stride,
+    y_pointer, y_batch_stride, y_stride, gate, gate_batch_stride, gate_stride,
+    A_log, D_pointer, ancestors, tree_size, variants, parities, num_new,
+    path, path_stride, path_size, path_lengths, num_slots,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    HEADS_A_X: tl.constexpr, HEADS_A_B: tl.constexpr, HEADS_A_C: tl.constexpr,
+    B_CHANNEL: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
+    CHAIN: tl.constexpr, LONG_PATHS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    s = tl.arange(0, BLOCK_S)
+    in_s = s < D_STATE
+    x_start = (head // HEADS_A_X) * HEAD_DIM
+    b_channel = B_CHANNEL + (head // HEADS_A_B) * D_STATE + s
+    A = -tl.exp(load_kept(A_log + head).to(tl.float32))
+    D = load_kept(D_pointer + head).to(tl.float32)
+    # The first launch began with waiting for all before it: what steers both is there already, and
+    # what the last call left
+    parity = load_kept(parities)
+    xb += batch * xb_batch_stride
+    steps += batch * steps_batch_stride + head
+    state_pointer += batch * state_batch_stride + head * state_head_stride
+    path += batch * path_stride
+    path_length = load_kept(path_lengths + batch).to(tl.int32)
+    old, old_steps = xb + parity * xb_parity_stride, steps + parity * steps_parity_stride
+    k = tl.arange(0, 16)
+    node, there, old_dt, old_B = path_inputs(
+        path, k, k < path_size, num_slots, old, xb_stride, old_steps, steps_stride,
+        b_channel, in_s,
+    )  # fmt: skip
+    accepted = k < path_length
+    decay, after = path_weights(A, old_dt, accepted)
+    old_B = tl.where(accepted[:, None], old_B, 0.0)
+    follow(OVERLAPS)
+    xb += (1 - parity) * xb_parity_stride
+    steps += (1 - parity) * steps_parity_stride
+    C_pointer += batch * C_batch_stride + (head // HEADS_A_C) * D_STATE + s
+    y_pointer += batch * y_batch_stride + head * HEAD_DIM
+    if gate is not None:
+        gate += batch * gate_batch_stride + head * HEAD_DIM
+    if CHAIN == 0:
+        q = tl.arange(0, BLOCK_Q)
+        known = q < num_new
+        ancestors += load_kept(variants + batch) * tree_size * tree_size
+        in_tree = known[:, None] & known[None, :]
+        above = load_kept(ancestors + q[:, None] * tree_size + q[None, :], in_tree) != 0
+        in_nodes = known[:, None] & in_s[None, :]
+        B = load_kept(xb + q[:, None] * xb_stride + b_channel[None, :], in_nodes)
+        C = tl.load(C_pointer[None, :] + q[:, None] * C_stride, mask=in_nodes, other=0.0)
+        dt = load_kept(steps + q * steps_stride, known)
+        log_decay = tl.load(steps + steps_part_stride + q * steps_stride, mask=known, other=0.0)
+        scores = pair_scores(q, q, above, C, log_decay, B, dt, log_decay, D, PRECISION)
+        fade = tl.exp(log_decay)
+    for start in tl.range(0, HEAD_DIM, BLOCK_P, num_stages=STAGES):
+        p = start + tl.arange(0, BLOCK_P)
+        in_p = p < HEAD_DIM
+        x_channel = x_start + p
+        at_state = state_pointer + p[:, None] * state_row_stride + s[None, :]
+        in_state = in_p[:, None] & in_s[None, :]
+        h = tl.load(at_state, mask=in_state, other=0.0).to(tl.float32)
+        at = old + node[:, None] * xb_stride + x_channel[None, :]
+        old_x = load_kept(at, there[:, None] & in_p[None, :])
+        h = advanced(h, decay, after, old_x, old_B, accepted, PRECISION, MIXED)
+        if LONG_PATHS:  # noqa: SIM102 (known when it is compiled, the other when it runs)
+            if path_length > 16:  # a loop that is in no `if` would keep this one from streaming
+                for first in range(16, path_length, 16):
+                    counts = first + k < path_length
+                    h = advanced_along(
+                        h, A, path, first + k, counts, counts, num_slots, old, xb_stride,
+                        old_steps, steps_stride, x_channel, in_p, b_channel, in_s, PRECISION, MIXED,
+                    )  # fmt: skip
+        kept = h.to(state_pointer.dtype.element_ty)
+        if path_length > 0:
+            tl.store(at_state, kept, mask=in_state)
+        h = kept.to(tl.float32)
+        if CHAIN == 0:
+            in_y = known[:, None] & in_p[None, :]
+            x = load_kept(xb + q[:, None] * xb_stride + x_channel[None, :], in_y)
+            y = mixed_product(C, tl.trans(h), PRECISION, MIXED) * fade[:, None]
+            y += mixed_product(scores, x, PRECISION, MIXED)
+            if gate is not None:
+                at = gate + q[:, None] * gate_stride + p[None, :]
+                y = gated_by_silu(y, at, in_y, y_pointer.dtype.element_ty)
+            at = y_pointer + q[:, None] * y_stride + p[None, :]
+            tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_y)
+        else:
+            for i in tl.static_range(CHAIN):
+                dt = load_kept(steps + i * steps_stride)
+                x = load_kept(xb + i * xb_stride + x_channel, in_p).to(tl.float32)
+                B = load_kept(xb + i * xb_stride + b_channel, in_s).to(tl.float32)
+                C = tl.load(C_pointer + i * C_stride, mask=in_s, other=0.0).to(tl.float32)
+                h = tl.exp(dt * A) * h + (dt * x)[:, None] * B[None, :]
+                y = tl.sum(h * C[None, :], axis=1) + D * x
+                if gate is not None:
+                    at = gate + i * gate_stride + p
+                    y = gated_by_silu(y, at, in_p, y_pointer.dtype.element_ty)
+                at = y_pointer + i * y_stride + p
+                tl.store(at, y.to(y_pointer.dtype.element_ty), mask=in_p)

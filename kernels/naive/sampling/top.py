@@ -1,0 +1,107 @@
+"""Which tokens are chosen after a node, in plain PyTorch: the twins of `top.py` and `head.py`.
+
+Shapes: B batch, N tree nodes, n of them, V vocabulary, k children of a node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.naive.dtypes import accumulation_dtype
+from stree_kernels.naive.products import linear
+from stree_kernels.naive.sampling.uniforms import token_noise
+
+
+def choice_scores(
+    logits: Tensor, depths: Tensor, sampling: Sampling | None, ids: Tensor | None = None
+) -> Tensor:
+    """What the best tokens are the best by: logits, or those of a row that samples with noise.
+
+    The best token of logits / temperature + Gumbel noise is a sample, the best k are k samples
+    without replacement (Gumbel 1954; Kool et al. 2019). The noise belongs to the token's position
+    in its sequence, so whoever chooses a token there, drafter or target, has the same.
+
+    Args: logits (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone,
+    whose noise is what it is among all. Returns as many, fp64 with sampling.
+    """
+    if sampling is None:
+        return logits.to(accumulation_dtype(logits.dtype))
+    temperature = sampling.temperature[:, None, None]
+    sampled = temperature > 0
+    scores = logits.double() / torch.where(sampled, temperature, 1.0)
+    levels = depths
+    if depths.device.type == "cpu" and depths.numel() > 1:  # nodes of a level share their noise
+        levels, at = depths.unique(return_inverse=True)
+    noise = token_noise(
+        sampling.seed, sampling.position[:, None] + 1 + levels.view(-1, levels.shape[-1]),
+        logits.shape[-1], ids,
+    )  # fmt: skip
+    if levels is not depths:
+        noise = noise.gather(1, at.expand(len(logits), -1)[..., None].expand_as(logits))
+    return scores + torch.where(sampled, noise, 0.0)
+
+
+def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """The token that is chosen after each node, (B, n), and its score, (B, n).
+
+    The score is not finite when any logit of the row is NaN or +∞. Args as in `choice_scores`.
+    """
+    highest, best = choice_scores(logits, depths, sampling).max(-1)
+    return best, highest
+
+
+def choose_children(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> None:
+    """Write the best tokens after some nodes to their places in the trees; nothing waits for the
+    device.
+
+    Args: logits (B, n, V), depths, sampling and ids as in `choice_scores`; places (B, n, k), the
+    node of its tree that takes each of the best, −1 for none; tokens (B, N), written there; finite
+    (B, n) bool, written: no logit is NaN or +∞. With nodes (B, n), those that the logits are of,
+    values (B, N) fp32 are written likewise: how sure the path down to a node is. A child's is its
+    parent's plus the logarithm of its share in the softmax of logits + temperature · noise: the
+    target chooses the best of those, by its own logits, so a share means the same at all
+    temperatures.
+    """
+    every = choice_scores(logits, depths, sampling, ids)
+    scores, best = every.topk(places.shape[2], dim=-1)
+    chosen = best if ids is None else ids[best]
+    slots = F.pad(tokens, (0, 1))  # the last takes what no node does
+    places = torch.where(places < 0, tokens.shape[1], places)
+    slots.scatter_(1, places.flatten(1), chosen.flatten(1))
+    tokens.copy_(slots[:, :-1])
+    finite.copy_(scores[..., 0].isfinite())
+    if values is not None:
+        assert nodes is not None
+        if sampling is not None:
+            temperature = sampling.temperature[:, None, None]
+            every = every * torch.where(temperature > 0, temperature, 1.0)
+        shares = every.log_softmax(-1).gather(-1, best)
+        paths = values.gather(1, nodes)[..., None] + shares.to(values.dtype).clamp(max=0.0)
+        slots = F.pad(values, (0, 1))
+        slots.scatter_(1, places.flatten(1), paths.flatten(1))
+        values.copy_(slots[:, :-1])
+
+
+def draw_children(
+    x: Tensor | Stream, weight: Tensor | Scaled, depths: Tensor, *others: Any
+) -> Tensor:
+    """`choose_children` by the logits (B, n, K) of a head (K, D), which are returned, given rows x
+    (B, n, D) or a stream ahead of its norm."""
+    logits = linear(x, weight)
+    choose_children(logits, depths, *others)
+    return logits

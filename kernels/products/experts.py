@@ -1,0 +1,219 @@
+"""MLPs of which each token has chosen a few, in three launches that read each once (Triton).
+
+In `route_kernel` a program chooses a token's experts. In `up_kernel` each program lists those that
+any token has chosen, and serves one of them and some of its inner values, for all rows: a tensor
+core multiplies 16 rows in the time of one, so that rows which have not chosen the expert
+cost nothing, and are filled with zeros. In `down_kernel` a program adds up some outputs over a
+share of the list; the norm that follows adds up the shares. The naive twins are in
+`naive/mixture.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels import naive
+from stree_kernels.contracts import Router
+from stree_kernels.launch import follow, overlapping
+from stree_kernels.pointwise import silu_times
+from stree_kernels.products.linear import input_tile, precision_of, product, weight_tile
+
+MOST_ROWS = 64  # more are left to batched products over all experts
+KINDS = ("swiglu", "relu2")
+# Chosen by what fits the registers, not yet by time on a GPU
+BLOCK_OUTPUTS = 32
+BLOCK_INPUTS = 128
+SHARES = 4  # of the list
+CHOSEN_EXPERTS = 4096  # comparisons at a time of what is chosen with what there is
+
+
+def choose_experts(
+    logits: Tensor, correction: Tensor | None, router: Router
+) -> tuple[Tensor, Tensor]:
+    """`naive.choose_experts` in one launch, but for groups; logits in fp32, contiguous. Of
+    equal logits the first wins."""
+    if router.top_groups < router.groups:
+        return naive.choose_experts(logits, correction, router)
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    count, num_experts = logits.shape
+    weights = logits.new_empty(count, router.top)
+    chosen = torch.empty(count, router.top, dtype=torch.long, device=logits.device)
+    route_kernel[(count,)](
+        logits, correction, weights, chosen, num_experts, router.scale,
+        TOP=router.top, SOFTMAX=router.softmax, NORMALISED=router.normalised,
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(router.top),
+        num_warps=1 if num_experts <= 128 else 4, **overlapping(logits),
+    )  # fmt: skip
+    return weights, chosen
+
+
+def experts(
+    rows: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, kind: str
+) -> Tensor:
+    """`naive.experts`; rows, weights, chosen, up and down contiguous. Parts in fp32."""
+    (count, width), (num_experts, _, inner), top = rows.shape, _sizes(up, down), chosen.shape[1]
+    if count > MOST_ROWS or kind not in KINDS:
+        return naive.experts(rows, weights, chosen, up, down, kind)
+    assert all(each.is_contiguous() for each in (rows, weights, chosen, up, down))
+    most = min(num_experts, count * top)  # experts that can be on the list
+    listed = torch.empty(1 + num_experts, dtype=torch.int32, device=rows.device)
+    block_experts = triton.next_power_of_2(num_experts)
+    block_rows = max(16, triton.next_power_of_2(count))
+    hidden = rows.new_empty(most, count, inner)
+    up_kernel[(triton.cdiv(inner, BLOCK_OUTPUTS), most)](
+        rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
+        GATED=kind == "swiglu",
+        BLOCK_E=block_experts, BLOCK_CHOSEN=max(16, CHOSEN_EXPERTS // block_experts),
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
+        PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
+    )  # fmt: skip
+    shares = min(SHARES, most)
+    parts = rows.new_empty(shares, count, width, dtype=torch.float32)
+    down_kernel[(triton.cdiv(width, BLOCK_OUTPUTS), shares)](
+        hidden, down, parts, listed, count, width, inner, shares,
+        BLOCK_ROWS=block_rows, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS,
+        PRECISION=precision_of(rows), num_warps=4, **overlapping(rows),
+    )  # fmt: skip
+    return parts
+
+
+def _sizes(up: Tensor, down: Tensor) -> tuple[int, int, int]:
+    num_experts, width, inner = down.shape
+    assert len(up) == num_experts and up.shape[2] == width
+    return num_experts, width, inner
+
+
+@triton.jit
+def route_kernel(
+    logits, correction, weights, chosen, num_experts, scale,
+    TOP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    rank = tl.arange(0, BLOCK_K)
+    known = expert < num_experts
+    follow(OVERLAPS)
+    score = tl.load(logits + row * num_experts + expert, mask=known, other=-float("inf"))
+    by = score
+    if not SOFTMAX:
+        score = tl.sigmoid(score)
+        by = score + tl.load(correction + expert, mask=known, other=0.0).to(tl.float32)
+        by = tl.where(known, by, -float("inf"))
+    top = tl.max(score, axis=0)
+    total = tl.sum(tl.exp(score - top), axis=0)  # of a softmax over all
+    best = tl.full([BLOCK_K], -float("inf"), dtype=tl.float32)
+    place = tl.zeros([BLOCK_K], dtype=tl.int32)
+    for k in range(TOP):
+        found = tl.min(tl.where(by == tl.max(by, axis=0), expert, num_experts - 1), axis=0)
+        value = tl.sum(tl.where(expert == found, score, 0.0), axis=0)
+        best = tl.where(rank == k, value, best)
+        place = tl.where(rank == k, found, place)
+        by = tl.where(expert == found, -float("inf"), by)
+    if SOFTMAX:
+        if NORMALISED:
+            total = tl.sum(tl.exp(best - top), axis=0)
+        weight = tl.exp(best - top) / total
+    else:
+        weight = best
+        if NORMALISED:
+            weight /= tl.sum(tl.where(rank < TOP, best, 0.0), axis=0) + 1e-20
+    at = row * TOP + rank
+    tl.store(weights + at, weight * scale, mask=rank < TOP)
+    tl.store(chosen + at, place.to(tl.int64), mask=rank < TOP)
+
+
+@triton.jit
+def _listed(
+    chosen, num_chosen, num_experts, slot, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
+):
+    """How many experts any row has chosen, and which of them is at a place of their list."""
+    expert = tl.arange(0, BLOCK_E)
+    place = tl.arange(0, BLOCK_CHOSEN)
+    wanted = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for start in range(0, num_chosen, BLOCK_CHOSEN):
+        each = tl.load(chosen + start + place, mask=start + place < num_chosen, other=-1)
+        wanted = tl.maximum(wanted, tl.max((each[:, None] == expert[None, :]).to(tl.int32), axis=0))
+    wanted = tl.where(expert < num_experts, wanted, 0)
+    here = (tl.cumsum(wanted, axis=0) == slot + 1) & (wanted > 0)
+    return tl.sum(wanted, axis=0), tl.sum(tl.where(here, expert, 0), axis=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["count", "top"])
+def up_kernel(
+    rows, weights, chosen, up, hidden, listed, num_experts, count, top, width, inner,
+    GATED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    slot = tl.program_id(1)
+    row = tl.arange(0, BLOCK_ROWS)
+    k = tl.arange(0, BLOCK_INPUTS)
+    known, mine = row < count, output < inner
+    dtype = hidden.dtype.element_ty
+    follow(OVERLAPS)
+    num_listed, expert = _listed(chosen, count * top, num_experts, slot, BLOCK_E, BLOCK_CHOSEN)
+    if tl.program_id(0) == 0:  # for the next launch
+        tl.store(listed + 1 + slot, expert.to(tl.int32), mask=slot < num_listed)
+        tl.store(listed, num_listed, mask=slot == 0)
+    if slot < num_listed:
+        scale = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+        wanted = tl.zeros([BLOCK_ROWS], dtype=tl.int32)
+        for rank in range(top):
+            hit = tl.load(chosen + row * top + rank, mask=known, other=-1) == expert
+            share = tl.load(weights + row * top + rank, mask=known & hit, other=0.0)
+            scale += share.to(dtype).to(tl.float32)
+            wanted = tl.maximum(wanted, hit.to(tl.int32))
+        if GATED:
+            up += expert * 2 * inner * width
+        else:
+            up += expert * inner * width
+        weight = up + output[:, None] * width
+        to_row = rows + row[None, :] * width
+        sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
+        others = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
+        for start in range(0, width, BLOCK_INPUTS):
+            values = input_tile(to_row, start + k, width, known)
+            sums += product(weight_tile(weight, start + k, width, mine), values, PRECISION)
+            if GATED:
+                tile = weight_tile(weight + inner * width, start + k, width, mine)
+                others += product(tile, values, PRECISION)
+        y = sums.to(dtype)
+        if GATED:
+            y = silu_times(y, others.to(dtype))
+        else:
+            positive = tl.maximum(y.to(tl.float32), 0.0)
+            y = (positive * positive).to(dtype)
+        y = (y.to(tl.float32) * scale[None, :]).to(dtype)
+        # Filled, not multiplied: what nobody asked for may be anything
+        y = tl.where(wanted[None, :] > 0, y, 0.0)
+        at = hidden + (slot * count + row)[None, :] * inner + output[:, None]
+        tl.store(at, y, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "shares"])
+def down_kernel(
+    hidden, down, parts, listed, count, width, inner, shares,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    share = tl.program_id(1)
+    row = tl.arange(0, BLOCK_ROWS)
+    k = tl.arange(0, BLOCK_INPUTS)
+    known, mine = row < count, output < width
+    follow(OVERLAPS)
+    sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], dtype=tl.float32)
+    for slot in range(share, tl.load(listed), shares):
+        expert = tl.load(listed + 1 + slot).to(tl.int64)
+        weight = down + expert * width * inner + output[:, None] * inner
+        values = hidden + (slot * count + row)[None, :] * inner
+        for start in range(0, inner, BLOCK_INPUTS):
+            tile = weight_tile(weight, start + k, inner, mine)
+            sums += product(tile, input_tile(values, start + k, inner, known), PRECISION)
+    at = parts + (share * count + row)[None, :] * width + output[:, None]
+    tl.store(at, sums, mask=mine[:, None] & known[None, :])

@@ -1,0 +1,214 @@
+"""The k best tokens of each row of logits, k small, in two launches (Triton).
+
+A general top-k sorts; choosing wants three or so of 10⁴-10⁵ tokens. Each program takes the k
+best of a piece of a row, then one program a row takes the k best of those. Ties go to the
+smaller token. Rows that sample add noise to their scores first, in fp64, and are then alike: a
+sample is the best token of what it gives. The naive twins are `naive.choose_best` and
+`naive.choose_children`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stree_kernels.contracts import Sampling
+from stree_kernels.launch import follow, overlapping
+from stree_kernels.sampling.uniforms import token_noise
+
+PIECE = 4096
+SAMPLED_PIECE = 1024  # of fp64, with the registers that the noise takes
+MOST_UNROLLED = 8  # code as long as a tree is wide takes minutes to compile
+
+
+def choose_best(logits: Tensor, depths: Tensor, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """`naive.choose_best` for logits (B, n, V) with unit last stride, in two launches."""
+    shape = logits.shape[:2]
+    tokens = torch.empty(shape, device=logits.device, dtype=torch.long)
+    highest = torch.empty(shape, device=logits.device, dtype=torch.float32)
+    _choose(logits, depths, sampling, 1, None, tokens, highest, None)
+    return tokens, highest
+
+
+def choose_children(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    places: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+    nodes: Tensor | None = None,
+    values: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> None:
+    """`naive.choose_children` in the same two launches; depths, places and ids contiguous."""
+    assert places.is_contiguous() and tokens.stride(1) == finite.stride(1) == 1
+    assert nodes is None or nodes.stride(1) == 1
+    assert values is None or values.stride(1) == 1
+    assert ids is None or (ids.is_contiguous() and len(ids) == logits.shape[2])
+    _choose(
+        logits, depths, sampling, places.shape[2], places, tokens, None, finite.view(torch.uint8),
+        nodes, values, ids,
+    )  # fmt: skip
+
+
+def _choose(
+    logits: Tensor,
+    depths: Tensor,
+    sampling: Sampling | None,
+    count: int,
+    places: Tensor | None,
+    tokens: Tensor,
+    highest: Tensor | None,
+    finite: Tensor | None,
+    nodes: Tensor | None = None,
+    paths: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> None:
+    batch, per_row, vocabulary = logits.shape
+    assert logits.stride(2) == 1 and depths.is_contiguous()
+    piece = PIECE if sampling is None else SAMPLED_PIECE
+    pieces = triton.cdiv(vocabulary, piece)
+    shape = (batch * per_row, pieces, count)
+    values = logits.new_empty(shape, dtype=torch.float32 if sampling is None else torch.float64)
+    candidates = logits.new_empty(shape, dtype=torch.int32)
+    sums = None if paths is None else logits.new_empty(shape[:2], dtype=torch.float32)
+    chosen_by: tuple[Tensor | None, ...] = (None, None, None)
+    if sampling is not None:
+        chosen_by = (sampling.temperature, sampling.seed, sampling.position)
+    piece_kernel[(batch * per_row, pieces)](
+        logits, logits.stride(0), logits.stride(1), ids, per_row, depths, *chosen_by,
+        values, candidates, sums, vocabulary,
+        COUNT=count, UNROLLED=_unrolled(count), PIECE=piece, num_warps=4, **overlapping(logits),
+    )  # fmt: skip
+    merge(
+        values, candidates, sampling, places, tokens, highest,
+        finite, per_row, sums, nodes, paths,
+    )  # fmt: skip
+
+
+def merge(
+    values: Tensor,
+    candidates: Tensor,
+    sampling: Sampling | None,
+    places: Tensor | None,
+    tokens: Tensor,
+    highest: Tensor | None,
+    finite: Tensor | None,
+    per_row: int,
+    sums: Tensor | None = None,
+    nodes: Tensor | None = None,
+    paths: Tensor | None = None,
+) -> None:
+    """Of each row's `count` best scores by piece, values (B·n, pieces, count), with their tokens,
+    candidates, the `count` best of all; sums (B·n, pieces), for how probable paths are."""
+    num_rows, pieces, count = values.shape
+    block = triton.next_power_of_2(pieces * count)
+    merge_kernel[(num_rows,)](
+        values, candidates, per_row, places, tokens, tokens.stride(0),
+        highest, finite, 0 if finite is None else finite.stride(0), pieces * count,
+        sums, None if sampling is None else sampling.temperature,
+        nodes, 0 if nodes is None else nodes.stride(0),
+        paths, 0 if paths is None else paths.stride(0), pieces,
+        COUNT=count, UNROLLED=_unrolled(count),
+        BLOCK_PIECES=triton.next_power_of_2(pieces), BLOCK=block,
+        num_warps=min(8, max(1, block // 256)), **overlapping(values),
+    )  # fmt: skip
+
+
+def _unrolled(count: int) -> int:
+    return count if count <= MOST_UNROLLED else 1
+
+
+@triton.jit
+def piece_kernel(
+    logits, batch_stride, stride, ids, per_row, depths, temperatures, seeds, positions,
+    values, candidates, sums, vocabulary,
+    COUNT: tl.constexpr, UNROLLED: tl.constexpr, PIECE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = row // per_row
+    column = piece * PIECE + tl.arange(0, PIECE)
+    known = column < vocabulary
+    at = logits + sequence * batch_stride + row % per_row * stride
+    value = tl.load(at + column, mask=known, other=-float("inf")).to(tl.float32)
+    token = column
+    if ids is not None:
+        token = tl.load(ids + column, mask=known, other=0).to(tl.int32)
+    scale = 1.0
+    if temperatures is not None:
+        value = value.to(tl.float64)
+        temperature = tl.load(temperatures + sequence)
+        scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
+        if temperature > 0.0:
+            position = tl.load(positions + sequence) + tl.load(depths + row) + 1
+            value = value / temperature + token_noise(tl.load(seeds + sequence), position, token)
+    # NaN would lose every comparison and hide: as the best of all it shows
+    value = tl.where(value != value, float("inf"), value)
+    if sums is not None:
+        below = (value - tl.max(value, axis=0)).to(tl.float32)
+        share = tl.where(value == -float("inf"), 0.0, tl.exp(below * scale))
+        tl.store(sums + row * tl.num_programs(1) + piece, tl.sum(share, axis=0))
+    at = (row * tl.num_programs(1) + piece) * COUNT
+    for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
+        best = tl.max(value, axis=0)
+        chosen = tl.min(tl.where((value == best) & known, token, 2147483647), axis=0)
+        tl.store(values + at + rank, best)
+        tl.store(candidates + at + rank, chosen)
+        known = known & (token != chosen)
+        value = tl.where(known, value, -float("inf"))
+
+
+@triton.jit
+def merge_kernel(
+    values, candidates, per_row, places, tokens, token_stride, highest, finite, finite_stride,
+    num_candidates, sums, temperatures, nodes, node_stride, paths, path_stride, pieces,
+    COUNT: tl.constexpr, UNROLLED: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    sequence = row // per_row
+    at = tl.arange(0, BLOCK)
+    mask = at < num_candidates
+    value = tl.load(values + row * num_candidates + at, mask=mask, other=-float("inf"))
+    token = tl.load(candidates + row * num_candidates + at, mask=mask, other=2147483647)
+    if paths is not None:
+        top = tl.max(value, axis=0)
+        scale = 1.0
+        if temperatures is not None:
+            temperature = tl.load(temperatures + sequence)
+            scale = tl.where(temperature > 0.0, temperature, 1.0).to(tl.float32)
+        piece = tl.arange(0, BLOCK_PIECES)
+        there = piece < pieces
+        share = tl.load(sums + row * pieces + piece, mask=there, other=0.0)
+        best_there = tl.load(
+            values + row * num_candidates + piece * COUNT, mask=there, other=-float("inf")
+        )
+        fade = tl.exp((best_there - top).to(tl.float32) * scale)
+        total = tl.sum(tl.where(best_there == -float("inf"), 0.0, share * fade), axis=0)
+        paths += sequence * path_stride
+        node = tl.load(nodes + sequence * node_stride + row % per_row)
+        path = tl.load(paths + node) - tl.maximum(tl.log(total), 0.0)
+    if highest is not None:
+        tl.store(highest + row, tl.max(value, axis=0))
+    if finite is not None:
+        is_finite = (tl.abs(tl.max(value, axis=0)) < float("inf")).to(tl.uint8)
+        tl.store(finite + sequence * finite_stride + row % per_row, is_finite)
+    for rank in tl.range(COUNT, loop_unroll_factor=UNROLLED):
+        best = tl.max(value, axis=0)
+        chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
+        if places is None:
+            tl.store(tokens + row * COUNT + rank, chosen.to(tl.int64))
+        else:
+            place = tl.load(places + row * COUNT + rank)
+            tl.store(tokens + sequence * token_stride + place, chosen.to(tl.int64), mask=place >= 0)
+            if paths is not None:
+                below = (best - top).to(tl.float32) * scale
+                tl.store(paths + place, path + below, mask=place >= 0)
+        taken = token == chosen
+        value = tl.where(taken, -float("inf"), value)
+        token = tl.where(taken, 2147483647, token)

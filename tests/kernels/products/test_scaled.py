@@ -1,0 +1,122 @@
+"""Products with a weight in 8 bits against fp64: fp32 sums, and one rounding to the stored type.
+
+What e4m3 holds is exact in every type of the inputs, so the tolerances are those of products of the
+inputs' own type (`test_products.py`).
+"""
+
+import math
+
+import pytest
+import torch
+from kernel_cases import DEVICE, normal, relative_error
+
+from stree_kernels import naive, ops
+from stree_kernels.contracts import Sampling, Scaled, Stream
+from stree_kernels.products import scaled as scaled_products
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ROUNDINGS = 1 if DEVICE == "cuda" else 2  # the interpreter cuts off
+
+
+def poisoned(weight: Scaled) -> Scaled:
+    """The same, between what is not a number."""
+    before = torch.full((3, weight.values.shape[1]), math.nan, device=DEVICE)
+    around = torch.cat([before, weight.values.float(), before]).to(torch.float8_e4m3fn)
+    scale = torch.cat([before[:, 0], weight.scale, before[:, 0]])
+    return Scaled(around[3:-3], scale[3:-3])
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1007, 60), (300, 200), (5, 16), (1600, 256)], ids=str
+)
+@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (33,), (1, 70)], ids=str)
+def test_linear(rows, outputs, inputs, dtype):
+    """Of odd sizes and even ones, of fewer outputs than a tile, and shares of several tiles."""
+    weight = poisoned(naive.in_8_bits(normal(outputs, inputs, seed=1)))
+    around = torch.full((*rows[:-1], rows[-1] + 2, inputs), math.nan, device=DEVICE, dtype=dtype)
+    around[..., 1:-1, :] = normal(*rows, inputs, dtype=dtype)
+    x = around[..., 1:-1, :]
+    got = scaled_products.linear(x, weight)
+    assert got.shape == (*rows, outputs) and got.dtype == dtype and got.is_contiguous()
+    wanted = naive.linear(x.double(), weight)
+    assert relative_error(got, wanted) < ROUNDINGS * TOLERANCE[dtype]
+    if dtype != torch.float32:
+        assert relative_error(naive.linear(x, weight), wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("inputs", [60, 256])
+def test_a_row_does_not_depend_on_how_many_others_there_are(inputs):
+    weight = naive.in_8_bits(normal(700, inputs, seed=1))
+    x = normal(16, inputs, dtype=torch.bfloat16)
+    among = scaled_products.linear(x, weight)
+    for count in (1, 3, 8, 9):
+        assert torch.equal(scaled_products.linear(x[:count], weight), among[:count])
+
+
+def test_numbers_of_all_sizes_that_8_bits_have_come_through():
+    """Each of e4m3 by one, its smallest, which are no normal numbers, too."""
+    every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    every = torch.where(every.float().isfinite(), every.float(), 0.0).to(torch.float8_e4m3fn)
+    values = every[:, None].expand(-1, 16).contiguous()
+    for dtype in TOLERANCE:
+        x = torch.zeros(1, 16, dtype=dtype, device=DEVICE)
+        x[0, 3] = 1.0
+        got = scaled_products.linear(x, Scaled(values, torch.ones(256, device=DEVICE)))
+        assert torch.equal(got[0], every.to(dtype))
+
+
+def test_in_8_bits_keeps_what_8_bits_can():
+    weight = normal(9000, 40, seed=1, dtype=torch.bfloat16)  # in two pieces
+    weight *= 10.0 ** torch.linspace(-30, 30, 9000, device=DEVICE)[:, None]
+    weight[4] = 0
+    held = naive.in_8_bits(weight)
+    assert held.values.shape == weight.shape and held.values.dtype == torch.float8_e4m3fn
+    back = held.values.double() * held.scale.double()[:, None]
+    assert not back[4].any() and back.isfinite().all()
+    largest = weight.double().abs().amax(1, keepdim=True)
+    # Half a step: of 3 bits behind the first one, or of the smallest number, 2⁻⁹ of 448
+    most = torch.maximum(weight.double().abs() * 2**-4, largest / 448 * 2**-10)
+    assert ((back - weight.double()).abs() <= most * (1 + 1e-6)).all()
+    top = back.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(top, largest, rtol=1e-6, atol=0)  # which is 448 itself
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_not_finite_shows(bad):
+    weight = normal(300, 64, seed=1)
+    weight[7, 3] = bad
+    head = naive.in_8_bits(weight)
+    for got in (
+        scaled_products.linear(normal(2, 64, dtype=torch.bfloat16), head),
+        naive.linear(normal(2, 64), head),
+    ):
+        finite = got.isfinite().all(0)
+        assert not finite[7] and finite.sum() == 299
+    head, x = naive.in_8_bits(normal(300, 64, seed=1)), normal(2, 64, dtype=torch.bfloat16)
+    x[1, 5] = bad
+    finite = scaled_products.linear(x, head).isfinite()
+    assert finite[0].all() and not finite[1].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_children_are_drawn_by_it(temperature):
+    """After rows, and after a stream's norm: those of the very logits that are returned."""
+    head = naive.in_8_bits(normal(333, 64, seed=3))
+    x, scale = normal(1, 2, 64, dtype=torch.bfloat16), normal(64, seed=2)
+    one = torch.ones(1, dtype=torch.long, device=DEVICE)
+    sampling = Sampling(torch.full((1,), temperature, dtype=torch.double, device=DEVICE), one, one)
+    depths = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    places = torch.arange(1, 7, device=DEVICE).view(1, 2, 3)
+    tokens = [torch.zeros(1, 7, dtype=torch.long, device=DEVICE) for _ in range(2)]
+    finite = torch.zeros(1, 2, dtype=torch.bool, device=DEVICE)
+    for given in (x, Stream(x, scale, 1e-5)):
+        logits = ops.draw_children(given, head, depths, sampling, places, tokens[0], finite)
+        rows = given if given is x else naive.norm(Stream(x, scale, 1e-5))
+        assert relative_error(logits, naive.linear(rows.double(), head)) < 2 * 2**-8
+        naive.choose_children(logits, depths, sampling, places, tokens[1], finite)
+        assert torch.equal(*tokens) and finite.all()
