@@ -19,7 +19,7 @@ from stree_pipelines.reports.run_data import checkpoint_title, method_label
 from stree_pipelines.reports.runs import Column, Runs
 from stree_pipelines.reports.seeds import Answers
 from stree_pipelines.reports.settings import common_setting, sampling_note
-from stree_pipelines.reports.table_rows import as_json, of_gain
+from stree_pipelines.reports.table_rows import QUANTILES, as_json, of_gain
 from stree_pipelines.reports.tables import (
     MISSING,
     Gain,
@@ -34,7 +34,7 @@ NAMED = {
     "speedup": seeds.speedup,
 }
 INTERVALS = {
-    "quantiles": [quantile / 100 for quantile in metrics.QUANTILES],
+    "quantiles": QUANTILES,
     "resampled": "prompts, the same ones of both sides of a difference, and the seeds of each side "
     "where it has several, apart from the prompts",
     "draws": f"numpy.random.default_rng(0).integers(Q, size=({metrics.NUM_RESAMPLES}, Q)) of Q "

@@ -15,8 +15,12 @@ from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import common_setting
 from stree_pipelines.reports.tables import Gain, acceptance_gain, chain_beside, speed_ratio
 
+QUANTILES = (
+    "a and 1 - a, where a = Phi(-t * sqrt(Q / (Q - 1))) and t is the 97.5 % quantile of Student's "
+    "distribution with Q - 1 degrees of freedom"
+)
 INTERVALS = {
-    "quantiles": [quantile / 100 for quantile in metrics.QUANTILES],
+    "quantiles": QUANTILES,
     "resampled": "prompts; the same ones of both sides of a ratio or difference",
     "draws": f"numpy.random.default_rng(0).integers(Q, size=({metrics.NUM_RESAMPLES}, Q)) of Q "
     "prompts in the order of `samples`",

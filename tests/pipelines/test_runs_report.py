@@ -119,7 +119,7 @@ def test_a_difference_is_paired_by_prompt_and_drawn_over_prompts_and_seeds(folde
     ]
     gains = recomputed(mine, first, draws, seed_draws)
     stated = row["over_first"]["acceptance_length_gain"]
-    assert stated["interval"] == pytest.approx(np.percentile(gains, metrics.QUANTILES))
+    assert stated["interval"] == pytest.approx(np.quantile(gains, metrics.quantiles_of(6)))
     (point,) = recomputed(mine, first, [range(6)], [[[0]], [[0, 1]]])
     assert stated["value"] == pytest.approx(point)
     assert row["num_seeds"] == 1 and row["over_first"]["checkpoint"] == "step-00010000"

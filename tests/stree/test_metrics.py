@@ -150,9 +150,12 @@ def test_interval_of_identical_prompts_has_no_width_and_of_one_prompt_is_unknown
     assert metrics.acceptance_length_interval([LONG]) is None
 
 
-def test_an_interval_is_what_lies_between_the_quantiles_of_two_and_a_half_percent():
-    evenly = metrics.bootstrap_interval(lambda i_RQ: np.linspace(0, 1, len(i_RQ)), num_prompts=2)
-    assert evenly == pytest.approx((0.025, 0.975))
+def test_an_interval_is_what_lies_between_the_quantiles():
+    evenly = metrics.bootstrap_interval(lambda i_RQ: np.linspace(0, 1, len(i_RQ)), num_prompts=20)
+    low, high = metrics.quantiles_of(20)
+    assert evenly == pytest.approx((low, high)) and (low, high) == pytest.approx(
+        (0.0159, 0.9841), 1e-2
+    )
 
 
 def test_intervals_weigh_prompts_by_their_calls_as_the_figures_do():
