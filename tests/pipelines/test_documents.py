@@ -211,7 +211,9 @@ def test_every_command_of_readme_is_known():
     """So that a new one gets into these tests, and none falls out of them unnoticed."""
     commands = [command for guide in GUIDES for command in commands_in(guide)]
     others = {command.words[:2] for command in commands if command.script is None}
-    assert others == {("make", "quickstart"), ("make", "test"), ("hf", "download")}
+    assert others == {
+        ("make", "install"), ("make", "quickstart"), ("make", "test"), ("hf", "download")
+    }  # fmt: skip
     assert {command.script for command in commands if command.script} == {*RUN, *ELSEWHERE}
 
 
