@@ -287,7 +287,8 @@ class BatchDecoder:
         With keep, requests whose prompts begin with what the row has read and generated (or nearly
         all of it) do not read that again; nothing is kept of a request that ended with an error.
         """
-        sequence = self._sequences.pop(row)
+        sequence = self._taken(row)
+        del self._sequences[row]
         self.rows.active[row] = False
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if self.modes is not None and sequence.tree is None and cut_short:
@@ -303,13 +304,22 @@ class BatchDecoder:
             seed=asked.seed if asked.temperature else None,
         )  # fmt: skip
 
+    def _taken(self, row: int) -> Progress:
+        """Return the row's sequence. Raises `UsageError` for a row that is free."""
+        if row not in self._sequences:
+            raise UsageError(
+                f"row {row!r} is free, wanted one that is taken ({sorted(self._sequences)}): "
+                "release a row once, with the number that admit returned"
+            )
+        return self._sequences[row]
+
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
         return self.prefixes.lengths(prompt)[0] if self.prefixes is not None else 0
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""
-        return list(self._sequences[row].stop.tokens)
+        return list(self._taken(row).stop.tokens)
 
     def now(self) -> float:
         """The time in seconds at which the device is done with all that was started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -140,16 +140,38 @@ class Decoder:
         generation_config: Any = None,
         *,
         streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Answer a conversation, `[{"role": "user", "content": "…"}]`, in the form of the
-        tokenizer's chat template, or each of a list of them; a text is one question. As `generate`
-        otherwise."""
+        """Answer a conversation in the form of the tokenizer's chat template, or several.
+
+        Args:
+            messages: `[{"role": "user", "content": "…"}]`, whose contents may be text parts; a list
+                of such conversations; or a text, which is one question.
+            generation_config: As in `generate`.
+            streamer: As in `generate`.
+            tools: Functions or JSON schemas, for the template.
+            documents: Mappings, for the template.
+            enable_thinking: For templates that read it.
+            chat_template_kwargs: Other variables of the template, and another `chat_template`.
+            **options: As in `generate`.
+
+        Returns:
+            As `generate`.
+
+        Raises:
+            UsageError: As `generate`, and for what the template does not read or refuses.
+        """
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
         several = isinstance(messages, list | tuple) and any(
             isinstance(each, list | tuple | str) for each in messages
         )
         return self._serve(
-            partial(self._read, chat_ids, messages, several, generation_config, options), streamer
+            partial(self._read, encode, messages, several, generation_config, options), streamer
         )
 
     def _read(

@@ -130,11 +130,16 @@ def exit_with_reason(main: Callable[[], object]) -> None:
         )
         code = UsageError.exit_code
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENAMETOOLONG:
+            name = one_line(str(error.filename))
+            print(f"error: {name:.60}… is longer than a path can be: name another", file=sys.stderr)
+            code = UsageError.exit_code
+        elif error.errno == errno.ENOSPC:
+            _drop_output()
+            print(f"error: {error}: free some space, then run again", file=sys.stderr)
+            code = CannotWrite.exit_code
+        else:
             raise
-        _drop_output()
-        print(f"error: {error}: free some space, then run again", file=sys.stderr)
-        code = CannotWrite.exit_code
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = Interrupted.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def choice_of(name: str) -> tuple[type[Modes], list[str]] | None:
     """Who chooses in each step, and among which names: `Modes` for "A or B", `Bandit` for
     "bandit A or B". None for what names one tree, or a file."""
     policy = Bandit if name.startswith(BANDIT) else Modes
-    if (policy is Modes and OR not in name) or Path(name).is_file():
+    if (policy is Modes and OR not in name) or os.path.isfile(name):
         return None
     return policy, [each.strip() for each in name.removeprefix(BANDIT).split(OR)]
 

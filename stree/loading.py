@@ -239,8 +239,10 @@ def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UsageError(f"a checkpoint is {name!r}, wanted a folder or a name on the hub")
     path = Path(name)
-    if path.is_dir() or not _HUB_NAME.fullmatch(str(name)):
+    if os.path.isdir(path):
         return path
+    if not _HUB_NAME.fullmatch(str(name)):
+        raise NotFound(f"no folder {str(name)!r:.200}: give the path of a checkpoint")
     import huggingface_hub
 
     try:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from stree.accept_rates import MEMORY, AcceptRates, GrownRates, Mean
 from stree.costs import Costs
+from stree.description import counted
 from stree.errors import UsageError
 from stree.tree import BeamTree, TokenTree, as_tree
 
@@ -97,6 +98,12 @@ class Modes:
 
     def __str__(self) -> str:
         return " or ".join(tree.name for tree in self.trees[1:])
+
+    def __repr__(self) -> str:
+        names = [tree.name for tree in self.trees[1:]]
+        most = max((rows for rows, _ in self.costs.seconds), default=0)
+        measured = f"costs of up to {counted(most, 'row')}" if most else "no costs measured"
+        return f"{type(self).__name__}({names}, {measured}, now {self.current.name})"
 
     @property
     def costs(self) -> Costs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from stree.errors import BadData, UsageError
 from stree.tokenizer import refusing_panics
 
 _WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of several"
+# Arguments of transformers' `apply_chat_template` that are no variables of a template
+_SET_HERE = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize",
+             "padding", "truncation", "max_length", "return_tensors", "return_dict",
+             "return_assistant_tokens_mask", "sanitize_control_tokens",
+             "tokenizer_kwargs"}  # fmt: skip
 _OF_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}  # what it returns unasked
 
 
@@ -67,29 +73,92 @@ def text_ids(tokenizer: Any, text: Any) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
-    """Return a conversation's ids, up to where the assistant's next turn begins. They are the ids
-    of training (`chat_encoding`): no message can spell a control token.
+    """Encode a conversation up to where the assistant's next turn begins.
 
-    Args: messages, a text (one question) or mappings with `role` and `content`. variables: what the
-    template is told beside them.
-    Raises `UsageError` when the tokenizer's template refuses the messages, or there is none.
+    The ids are those of training (`chat_encoding`): no message can spell a control token.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: A text (one question), or mappings with `role` and `content`: a text, or parts of
+            `{"type": "text", "text": …}`. A turn of the assistant may have `tool_calls` alone.
+        **variables: Variables of the template (`tools`, `documents`, `enable_thinking`, …), and
+            another `chat_template`; None is left out.
+
+    Returns:
+        Token ids.
+
+    Raises:
+        UsageError: When there is no template, it refuses the messages, or it does not read a
+            variable.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if not isinstance(messages, list | tuple) or not all(
-        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
-    ):
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
         raise UsageError(
             f"got {_named(messages)}, wanted messages: "
             '[{"role": "user", "content": "…"}, …], or a list of such'
         )
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the tokenizer has no chat template: decoder.complete(text) goes without")
-    from stree.chat_encoding import encode_prompt  # imports transformers
+    from stree.chat_encoding import chat_encoder  # imports transformers
 
+    given = {name: value for name, value in variables.items() if value is not None}
+    template = given.pop("chat_template", None)
     try:
-        return encode_prompt(tokenizer, messages, **variables)
+        encoder = chat_encoder(tokenizer, template)
+        _require_read(encoder.template, given)
+        if any(map(_has_parts, messages)) and not _reads_parts(encoder, messages, given):
+            messages = [_with_text(each) for each in messages]
+        return encoder.encode_prompt(messages, **given)
     except BadData as error:
         raise UsageError(str(error)) from error
+
+
+def _is_message(given: Any) -> bool:
+    has_turn = isinstance(given, Mapping) and not given.keys().isdisjoint(("content", "tool_calls"))
+    return has_turn and "role" in given
+
+
+def _has_parts(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), list | tuple)
+
+
+def _reads_parts(encoder: Any, messages: Sequence[Any], variables: Mapping[str, Any]) -> bool:
+    """Return whether a template reads content parts, instead of failing or printing the list."""
+    try:
+        pieces = encoder.pieces(messages, prompt=True, **variables)
+    except BadData:
+        return False
+    text = "".join(each.text for each in pieces)
+    parts = (part for each in messages if _has_parts(each) for part in each["content"])
+    return not any(str(part) in text for part in parts)
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose text parts are joined. Raises `UsageError` for other parts."""
+    if not _has_parts(message):
+        return message
+    for part in message["content"]:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise UsageError(
+                f"a message's content has {_named(part)}, wanted parts "
+                '{"type": "text", "text": "…"}: the chat template reads no others'
+            )
+    return {**message, "content": "".join(part["text"] for part in message["content"])}
+
+
+def _require_read(template: str, variables: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a variable that the template does not read, and for what is ours."""
+    for name in variables:
+        if name in _SET_HERE:
+            raise UsageError(
+                f"chat cannot honour {name}: it encodes all messages, up to where the assistant's "
+                "next turn begins; decoder.generate(ids) takes other prompts"
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UsageError(
+                f"the chat template does not read {name}: leave it out, or give another "
+                "chat_template in chat_template_kwargs"
+            )
 
 
 def _of_tokenizer(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:

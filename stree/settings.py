@@ -37,6 +37,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
 
+_THEIRS = "transformers' own model.generate does it, without drafts"
+# What to do instead of a setting of `transformers` that is refused
+_INSTEAD = {
+    "min_new_tokens": "ignore_eos=True with max_new_tokens gives exactly so many",
+    "min_length": "ignore_eos=True with max_new_tokens gives exactly so many",
+    "stopping_criteria": "stop_strings and eos_token_id end an answer; stree.from_transformers("
+    "model, drafter) takes stopping criteria",
+    "max_time": "stree.BatchDecoder.step gives tokens as they come: release the row in time",
+}  # fmt: skip
+# Those that change logits, or search: the law of an answer is the target's own here
+_OF_LOGITS = (
+    "bad_words_ids", "logits_processor", "sequence_bias", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "force_words_ids",
+    "constraints", "prefix_allowed_tokens_fn", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "typical_p", "top_h",
+    "epsilon_cutoff", "eta_cutoff", "guidance_scale", "exponential_decay_length_penalty",
+    "watermarking_config", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers",
+    "length_penalty", "diversity_penalty", "early_stopping", "token_healing",
+)  # fmt: skip
+
 Asked: TypeAlias = tuple[list[tuple[Tensor, GenerationConfig]], bool]
 
 
@@ -159,11 +179,18 @@ def _refuse_others(asked: Mapping[str, Any]) -> None:
     if not refused:
         return
     told = ", ".join(f"{name} = {one_line(repr(asked[name])):.60}" for name in refused)
-    meant = get_close_matches(refused[0], (*_OURS, "do_sample", "max_length"), 1, 0.7)
-    remedy = f"did you mean {meant[0]}?" if meant else "leave it out" if len(refused) == 1 else (
-        "leave them out"
-    )  # fmt: skip
-    raise UsageError(f"generate cannot honour {told}: {remedy}")
+    remedies = dict.fromkeys(map(_instead, refused))
+    raise UsageError(f"generate cannot honour {told}: {'; '.join(remedies)}")
+
+
+def _instead(name: str) -> str:
+    """Return what to do instead of a setting that is refused."""
+    if name in _OF_LOGITS:
+        return _THEIRS
+    if name in _INSTEAD or name in _NEUTRAL:
+        return _INSTEAD.get(name, "leave it out")
+    meant = get_close_matches(name, (*_OURS, "do_sample", "max_length"), 1, 0.7)
+    return f"did you mean {meant[0]}?" if meant else "leave it out"
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class TokenTree:
         if name == "paper":
             return cls.paper()
         path = Path(name)
-        if not path.is_file():
-            raise NotFound(f"no tree {name!r}: give {FORMS}")
+        if not os.path.isfile(path):
+            raise NotFound(f"no tree {name!r:.200}: give {FORMS}")
         try:
             content = parse_yaml(read_text(path))
         except (OSError, ValueError) as error:

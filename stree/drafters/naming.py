@@ -50,7 +50,7 @@ class DrafterName:
         Raises `UsageError` for a context that is no whole number of at least 1, for float8: without
         a folder, and for independent: and top: without one whose model draws.
         """
-        if name.startswith(_FLOAT8) and not Path(name).is_dir():
+        if name.startswith(_FLOAT8) and not os.path.isdir(name):
             of = cls.parse(name.removeprefix(_FLOAT8))
             if not of.folder or of.float8:
                 raise UsageError(
@@ -58,7 +58,7 @@ class DrafterName:
                 )
             return replace(of, float8=True)
         for prefix, siblings in _SIBLINGS.items():
-            if not name.startswith(prefix) or Path(name).is_dir():
+            if not name.startswith(prefix) or os.path.isdir(name):
                 continue
             of = cls.parse(name.removeprefix(prefix))
             if not of.folder or of.retokenised or not of.draws_in_turn:
@@ -67,9 +67,9 @@ class DrafterName:
                     f"draw none): wanted {prefix}FOLDER, once"
                 )
             return replace(of, siblings=siblings)
-        if name.startswith(_TEXT) and not Path(name).is_dir():
+        if name.startswith(_TEXT) and not os.path.isdir(name):
             return cls(name.removeprefix(_TEXT), retokenised=True)
-        found = None if Path(name).is_dir() else _NGRAM.fullmatch(name)
+        found = None if os.path.isdir(name) else _NGRAM.fullmatch(name)
         if found is None:
             return cls(name)
         context = found["context"] or str(NGram.context)
@@ -118,8 +118,8 @@ class DrafterName:
         """Raises `NotFound` without such a file."""
         if self.corpus is None:
             return ""
-        if not Path(self.corpus).is_file():
-            raise NotFound(f"there is no corpus {self.corpus} for n-grams: give a text file")
+        if not os.path.isfile(self.corpus):
+            raise NotFound(f"there is no corpus {self.corpus:.200} for n-grams: give a text file")
         try:
             return read_text(Path(self.corpus))
         except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from toys import right_now_and_then, tiny_model
 from stree import Bandit, BatchDecoder, GenerationConfig, Request, TokenTree
 from stree.costs import Costs
 from stree.errors import UsageError
-from stree.modes import PLAIN
+from stree.modes import PLAIN, Modes
 from stree.tree import BeamTree, expanded
 
 TREES = [expanded(each) for each in ((3, 3, 2, 1), (3, 2, 2, 1, 1), (2, 2, 2, 1, 1, 1))]
@@ -119,3 +119,11 @@ def test_trees_that_requests_name_themselves_teach_it_too():
         [Request([1, 2], GenerationConfig(12))]
     )
     assert decoder.generate([request])[0].tokens == plain[0].tokens
+
+
+def test_a_choice_says_its_trees_its_costs_and_what_it_has_chosen():
+    bandit = Bandit([*TREES[:2]], COSTS)
+    assert repr(bandit) == (
+        "Bandit(['expand-3-3-2-1', 'expand-3-2-2-1-1'], costs of up to 1 row, now expand-3-2-2-1-1)"
+    )
+    assert repr(Modes(["chain-2"])) == "Modes(['chain-2'], no costs measured, now chain-2)"

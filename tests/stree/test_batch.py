@@ -291,3 +291,14 @@ def test_what_is_there_is_not_made_ready_again(captured_on_cpu, monkeypatch):
         decoder.prepare_reading(decoder.admit(Request([1, 2, number], generation)))
     assert prepared == [0, 1, 2, 3]
     assert begun == [0, 2]  # with and without sampling
+
+
+def test_a_row_that_is_free_is_named():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=32)
+    row = decoder.admit(Request([1, 2], GenerationConfig(4)))
+    decoder.release(row)
+    for door in (decoder.release, decoder.tokens_of):
+        for free in (row, 1, 7):
+            with pytest.raises(UsageError, match=f"row {free} is free, wanted one that is taken"):
+                door(free)
+    assert decoder.num_free_rows == 2

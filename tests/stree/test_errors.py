@@ -31,11 +31,13 @@ exit_with_reason(main)
         (1, "pass", 0, ""),
         (2, "pass", 0, ""),
         (2, "raise CheckpointRefused('no weights')", 66, "error: no weights\n"),
+        (1, "open('x' * 5000)", 2,
+         f"error: {'x' * 60}… is longer than a path can be: name another\n"),
         (2, "sys.exit(3)", 3, ""),
         (2, "sys.exit()", 0, ""),
         (2, "sys.exit('because')", 1, "because\n"),
     ],
-)
+)  # fmt: skip
 def test_exit_code_reason_and_output_come_through(num_processes, ending, code, reason):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(ending=ending)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,83 @@ def test_a_message_cannot_spell_control_tokens_and_has_the_ids_of_training(shipp
     assert shipped.chat(messages, max_new_tokens=6).tokens == wanted.tokens
 
 
+OF_TEXT = "{% for m in messages %}{{ m.role + ': ' + m.content }};{% endfor %}"
+PRINTS = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+OF_PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+@pytest.fixture
+def templated(tokenizer):
+    """What `chat_ids` makes of messages with a template, as text."""
+
+    def render(template, messages, **options):
+        given = copy.deepcopy(tokenizer)
+        given.chat_template = template
+        return tokenizer.decode(chat_ids(given, messages, **options))
+
+    return render
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [(OF_TEXT, "user: ab;"), (PRINTS, "user: ab;"), (OF_PARTS, "user: [a][b];")],
+)
+def test_content_parts_are_the_template_s_or_one_text(templated, template, wanted):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert templated(template, [{"role": "user", "content": parts}]) == wanted
+    assert templated(template, [{"role": "user", "content": "ab"}]) == "user: ab;"
+
+
+def test_a_template_gets_tools_documents_and_its_own_variables(templated):
+    template = (
+        "{{ tools[0].function.name if tools }},{{ documents[0].title if documents }},"
+        "{{ enable_thinking }},{{ depth }},{{ (messages[0].tool_calls is defined) if messages }}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+
+    def twice(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: Any.
+        """
+        return 2 * number
+
+    calls = [{"role": "assistant", "tool_calls": [{"name": "twice"}]}]
+    given = dict(tools=[twice], documents=[{"title": "Law", "text": "…"}], enable_thinking=False)
+    assert templated(template, calls, **given, depth=3) == "twice,Law,False,3,True>"
+    assert templated(template, "a", depth=3) == ",,,3,False>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ("a", dict(enable_thinking=True), "template does not read enable_thinking: leave it out"),
+        ("a", dict(tools=[{"type": "function"}]), "template does not read tools"),
+        ("a", dict(chat_template_kwargs={"tokenize": False}), "cannot honour tokenize"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x.png"}]}], {},
+         r"content has a dict .*image.*, wanted parts"),
+        ([{"role": "user"}], {}, "wanted messages"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_read_is_refused(shipped, messages, options, message):
+    with pytest.raises(UsageError, match=message):
+        shipped.chat(messages, max_new_tokens=2, **options)
+
+
+def test_a_chat_s_options_reach_the_template(shipped, tokenizer, monkeypatch):
+    template = "{{ 'yes' if enable_thinking else 'no' }}{{ mood }}{{ messages[0].content }}"
+    monkeypatch.setattr(shipped.tokenizer, "chat_template", template)
+    wanted = shipped.complete("yesgooda", max_new_tokens=4)
+    got = shipped.chat(
+        "a", enable_thinking=True, chat_template_kwargs={"mood": "good"}, max_new_tokens=4
+    )
+    assert got.tokens == wanted.tokens
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -267,7 +345,12 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        (None, dict(num_beams=4), "cannot honour num_beams = 4: leave it out"),
+        (None, dict(num_beams=4), "cannot honour num_beams = 4: transformers' own model"),
+        (None, dict(min_new_tokens=4), "min_new_tokens = 4: ignore_eos=True with max_new_tokens"),
+        (None, dict(bad_words_ids=[[4]], min_length=3),
+         r"min_length = 3: transformers' own model.generate does it, .*; ignore_eos=True"),
+        (None, dict(stopping_criteria=[print]), "stop_strings and eos_token_id end an answer"),
+        (None, dict(output_scores=True), "cannot honour output_scores = True: leave it out"),
         (None, dict(typical_p=0.9, length_penalty=2.0), "typical_p = 0.9, length_penalty = 2.0: "),
         (None, dict(repetition_penalty=0.0), "repetition_penalty is 0.0, wanted 0.00001"),
         (None, dict(min_p=1.5), r"min_p is 1.5, wanted 0 \(off\) to 1"),

@@ -470,3 +470,20 @@ def test_beyond_the_target_s_positions_it_refuses(workspace):
     decoder = load_quietly(workspace / "target", max_length=9000)
     with pytest.raises(UsageError, match="the target was made for 4096: shorten one, or raise"):
         decoder.complete("What is 1 plus 2?", max_new_tokens=4096)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 3000, "a\0b"], ids=["long", "deep", "zero"])
+def test_a_name_that_no_file_can_have_is_one_that_is_not_there(name):
+    shipped = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
+    for arguments in (
+        (name,),
+        (shipped, name),
+        (shipped, f"top:{name}"),
+        (shipped, f"text:{name}"),
+    ):
+        with pytest.raises(NotFound, match="no folder"):
+            stree.load(*arguments, device="cpu")
+    with pytest.raises(NotFound, match="no corpus"):
+        stree.load(shipped, f"ngram:4,{name}", device="cpu")
+    with pytest.raises(NotFound, match="no tree"):
+        stree.load(shipped, "ngram:4", tree=name, device="cpu")
