@@ -33,7 +33,7 @@ from stree_pipelines.evaluation.records import (
 )
 from stree_pipelines.reports import by_length_tables, plots, runs_plots, runs_tables
 from stree_pipelines.reports.findings import Findings
-from stree_pipelines.reports.lossless import lossless_markdown
+from stree_pipelines.reports.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.page import page_context, runs_context
 from stree_pipelines.reports.rendering import render_page
 from stree_pipelines.reports.run_data import (
@@ -50,7 +50,7 @@ from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
 from stree_pipelines.reports.table_rows import as_csv, table6_json, table_rows
-from stree_pipelines.reports.tables import table6_markdown, to_latex
+from stree_pipelines.reports.tables import in_lines, table6_markdown, to_latex
 from stree_pipelines.terminal.command_line import CommandParser
 
 
@@ -187,15 +187,15 @@ def _summary(findings: Findings) -> str:
     for table, (temperature, advice) in zip(
         findings.main_tables, findings.advice.items(), strict=True
     ):
-        lines.append(table.to_markdown())
+        lines.append(table.to_text())
         headline = f"{advice.headline}. " if advice.headline else ""
-        lines.append(f"T = {temperature:g}: {headline}{advice.reason}\n")
-    lines += [f"{by_length_tables.introduction(data)}\n"] if findings.ladders else []
+        lines.append(f"{in_lines(f'T = {temperature:g}: {headline}{advice.reason}')}\n")
+    told = [by_length_tables.introduction(data)] if findings.ladders else []
     for ladder in findings.ladders:
-        lines += [table.to_markdown() for table in ladder.tables]
-        lines += [f"{line}\n" for line in ladder.verdicts]
-    lines += [f"{note}\n" for note in (parting_sentence(data), *data.notes) if note]
-    return "\n".join(lines)
+        lines += [table.to_text() for table in ladder.tables]
+        told += ladder.verdicts
+    told += [note for note in (parting_sentence(data), *data.notes) if note]
+    return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -242,6 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(map(str, paths)))
     if records:
         print(f"and {len(records)} files of records in {out}")
+    if len(options.run) == 1 and (sentence := lossless_sentence(data.folder)):
+        print(f"\n{sentence}")
+    print(f"\nOpen {next(path for path in paths if path.name == 'report.html')} in a browser.")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,12 @@ def verdict(place: Place) -> Verdict:
     best = max(told or timed, key=lambda name: timed[name]["speedup"])
     cell = timed[best]
     interval = intervals[best]
-    gain = f"{place.called(best)} is {figure(cell['speedup'], interval, unit='×')} plain decoding"
+
+    def gain_of(name: str) -> str:
+        times = figure(timed[name]["speedup"], intervals[name], unit="×")
+        return f"{place.called(name)} is {times} plain decoding"
+
+    gain = gain_of(best)
     if cell["speedup"] <= 1:
         return Verdict(PLAIN, f"Plain decoding wins: the fastest arm, {gain}.")
     if interval is None:
@@ -134,8 +139,9 @@ def verdict(place: Place) -> Verdict:
     chains = [name for name in ties if _is_chain(place.rows[name].tree)]
     if chains and not _is_chain(place.rows[best].tree):
         return Verdict(
-            chains[0], f"The chain {place.called(chains[0])} wins: {gain}, but they can't be told "
-            "apart, and a chain verifies fewer tokens.",
+            chains[0],
+            f"The chain {place.called(chains[0])} wins: {gain_of(chains[0])}. {gain}, but they "
+            "can't be told apart, and a chain verifies fewer tokens.",
         )  # fmt: skip
     what = "The chain" if _is_chain(place.rows[best].tree) else "The tree"
     beside = f"; not told apart from it: {', '.join(ties)}" if ties else ""

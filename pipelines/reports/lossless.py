@@ -14,16 +14,10 @@ def lossless_markdown(run: Path) -> str:
     """Checks and divergences of all evaluations of a run: RUN/eval, RUN/eval-fp32 and so on, or RUN
     when it holds results itself. A decoding setting in which they differ has a column. Empty when
     nothing was compared."""
-    folders = [
-        path for path in (run, *sorted(run.glob("eval*"))) if (path / RESULTS_NAME).is_file()
-    ]
-    rows = [row for folder in folders for row in ResultStore(folder).results() if row.lossless]
+    rows = _compared(run)
     if not rows:
         return ""
-    checked, identical = (
-        sum(getattr(row.lossless, name) for row in rows)
-        for name in ("num_prompts", "num_identical")
-    )
+    identical, checked = _counts(rows)
     columns = [name for name in differing(rows) if name != "dtype"]
     parts = [
         "# Losslessness",
@@ -36,6 +30,27 @@ def lossless_markdown(run: Path) -> str:
     if identical < checked:
         parts.append(_divergences(rows, columns).to_markdown())
     return "\n\n".join(parts)
+
+
+def lossless_sentence(run: Path) -> str:
+    """How many answers of a run were plain decoding's. Empty when nothing was compared."""
+    identical, checked = _counts(_compared(run))
+    rest = "; lossless.md has the others" if identical < checked else ""
+    told = f"{identical} of {checked} answers are token for token plain decoding's{rest}."
+    return told if checked else ""
+
+
+def _compared(run: Path) -> list[ResultRow]:
+    folders = [
+        path for path in (run, *sorted(run.glob("eval*"))) if (path / RESULTS_NAME).is_file()
+    ]
+    return [row for folder in folders for row in ResultStore(folder).results() if row.lossless]
+
+
+def _counts(rows: list[ResultRow]) -> tuple[int, int]:
+    """Return how many answers are identical, and how many were compared."""
+    checks = [row.lossless for row in rows if row.lossless]
+    return sum(each.num_identical for each in checks), sum(each.num_prompts for each in checks)
 
 
 def _checks(rows: list[ResultRow], columns: list[str]) -> Table:

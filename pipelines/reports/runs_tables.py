@@ -26,6 +26,7 @@ from stree_pipelines.reports.tables import (
     Table,
     bracket,
     figure,
+    in_lines,
 )
 
 NAMED = {
@@ -242,9 +243,9 @@ def _row(
 
 def summary(findings: RunsFindings) -> str:
     """What the command prints."""
-    lines = [table.to_markdown() for table in findings.main_tables]
-    lines += [f"{each.title}: {each.reason}\n" for each in findings.verdicts]
-    return "\n".join([*lines, *(f"{note}\n" for note in findings.runs.notes)])
+    lines = [table.to_text() for table in findings.main_tables]
+    told = [*(f"{each.title}: {each.reason}" for each in findings.verdicts), *findings.runs.notes]
+    return "\n".join([*lines, *(f"{in_lines(each)}\n" for each in told)])
 
 
 def _at_last(

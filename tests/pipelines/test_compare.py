@@ -387,8 +387,9 @@ def test_verdicts_say_when_plain_decoding_or_a_chain_wins(done, monkeypatch):
     assert report.verdict(both).winner == "tree"
     between["is"] = (0.99, 1.1)
     assert report.verdict(both) == report.Verdict(
-        "a chain", "The chain a chain wins: tree is 1.50× [1.40, 1.60] plain decoding, but they "
-        "can't be told apart, and a chain verifies fewer tokens.",
+        "a chain", "The chain a chain wins: a chain is 1.40× [1.30, 1.50] plain decoding. tree is "
+        "1.50× [1.40, 1.60] plain decoding, but they can't be told apart, and a chain verifies "
+        "fewer tokens.",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from stree import metrics
 from stree.errors import BadData, CannotWrite, UsageError
 from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree, write_rows
 from stree_pipelines.report import main, write_report
-from stree_pipelines.reports import plots
+from stree_pipelines.reports import plots, tables
 from stree_pipelines.reports.run_data import POOLED, load_run
 from stree_pipelines.reports.tables import advise, table6, table6_markdown
 
@@ -231,6 +231,20 @@ def test_advice_follows_the_measured_speeds(tmp_path, monkeypatch, seconds, head
     assert advise(load_run(tmp_path), 0.0)[0] == headline
 
 
+def test_the_advice_has_the_figure_of_what_it_recommends(tmp_path, monkeypatch):
+    """The tree's call takes 14.9 ms, the chain's 10: 2.01 and 2.00 times plain decoding."""
+    monkeypatch.setitem(CALL_S, "vanilla_sd", 0.010)
+    monkeypatch.setitem(CALL_S, "stree", 0.0149)
+    monkeypatch.setattr(tables, "speed_ratio", lambda *_: tables.Gain(1.01, (0.99, 1.03)))
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    advice = advise(load_run(tmp_path), 0.0)
+    assert (advice.headline, advice.method, advice.fastest) == (
+        "Use the chain", "vanilla_sd", "stree",
+    )  # fmt: skip
+    assert advice.reason.startswith("Vanilla SD is 2.00× plain decoding [2.00, 2.00], τ 2.00. ")
+    assert "and 1.01× Vanilla SD [0.99, 1.03]: they can't be told apart, and" in advice.reason
+
+
 def test_where_plain_decoding_wins_the_advice_says_what_to_expect(tmp_path, monkeypatch):
     """A chain's call takes 25 ms, a plain one 10."""
     monkeypatch.setitem(CALL_S, "vanilla_sd", 0.025)
@@ -437,8 +451,23 @@ def test_a_published_table_follows_from_the_records_beside_it(page):
 def test_command_prints_table6_and_paths(run, capsys):
     main([str(run)])
     printed = capsys.readouterr().out
-    assert "| τ (STree) " in printed and str(run / "report.html") in printed
-    assert "T = 0: Use the tree." in printed
+    assert "\nτ (STree) " in printed and "T = 0: Use the tree." in printed
+    assert all(len(line) <= 100 or str(run) in line for line in printed.splitlines())
+    *_, lossless, empty, last = printed.splitlines()
+    (told,) = re.findall(r"\d+ of \d+ answers", (run / "lossless.md").read_text(encoding="utf-8"))
+    assert lossless.startswith(f"{told} are token for token plain decoding's") and not empty
+    assert last == f"Open {run / 'report.html'} in a browser."
+
+
+def test_a_table_in_a_terminal_is_cut_between_columns():
+    head = ("", *(f"step {number}" for number in range(9)))
+    rows = [(f"row {row}", *(f"{row}.{number:0>12}" for number in range(9))) for row in range(2)]
+    text = tables.Table("Speeds", (head, *rows), note="A word. " * 30).to_text()
+    assert max(map(len, text.splitlines())) <= 100
+    blocks = [block.splitlines() for block in text.split("\n\n")][1:-1]
+    assert [len(block[0].split("step ")) - 1 for block in blocks] == [5, 4]
+    for number, row in enumerate(rows, start=2):
+        assert [cell for block in blocks for cell in block[number].split()[2:]] == [*row[1:]]
 
 
 def test_no_results_is_one_clear_error(tmp_path):
