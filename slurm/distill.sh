@@ -13,8 +13,9 @@
 # To the Python processes (not to this shell), five minutes before the time is up.
 #SBATCH --signal=USR1@300
 source slurm/_env.sh
+trap : USR1  # `scancel --full` sends it to this shell, too, which has to requeue below
 
-srun python pipelines/distill.py fit "$@" \
+srun --kill-on-bad-exit=1 python pipelines/distill.py fit "$@" \
     --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE"
 code=$?
 # 75: stopped from outside with everything saved; 137: a process was killed (the host's memory, say).

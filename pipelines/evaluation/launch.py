@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,15 +24,32 @@ _PLACE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_")
 _SLURM_SETUP = "SLURM_CONF"  # where the cluster is, not where in it we are
 
 
+_LIBC = ctypes.CDLL(None)  # before a fork, behind which nothing may be imported
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends (`preexec_fn` of a Popen).
+
+    Does nothing where the system has no such signal (Linux has).
+    """
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def start_process(
     script: Path, arguments: Sequence[str], visible_devices: str | None
 ) -> subprocess.Popen:
-    """Run the evaluation in a process of its own, on the GPUs that CUDA_VISIBLE_DEVICES is to name
-    (None: those of this process)."""
+    """Run the evaluation in a process of its own, which ends when this one is killed.
+
+    visible_devices: its CUDA_VISIBLE_DEVICES; None: the GPUs of this process.
+    """
     environment = _without_place(dict(os.environ))
     if visible_devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices
-    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment)
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=environment, preexec_fn=end_with_parent
+    )
 
 
 def submit_job(arguments: Sequence[str], options: Sequence[str], name: str) -> tuple[str, bool]:

@@ -20,6 +20,7 @@ from stree.description import counted
 from stree.errors import UsageError, kind_of_code
 from stree.files import write_atomically
 from stree.plain_data import parse_yaml
+from stree_pipelines.evaluation.launch import end_with_parent
 from stree_pipelines.studies.plan import DONE, StudyRun, in_order
 from stree_pipelines.terminal.progress import EvaluationProgress
 from stree_pipelines.training.run_folder import changes_since
@@ -123,7 +124,9 @@ def _distil(
         environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
     command = [sys.executable, str(DISTIL), *run.arguments(more)]
     with open(run.folder / LOG, "ab") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        child = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent
+        )
         children.add(child)
         try:
             return child.wait()

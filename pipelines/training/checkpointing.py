@@ -253,6 +253,7 @@ class TrainingCheckpoints(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.run_dir is None:
             raise UsageError("TrainingCheckpoints needs its run_dir before fit")
+        self.signals.waits_for_others = False
         if trainer.is_global_zero:
             make_directory(self.directory)
             sweep_leftovers(self.directory)

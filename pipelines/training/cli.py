@@ -446,6 +446,7 @@ class TrainingCLI(LightningCLI):
         signals = self._callback(TrainingCheckpoints).signals
         # There is to be one handler, and this is where Lightning's own would begin.
         self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
+        signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
         is_main = self.trainer.is_global_zero
         forget = partial(forget_starts, self.run_dir) if is_main else lambda: None
         return signals.noted(is_main, before_leaving=forget)

@@ -27,6 +27,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number: int | None = None  # of the one that came; SIGINT whatever came beside it
+        # Under srun until all processes have met: its SIGTERM says that one has ended by then.
+        self.waits_for_others = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.number != signal.SIGINT:
@@ -47,7 +49,7 @@ class StopSignals:
         for number in STOP_SIGNALS:
             signal.signal(number, self.note)
         try:
-            with _watched_interrupts(tells, before_leaving):
+            with self._watched(tells, before_leaving):
                 yield
         except Preempted:
             before = dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN)
@@ -57,39 +59,40 @@ class StopSignals:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def _watched(self, tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
+        """Look at signals in a thread: a handler would wait for what the main thread computes, and
+        for ever where that hangs."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-@contextmanager
-def _watched_interrupts(tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
-    """Look at signals in a thread: a handler would wait for what the main thread computes, and for
-    ever where that hangs."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        def watch() -> None:
+            interrupts = 0
+            while came := os.read(reader, 1):
+                if came[0] == signal.SIGTERM and self.waits_for_others:
+                    os._exit(128 + signal.SIGTERM)
+                interrupts += came[0] == signal.SIGINT
+                if interrupts == 2:
+                    before_leaving()
+                    _leave(tells)
+                if tells and came[0] == signal.SIGINT:
+                    print(
+                        "\ninterrupted: stopping where the next step ends, with everything saved "
+                        "(Ctrl-C again: at once, without saving)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
-    def watch() -> None:
-        interrupts = 0
-        while came := os.read(reader, 1):
-            interrupts += came[0] == signal.SIGINT
-            if interrupts == 2:
-                before_leaving()
-                _leave(tells)
-            if tells and came[0] == signal.SIGINT:
-                print(
-                    "\ninterrupted: stopping where the next step ends, with everything saved "
-                    "(Ctrl-C again: at once, without saving)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    thread = threading.Thread(target=watch, daemon=True, name="interrupts")
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
+        thread = threading.Thread(target=watch, daemon=True, name="interrupts")
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            thread.join()
+            os.close(reader)
 
 
 def _leave(tells: bool) -> None:

@@ -23,6 +23,7 @@ from tiny_run import distill_arguments, metric_rows
 from stree.errors import CheckpointRefused, Interrupted, Preempted, UsageError
 from stree_pipelines import distill
 from stree_pipelines.training.checkpointing import (
+    STATE_KEYS,
     SafeCheckpointIO,
     TrainingCheckpoints,
     decode_state,
@@ -79,6 +80,16 @@ def test_nested_state_comes_back_exactly():
         assert torch.equal(back["tensors"][name], tensor)
         assert back["tensors"][name].dtype == tensor.dtype
     assert math.isnan(decode_state(encode_state(math.nan)[0], {}))
+
+
+def test_tensors_that_share_memory_are_stored_each_on_its_own(tmp_path):
+    """Tied weights and views of one another, which safetensors refuses to write."""
+    tied = torch.randn(3, 2)
+    state = {**dict.fromkeys(STATE_KEYS, 0), "state_dict": {"a": tied, "b": tied, "row": tied[1]}}
+    SafeCheckpointIO().save_checkpoint(state, tmp_path / "step-0")
+    back = SafeCheckpointIO().load_checkpoint(tmp_path / "step-0")["state_dict"]
+    assert back.keys() == state["state_dict"].keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state["state_dict"].items())
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes", torch.float32])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from documented import Command, commands_in, require_parse
 from families import random_reference
 from tiny_run import write_conversations
@@ -235,3 +236,13 @@ def test_what_make_runs_is_understood(target, folder, monkeypatch):
     assert "../" not in told.stdout  # nothing beside the clone
     for command in commands:
         require_parse(command)
+
+
+def test_the_workflow_runs_all_that_a_submission_must_pass():
+    """One script, which people run as well."""
+    root = Path(__file__).parents[2]
+    jobs = yaml.safe_load((root / ".github/workflows/tests.yml").read_text())["jobs"]
+    steps = [step.get("run", "").split(" ")[0] for job in jobs.values() for step in job["steps"]]
+    assert ".ci/run" in steps
+    script = (root / ".ci/run").read_text()
+    assert all(name in script for name in ("tests/slurm", "test_compile.py", "deepspeed"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import wait_until
 from tiny_run import distill_arguments, make_workspace
 
 from stree.errors import Interrupted, UsageError
@@ -143,6 +145,31 @@ def test_an_evaluation_process_is_alone_whatever_its_training_was_launched_by(
     assert start_process(tmp_path / "tells.py", [], None).wait() == 0
     _, environment = json.loads(told.read_text())
     assert not environment.keys() & PLACE.keys() and environment["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_an_evaluation_process_ends_when_its_training_is_killed(tmp_path):
+    script, told = tmp_path / "waits.py", tmp_path / "told"
+    script.write_text(
+        f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    )
+    starting = (
+        "import pathlib, time; from stree_pipelines.evaluation.launch import start_process; "
+        f"start_process(pathlib.Path({str(script)!r}), [], None); time.sleep(120)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", starting])
+    wait_until(lambda: told.is_file() and told.read_text(), lambda: "the child's number")
+    child = Path("/proc", told.read_text())
+    assert is_running(child)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_running(child), lambda: f"the end of {child}")
+
+
+def is_running(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

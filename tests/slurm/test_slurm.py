@@ -17,6 +17,7 @@ from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluste
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.training.run_folder import take_run_folder
 
 STEPS = 300
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sh"))
@@ -70,14 +71,14 @@ def submit(cluster, tmp_path) -> Callable[[Path, int], str]:
     """Starts a training of two nodes in a run folder."""
     workspace = make_workspace(tmp_path)
 
-    def start(run_dir: Path, steps: int) -> str:
+    def start(run_dir: Path, steps: int, *sbatch_options: str) -> str:
         fit, *arguments = distill_arguments(
             workspace, run_dir, "--trainer.limit_val_batches", "0",
             # Saves nothing of its own accord: what is there to go on from, the signal has saved.
             "--checkpoint.every_n_steps", "1000", steps=steps,
         )  # fmt: skip
         assert fit == "fit"
-        return cluster.sbatch("--nodes=2", "slurm/distill.sh", *arguments)
+        return cluster.sbatch("--nodes=2", *sbatch_options, "slurm/distill.sh", *arguments)
 
     return start
 
@@ -90,9 +91,9 @@ def wait_for_step(step: int, cluster: SlurmCluster, job: str, run_dir: Path) -> 
     )
 
 
-def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path) -> int:
+def send_usr1(cluster: SlurmCluster, job: str, run_dir: Path, *options: str) -> int:
     """What --signal=USR1@300 sends, and to whom; the step that was saved for it."""
-    cluster.run("scancel", "--signal=USR1", job)
+    cluster.run("scancel", "--signal=USR1", *options, job)
     wait_until(lambda: len(checkpoints(run_dir)) == 1, lambda: cluster.output_of(job), 60)
     (saved,) = checkpoints(run_dir)
     assert saved >= 10
@@ -110,6 +111,46 @@ def test_two_nodes_save_at_the_signal_are_requeued_and_finish(cluster, submit, t
     assert f"SIGUSR1 after step {saved};" in output
     assert output.count("resuming from") == 1 and output.count("rows on 2 processes\n") == 2
     assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 101))
+
+
+def test_usr1_to_all_processes_of_a_job_stops_no_shell(cluster, submit, tmp_path):
+    """`scancel --full` reaches the script itself, which has to requeue what was saved."""
+    run_dir = tmp_path / "run"
+    job = submit(run_dir, 100)
+    wait_for_step(10, cluster, job, run_dir)
+    send_usr1(cluster, job, run_dir, "--full")
+    cluster.wait_for_success(job)
+    assert cluster.state_of(job)["Restarts"] == "1", cluster.output_of(job)
+    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 101))
+
+
+def test_of_an_array_in_one_run_folder_one_trains_and_the_others_end(cluster, submit, tmp_path):
+    """They say so in one line, and are not requeued."""
+    run_dir = tmp_path / "run"
+    output = f"--output={cluster.folder}/job-%A_%a.out"
+    job = submit(run_dir, 1000, "--nodes=1", "--array=1-2", output)
+    tasks = [f"{job}_1", f"{job}_2"]
+    states = [cluster.wait_for_end(task)["JobState"] for task in tasks]
+    said = "".join(map(cluster.output_of, tasks))
+    assert sorted(states) == ["COMPLETED", "FAILED"], said
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert f"another training is running in {run_dir}" in error and "Traceback" not in said
+    failed = cluster.state_of(tasks[states.index("FAILED")])
+    assert (failed["ExitCode"], failed["Restarts"]) == ("2:0", "0")
+    assert [int(row["step"]) for row in metric_rows(run_dir)] == list(range(1, 1001))
+
+
+def test_all_processes_of_a_job_whose_run_folder_is_taken_end_by_themselves(
+    cluster, submit, tmp_path
+):
+    """Only the first one looks at the lock."""
+    run_dir = tmp_path / "run"
+    with take_run_folder(run_dir):
+        job = submit(run_dir, 100)
+        state = cluster.wait_for_end(job, timeout_s=60)
+    said = cluster.output_of(job)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "143:0"), said
+    assert state["Restarts"] == "0" and said.count("error: another training is running") == 1
 
 
 @pytest.mark.long  # twelve starts of Python
@@ -199,4 +240,4 @@ def test_scripts_parse_and_hold_no_logic(script):
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     lines = script.read_text(encoding="utf-8").splitlines()
     first_words = {line.split()[0] for line in lines if line.strip()}
-    assert not first_words & {"if", "for", "while", "case", "function", "trap"}
+    assert not first_words & {"if", "for", "while", "case", "function"}
