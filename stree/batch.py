@@ -46,7 +46,7 @@ from stree.modes import PLAIN, Modes, deepest_of, largest_of, trees_of
 from stree.prefill import Prefill
 from stree.prefixes import Prefixes
 from stree.prompts import one_prompt
-from stree.requests import Launch, Prepared, Progress, Report, Request, requests_of
+from stree.requests import Launch, Prepared, Progress, Report, Request, SampleRequest, requests_of
 from stree.room import Room
 from stree.rows import Rows
 from stree.settings import settings_of
@@ -211,6 +211,11 @@ class BatchDecoder:
         tree, ids = request.tree, one_prompt(request.prompt_ids)
         tree = None if tree is None else as_tree(tree)
         prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
+        if generation.num_return_sequences > 1:
+            raise UsageError(
+                f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
+                "answer: generate serves the request, or admit one for each answer"
+            )
         if tree is None and self.modes is None:
             tree = self.tree
         growth = tree or self.growth
@@ -232,7 +237,8 @@ class BatchDecoder:
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
         self.executor.follow_weights()
-        sequence = Progress(prompt, generation, tree, request.keep_prompt, stop, stats)
+        shared = request.shared if isinstance(request, SampleRequest) else None
+        sequence = Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
         self.prefill.admit(row, sequence)
         self._sequences[row] = sequence  # last: whatever fails before, the row is still free
         return row
@@ -289,6 +295,8 @@ class BatchDecoder:
         """
         sequence = self._taken(row)
         del self._sequences[row]
+        if sequence.shared is not None and sequence.shared.reader is sequence:
+            sequence.shared.reader = None  # another row reads the prompt, unless that is done
         self.rows.active[row] = False
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if self.modes is not None and sequence.tree is None and cut_short:
@@ -335,10 +343,11 @@ class BatchDecoder:
         attention_mask: Any = None,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Serve all of them, as many at once as there are rows; in the order given.
+        """Serve requests, as many at once as there are rows; return the outputs in their order.
 
         Args: requests, each a `Request` with settings of its own; or prompts and how to go on after
-        all of them, as `Decoder.generate` takes them.
+        all of them, as `Decoder.generate` takes them. One that asks for several answers
+        (`num_return_sequences`) has as many outputs, one after the other.
         Raises the error of a request that ends with one, or cannot be served; the others end too,
         and their rows are free again.
         """

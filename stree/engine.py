@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stree import threads
 from stree.batch import BatchDecoder
@@ -24,8 +23,8 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes, largest_of
-from stree.prompts import chat_ids, text_ids
-from stree.requests import Report, Request
+from stree.prompts import chat_ids, one_prompt, text_ids
+from stree.requests import Report, Request, samples_of
 from stree.settings import Asked, asked_for, end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
@@ -106,7 +105,8 @@ class Decoder:
                 generation_config.
 
         Returns:
-            A `GenerationOutput`, and for several prompts a list of them.
+            A `GenerationOutput`; a list of them for several prompts, and where
+            `num_return_sequences` asks for several answers, which follow one another.
 
         Raises:
             UsageError: When the prompt does not fit, and for what cannot be honoured (num_beams,
@@ -194,15 +194,20 @@ class Decoder:
             if streamer is not None:
                 stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
             asked, several = read()
-            if streamer is not None and len(asked) > 1:
-                raise UsageError(f"got {len(asked)} prompts: a streamer shows one answer at a time")
-            outputs = [self._generate(prompt, config, streamer) for prompt, config in asked]
-        return outputs if several else outputs[0]
+            requests = [
+                sample
+                for prompt, config in asked
+                for sample in samples_of(Request(prompt, config, keep_prompt=True))
+            ]
+            if streamer is not None and len(requests) > 1:
+                raise UsageError(
+                    f"asked for {len(requests)} answers: a streamer shows one answer at a time"
+                )
+            outputs = [self._generate(request, streamer) for request in requests]
+        return outputs if several or len(outputs) > 1 else outputs[0]
 
-    def _generate(
-        self, prompt: Tensor, generation: GenerationConfig, streamer: Any
-    ) -> GenerationOutput:
-        batch = self.batch
+    def _generate(self, request: Request, streamer: Any) -> GenerationOutput:
+        batch, prompt = self.batch, one_prompt(request.prompt_ids)
         if streamer is not None:
             streamer.put(prompt.cpu())
         with ExitStack() as stack:
@@ -214,7 +219,7 @@ class Decoder:
             )
             stack.enter_context(ops.current(self.target.device))
             stack.enter_context(threads.for_decoding(self.target))
-            row, finished = batch.admit(Request(prompt, generation, keep_prompt=True)), False
+            row, finished = batch.admit(request), False
             try:
                 batch.prepare()
                 batch.phase_clock = clock = PhaseClock(self.target.device)

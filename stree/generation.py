@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import operator
 import secrets
@@ -23,7 +24,7 @@ from stree.tree import TokenTree
 
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
-    "seed": Integral, "min_p": Real, "repetition_penalty": Real,
+    "seed": Integral, "min_p": Real, "repetition_penalty": Real, "num_return_sequences": Integral,
 }  # fmt: skip
 LEAST_FACTOR, MOST_FACTOR = 1e-5, 1e5  # of a repetition penalty: no logit overflows
 _FRESH_SEED_BITS = 48  # of a seed that nobody gave: equal seeds are improbable, and it is readable
@@ -51,9 +52,11 @@ class GenerationConfig:
         repetition_penalty: Divides the positive logits of all tokens of prompt and answer so far,
             and multiplies the negative ones, greedy or not; padding is no part of a prompt. From
             0.00001 to 100000; 1 is off.
+        num_return_sequences: Sampled answers to each prompt, which is read once. The first has the
+            seed of one answer alone, the others' seeds follow from it.
 
     Raises:
-        UsageError: For values out of range.
+        UsageError: For values out of range, and for several greedy answers, which are equal.
     """
 
     max_new_tokens: int = 256
@@ -66,6 +69,7 @@ class GenerationConfig:
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    num_return_sequences: int = 1
 
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
@@ -95,6 +99,15 @@ class GenerationConfig:
                 f"repetition_penalty is {self.repetition_penalty}, wanted 0.00001 to 100000 (1 is "
                 "off)"
             )
+        if self.num_return_sequences < 1:
+            raise UsageError(
+                f"num_return_sequences is {self.num_return_sequences}, wanted at least 1"
+            )
+        if self.num_return_sequences > 1 and self.temperature == 0:
+            raise UsageError(
+                f"num_return_sequences is {self.num_return_sequences} and temperature 0, which "
+                "gives equal answers: set a temperature, or do_sample=True"
+            )
         strings = self.stop_strings
         strings = (strings,) if isinstance(strings, str) else strings
         if isinstance(strings, Iterable):
@@ -113,12 +126,28 @@ class GenerationConfig:
             return self
         return dataclasses.replace(self, seed=secrets.randbits(_FRESH_SEED_BITS))
 
+    def samples(self) -> list[GenerationConfig]:
+        """Return the settings of each of `num_return_sequences` answers."""
+        if self.num_return_sequences == 1:
+            return [self]
+        first = self.seeded()
+        seeds = [first.seed] + [
+            _seed_of_sample(first.seed, number) for number in range(1, self.num_return_sequences)
+        ]
+        return [dataclasses.replace(self, seed=seed, num_return_sequences=1) for seed in seeds]
+
     def eos_ids(self, model_ids: Sequence[int]) -> frozenset[int]:
         if self.ignore_eos:
             return frozenset()
         if self.eos_token_id is None:
             return frozenset(model_ids)
         return frozenset(_token_ids(self.eos_token_id))
+
+
+def _seed_of_sample(seed: int | None, number: int) -> int:
+    """Derive the seed of a further answer, as far from its neighbours' as any two seeds."""
+    told = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(told[: _FRESH_SEED_BITS // 8])
 
 
 def _token_ids(given: Any) -> tuple[int, ...]:

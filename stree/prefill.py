@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,28 @@ from stree.arrival import Arrival
 from stree.clock import recorded
 from stree.drafters.model import ModelDrafter
 from stree.executors import Eager, Graphs
+from stree.models.cache import SavedPrefix
 from stree.models.features import Features
 from stree.models.hybrid import READ_AT_ONCE
 from stree.prefixes import Prefixes
 from stree.readers import LONGEST_PIECE, Pieces, piece_sizes
-from stree.requests import Progress
+from stree.requests import Progress, SharedPrompt
 from stree.rows import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
 from stree_kernels import ops
 
 PREFILL_CHUNK = LONGEST_PIECE  # prompt tokens that a row reads between two steps of others
 FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """Copies of what a row holds that has read its prompt: logits (1, V), the target's cache, and
+    the drafter's where it is a model that has read the prompt, too."""
+
+    logits: Tensor
+    target: SavedPrefix
+    drafter: SavedPrefix | None
+    following: Tensor | None  # what the drafter's next token is read with
 
 
 class Prefill:
@@ -53,8 +66,16 @@ class Prefill:
             drafter.clear(row)
 
     def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
-        """A piece of the row's prompt, or the whole of it; the logits (1, V) after its last token
-        when it was the last piece."""
+        """Read a piece of the row's prompt, or the whole of it; return the logits (1, V) after its
+        last token when it was the last piece. A prompt that another row reads is waited for, and
+        taken over."""
+        shared = sequence.shared
+        if shared is not None and sequence.num_read == 0:
+            if shared.read is not None:
+                return self._take_over(row, sequence, shared)
+            if shared.reader not in (None, sequence):
+                return None
+            shared.reader = sequence
         if self.prefixes is not None and sequence.num_read == 0:
             read = self.prefixes.load(row, sequence.prompt)
             sequence.num_read, sequence.num_drafted_from = read
@@ -66,7 +87,39 @@ class Prefill:
             return None
         if sequence.keep_prompt and self.prefixes is not None:
             self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
+        if shared is not None and shared.left:
+            shared.read = self._hold(row, sequence, logits)
         return logits
+
+    def _hold(self, row: int, sequence: Progress, logits: Tensor) -> ReadPrompt:
+        """Copy what a row has that has just read its prompt."""
+        length, drafter, drafted, following = len(sequence.prompt), self._along, None, None
+        if drafter is not None and sequence.num_drafted_from == length:
+            drafted = SavedPrefix(length, drafter.cache.copies(row, length))
+            following = None if drafter.inputs is None else drafter.inputs[row, 0].clone()
+        target = SavedPrefix(length, self.step.cache.copies(row, length))
+        return ReadPrompt(logits.clone(), target, drafted, following)
+
+    def _take_over(self, row: int, sequence: Progress, shared: SharedPrompt) -> Tensor:
+        """Let a row begin with a prompt that another has read; return the logits (1, V) after it.
+        Drafters that are more than a model read it themselves."""
+        held: ReadPrompt = shared.read
+        shared.left -= 1
+        if not shared.left:
+            shared.read = None
+        drafter: Any = self.step.drafter
+        self.step.cache.load(held.target, row)
+        sequence.num_read = sequence.stats.num_reused_tokens = len(sequence.prompt)
+        if drafter is not None and not sequence.behind:
+            if held.drafter is not None:
+                drafter.cache.load(held.drafter, row)
+                if held.following is not None:
+                    drafter.inputs[row, 0] = held.following
+            else:
+                with self._timed(sequence):
+                    self.let_drafter_read(row, self._on_device(sequence.prompt), None, 0)
+            sequence.num_drafted_from = len(sequence.prompt)
+        return held.logits
 
     def prepare(self, row: int, sequence: Progress) -> None:
         """Make ready now what reading the row's prompt needs (graphs)."""

@@ -13,8 +13,9 @@ from stree.arrival import Arrival
 from stree.errors import StreeError, UsageError
 from stree.forest import Forest
 from stree.generation import DecodingStats, GenerationConfig, StopRule
+from stree.prompts import one_prompt
 from stree.rows import Rows
-from stree.settings import asked_for
+from stree.settings import asked_for, settings_of
 from stree.tree import TokenTree
 
 
@@ -36,6 +37,35 @@ class Request:
     keep_prompt: bool = False
 
 
+@dataclass(eq=False)
+class SharedPrompt:
+    """A prompt that several rows begin with, and one of them reads."""
+
+    left: int  # rows that are still to begin with it
+    reader: Progress | None = None
+    read: Any = None  # `stree.prefill.ReadPrompt`, as soon as it is read, until no row is left
+
+
+@dataclass(frozen=True)
+class SampleRequest(Request):
+    """One of several answers to a prompt."""
+
+    shared: SharedPrompt | None = None
+
+
+def samples_of(request: Request) -> list[Request]:
+    """Return a request for each answer that one asks for (`num_return_sequences`); the first that
+    has a row reads the prompt for all."""
+    if getattr(getattr(request, "generation", None), "num_return_sequences", None) in (None, 1):
+        return [request]
+    generation = settings_of(request.generation).after(one_prompt(request.prompt_ids))
+    shared = SharedPrompt(generation.num_return_sequences - 1)
+    return [
+        SampleRequest(request.prompt_ids, each, request.tree, request.keep_prompt, shared)
+        for each in generation.samples()
+    ]
+
+
 def requests_of(
     given: Any,
     generation_config: Any,
@@ -43,14 +73,16 @@ def requests_of(
     options: Mapping[str, Any],
     tokenizer: Any,
 ) -> list[Request]:
-    """Those given, or of prompts and how to go on after all of them (`asked_for`)."""
+    """Return the requests that are given, or those of prompts and of how to go on after all of them
+    (`asked_for`), one for each answer."""
     several = isinstance(given, list | tuple)
     if several and (not given or any(isinstance(each, Request) for each in given)):
         if options or generation_config is not None or attention_mask is not None:
             raise UsageError("requests have settings of their own: give them no others")
-        return list(given)
+        return [sample for each in given for sample in samples_of(each)]
     asked, _ = asked_for(given, generation_config, attention_mask, options, tokenizer)
-    return [Request(prompt.tolist(), generation) for prompt, generation in asked]
+    requests = [Request(prompt.tolist(), generation) for prompt, generation in asked]
+    return [sample for each in requests for sample in samples_of(each)]
 
 
 @dataclass(slots=True)
@@ -75,6 +107,7 @@ class Progress:
     keep_prompt: bool
     stop: StopRule
     stats: DecodingStats
+    shared: SharedPrompt | None = None
     num_read: int = 0  # tokens of the prompt that are in the caches
     num_drafted_from: int = 0  # tokens that the drafter has read
     behind: bool = False  # whether the drafter has missed the prompt or a block

@@ -21,7 +21,7 @@ _OURS = tuple(each.name for each in dataclasses.fields(GenerationConfig))
 _TOP_K_OF_TRANSFORMERS = 50  # what its sampling takes where its GenerationConfig names none
 # Settings of `transformers` with the values that ask for nothing beyond plain decoding.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
+    "num_beams": (1,), "num_beam_groups": (1,),
     "early_stopping": (False,), "length_penalty": (1.0,), "diversity_penalty": (0.0,),
     "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),

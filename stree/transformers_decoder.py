@@ -34,7 +34,7 @@ from stree.models.joint import require_backtracking
 from stree.models.shared import shared_model
 from stree.modes import Modes, deepest_of
 from stree.prompts import prompts_of
-from stree.requests import Request
+from stree.requests import Request, SampleRequest, SharedPrompt
 from stree.room import Room
 from stree.settings import end_of
 from stree.timing import length_to_time
@@ -210,14 +210,19 @@ class TransformersDecoder:
         settings = _settings_of(logits_processor, generation_config, mask)
         stops = _Stops(stopping_criteria, input_ids.shape[1])
         prompts, _ = prompts_of(input_ids, mask)
-        requests = []
-        for prompt in prompts:
+        requests: list[Request] = []
+        times = (
+            generation_config.num_return_sequences or 1
+        )  # each prompt stands one after the other
+        for number, prompt in enumerate(prompts):
+            if number % times == 0:
+                shared = SharedPrompt(times - 1)
             seed = int(torch.randint(2**62, ())) if "temperature" in settings else 0
             generation = GenerationConfig(
                 stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
                 ignore_eos=not stops.eos_ids, **settings,
             )  # fmt: skip
-            requests.append(Request(prompt, generation, keep_prompt=True))
+            requests.append(SampleRequest(prompt, generation, keep_prompt=True, shared=shared))
         rows = self._serve(requests, input_ids, stops, streamer)
         longest = max(map(len, rows))
         padding = generation_config._pad_token_tensor

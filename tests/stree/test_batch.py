@@ -9,9 +9,10 @@ from toys import right_now_and_then, tiny_model
 
 from stree import Decoder, GenerationConfig, TokenTree
 from stree.batch import BatchDecoder
+from stree.drafters.ngram import NGram
 from stree.errors import InvariantBroken, UsageError
 from stree.modes import Modes
-from stree.requests import Request
+from stree.requests import Request, samples_of
 from stree.tree import balanced
 
 TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
@@ -302,3 +303,88 @@ def test_a_row_that_is_free_is_named():
             with pytest.raises(UsageError, match=f"row {free} is free, wanted one that is taken"):
                 door(free)
     assert decoder.num_free_rows == 2
+
+
+DRAFTERS = {
+    "plain": lambda target: None,
+    "model": right_now_and_then,
+    "n-grams": lambda target: NGram(4, model=right_now_and_then(target)),
+}
+
+
+@pytest.mark.parametrize("prefixes", [0, 2])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefixes, monkeypatch):
+    """With their seeds, whichever decoder serves them; the target reads each prompt once."""
+    target = tiny_model(1)
+    drafter = DRAFTERS[kind](target)
+    tree = None if drafter is None else balanced([2, 1])
+    options = dict(max_length=96, num_prefixes=prefixes)
+    asked = GenerationConfig(12, temperature=1.0, seed=5, num_return_sequences=4)
+    prompts = [[1, 2, 3, 4, 5], [7, 8]]
+    wanted = [
+        Decoder(target, drafter, tree, **options).generate(prompt, each)
+        for prompt in prompts
+        for each in asked.samples()
+    ]
+    assert len({tuple(each.tokens) for each in wanted[:4]}) == 4
+    alone = Decoder(target, drafter, tree, **options)
+    assert wanted[0].tokens == (
+        alone.generate(prompts[0], replace(asked, num_return_sequences=1)).tokens
+    )
+    for rows in (1, 2, 3, 8):
+        decoder = BatchDecoder(target, drafter, tree, num_rows=rows, **options)
+        read, read_tokens = [], decoder.prefill._read_tokens
+        monkeypatch.setattr(
+            decoder.prefill, "_read_tokens",
+            lambda row, each, tokens, read=read, of=read_tokens: read.append(len(tokens))
+            or of(row, each, tokens),
+        )  # fmt: skip
+        got = decoder.generate([Request(prompt, asked) for prompt in prompts])
+        assert [each.tokens for each in got] == [each.tokens for each in wanted]
+        assert [each.seed for each in got] == [each.seed for each in wanted]
+        assert sorted(read) == [2, 5]
+        assert [each.stats.num_reused_tokens for each in got].count(0) == 2
+    door = Decoder(target, drafter, tree, **options)
+    got = door.generate(prompts, asked)
+    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    got = door.generate(prompts[0], asked, num_return_sequences=2)
+    assert [each.tokens for each in got] == [each.tokens for each in wanted[:2]]
+
+
+def test_a_prompt_of_several_answers_is_read_although_its_reader_leaves(monkeypatch):
+    monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 4)
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=4, max_length=96)
+    prompt = list(range(1, 20))
+    asked = GenerationConfig(12, temperature=1.0, seed=5, num_return_sequences=3)
+    busy = decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
+    decoder.step()  # from now on prompts are read in pieces
+    first, *others = samples_of(Request(prompt, asked))
+    left = decoder.admit(first)
+    rows = [decoder.admit(each) for each in others]
+    decoder.step()
+    assert decoder.release(left).tokens == []
+    done = {}
+    while len(done) < 2:
+        done |= {each.row: each for each in decoder.step() if each.finish_reason}
+    decoder.release(busy)
+    for row, each in zip(rows, asked.samples()[1:], strict=True):
+        wanted = Decoder(target, max_length=96).generate(prompt, each)
+        assert decoder.release(row).tokens == wanted.tokens
+
+
+def test_several_answers_are_refused_where_there_is_one():
+    with pytest.raises(UsageError, match="num_return_sequences is 3 and temperature 0"):
+        GenerationConfig(num_return_sequences=3)
+    several = GenerationConfig(4, temperature=1.0, num_return_sequences=2)
+    with pytest.raises(UsageError, match="num_return_sequences is 2, and a row has one answer"):
+        BatchDecoder(tiny_model(1), max_length=32).admit(Request([1], several))
+    with pytest.raises(UsageError, match="asked for 2 answers: a streamer shows one"):
+        Decoder(tiny_model(1)).generate([1], several, streamer=Quiet())
+
+
+class Quiet:
+    def put(self, tokens) -> None: ...
+
+    def end(self) -> None: ...

@@ -326,6 +326,13 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_the_filters(granite):
     assert not torch.equal(drawn(1, temperature=9.0), drawn(2, temperature=9.0))
     several = drawn(1, num_return_sequences=2, temperature=9.0)
     assert len(several) == 6 and not torch.equal(several[0], several[1])
+    reused = [each.stats.num_reused_tokens for each in decoder.outputs]
+    assert reused[::2] == [0] * 3 and reused[1::2] == mask.sum(1).tolist()  # read once
+    alone = stree.Decoder(decoder.target, max_length=64)
+    for row, each in enumerate(decoder.outputs):
+        prompt = ids[row // 2][mask[row // 2] != 0]
+        asked = stree.GenerationConfig(12, 9.0, 50, seed=each.seed)
+        assert alone.generate(prompt, asked).tokens == each.tokens
     greedy = granite.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     assert torch.equal(drawn(1, top_k=1), greedy)
     assert torch.equal(drawn(1, top_p=1e-6, top_k=0), greedy)
