@@ -1,18 +1,18 @@
 """Whether a checkpoint is worse than its baseline beyond noise: thresholds, and their verdicts.
 
 A threshold says how much of a figure may be lost. Both checkpoints answered the same prompts, so
-the change is bootstrapped over prompts in pairs, and its 95 % interval decides: a regression when
-all of it lies below the threshold, a pass when none of it does, and inconclusive in between, or
-when there are too few prompts for an interval to mean anything.
+the change is bootstrapped over prompts in pairs, and its interval decides: a regression when all
+of it lies below the threshold, a pass when none of it does, and inconclusive in between, or when
+there are too few prompts for an interval to mean anything. The intervals of all thresholds, methods
+and temperatures hold together at 95 %.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +20,36 @@ from numpy.typing import NDArray
 from stree import metrics
 from stree.errors import BadData, InvariantBroken, UsageError
 from stree.modes import PLAIN
+from stree_pipelines.comparison.answers import (
+    COUNTS,
+    Answers,
+    Count,
+    Figure,
+    acceptance_length,
+    ratio,
+    speedup,
+    speedup_per_tau,
+    tokens_per_second,
+)
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
 
 PASS, REGRESSION, INCONCLUSIVE = "pass", "regression", "inconclusive"
-# Among fewer prompts not even "all of them got worse" is unlikely enough: 2 · 2^-5 > 0.05.
-LEAST_PROMPTS = 6
+NUM_RESAMPLES = 10_000  # the ends of several intervals together lie far out
 DEPTH_RATES = "depth_accept_rates"
 RELATIVE_SPEEDS = ("speedup", "speedup_per_tau")
 # Not tokens_per_second_e2e: prefill is slower for the method that meets a prompt first.
 SPEEDS = (*RELATIVE_SPEEDS, "tokens_per_second")
-METRICS = ("acceptance_length", "acceptance_length_prompt_mean", DEPTH_RATES, *SPEEDS)
+FIGURES: dict[str, Figure] = {  # as `stree.metrics` defines them
+    "acceptance_length": acceptance_length,
+    "acceptance_length_prompt_mean": ratio("lengths", "answers"),
+    DEPTH_RATES: ratio("passed", "reached"),
+    "speedup": speedup,
+    "speedup_per_tau": speedup_per_tau,
+    "tokens_per_second": tokens_per_second,
+}
+METRICS = tuple(FIGURES)
 SYNTAX = (
     "wanted [BENCHMARK.]METRIC=CHANGE such as acceptance_length=-3%, gsm8k.speedup=-5%, "
     f"{DEPTH_RATES}[1]=-0.02 or speedup=+1%"
@@ -44,8 +62,6 @@ _THRESHOLD = re.compile(
 
 # (method, temperature, benchmark) → its prompts under both checkpoints, in one order
 Pairs = Mapping[tuple[str, float, str], tuple[Sequence[SampleRow], Sequence[SampleRow]]]
-# Maps prompt indices (R, Q) to a figure of every resample (R,).
-Figure = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
 
 class Regression(InvariantBroken):
@@ -161,7 +177,7 @@ def judge(thresholds: Sequence[Threshold], pairs: Pairs, seed: int = 0) -> list[
     """Each threshold's verdict for each speculative method and temperature in `pairs`, whose
     first samples are the checkpoint's and second the baseline's."""
     groups = dict.fromkeys((method, temperature) for method, temperature, _ in pairs)
-    findings = []
+    findings, level = [], level_of(len(thresholds) * len(groups))
     for threshold in thresholds:
         for method, temperature in groups:
             chosen = [
@@ -171,8 +187,25 @@ def judge(thresholds: Sequence[Threshold], pairs: Pairs, seed: int = 0) -> list[
             ]
             mine = [sample for ours, _ in chosen for sample in ours]
             theirs = [sample for _, others in chosen for sample in others]
-            findings.append(_judge_one(threshold, method, temperature, mine, theirs, seed))
+            findings.append(_judge_one(threshold, method, temperature, mine, theirs, seed, level))
     return findings
+
+
+def level_of(num_findings: int) -> float:
+    """Return the level of each interval at which all of them together have 95 % (Bonferroni).
+
+    With a change of just the threshold in all figures, the probability that any of them is called
+    a regression is then at most 2.5 %, however they hang together.
+    """
+    return 1 - (1 - metrics.LEVEL) / max(num_findings, 1)
+
+
+def least_prompts(level: float) -> int:
+    """Return from how many prompts on an interval of this level says something.
+
+    Among fewer not even "all of them got worse" is unlikely enough: 2 · 2^-Q. At 95 % six.
+    """
+    return math.floor(math.log2(2 / (1 - level))) + 1
 
 
 def overall(findings: Sequence[Finding]) -> str:
@@ -195,31 +228,35 @@ def is_better(findings: Sequence[Finding]) -> bool:
 
 def _judge_one(
     threshold: Threshold, method: str, temperature: float,
-    mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int,
+    mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int, level: float,
 ) -> Finding:  # fmt: skip
-    if [(s.benchmark, s.prompt_id) for s in mine] != [(s.benchmark, s.prompt_id) for s in theirs]:
+    new, old = (Answers.of([each], _counted(threshold)) for each in (mine, theirs))
+    if new.prompts != old.prompts:
         raise BadData(
             f"{threshold.name} of {method}: the samples of checkpoint and baseline are of other "
             "prompts; one of the folders was changed, evaluate again with --overwrite"
         )
-    my_figure, their_figure = _figure(threshold, mine), _figure(threshold, theirs)
-
-    def change(i_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
-        new_R, old_R = my_figure(i_RQ), their_figure(i_RQ)
-        return new_R / old_R - 1 if threshold.is_relative else new_R - old_R
-
-    num_prompts = len(mine)
-    everything_1Q = np.arange(num_prompts)[None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        figures = [_value(each(everything_1Q)) for each in (my_figure, their_figure, change)]
-    new, old, point = figures
-    interval = metrics.bootstrap_interval(change, num_prompts, seed)
-    verdict, reason = _verdict(threshold, point, interval, num_prompts)
+    if threshold.metric in RELATIVE_SPEEDS and any(s.baseline is None for s in (*mine, *theirs)):
+        raise BadData(
+            f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
+            "none: evaluate again with autoregressive among the methods and --overwrite"
+        )
+    figure = FIGURES[threshold.metric]
+    change, interval = new.over(
+        old, figure, _relative if threshold.is_relative else np.subtract,
+        seed=seed, level=level, num_resamples=NUM_RESAMPLES,
+    )  # fmt: skip
+    verdict, reason = _verdict(threshold, change, interval, len(mine), least_prompts(level))
     if not any(map(_has_drafted, (*mine, *theirs))):
         verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
     return Finding(
-        threshold, method, temperature, num_prompts, old, new, point, interval, verdict, reason
-    )
+        threshold, method, temperature, len(mine), old.value(figure), new.value(figure), change,
+        interval, verdict, reason,
+    )  # fmt: skip
+
+
+def _relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    return new_R / old_R - 1
 
 
 def _has_drafted(sample: SampleRow) -> bool:
@@ -228,10 +265,11 @@ def _has_drafted(sample: SampleRow) -> bool:
 
 
 def _verdict(
-    threshold: Threshold, point: float | None, interval: metrics.Interval | None, num_prompts: int
-) -> tuple[str, str]:
-    if num_prompts < LEAST_PROMPTS:
-        return INCONCLUSIVE, f"too few prompts: {num_prompts}, {LEAST_PROMPTS} the least"
+    threshold: Threshold, point: float | None, interval: metrics.Interval | None,
+    num_prompts: int, least: int,
+) -> tuple[str, str]:  # fmt: skip
+    if num_prompts < least:
+        return INCONCLUSIVE, f"too few prompts: {num_prompts}, {least} the least"
     if point is None or interval is None:
         return INCONCLUSIVE, "it is undefined for one of the two, or the baseline's is 0"
     low, high = interval
@@ -247,32 +285,17 @@ def _verdict(
     return INCONCLUSIVE, f"about {max(needed, num_prompts + 1)} prompts would tell"
 
 
-def _figure(threshold: Threshold, samples: Sequence[SampleRow]) -> Figure:
-    """The threshold's metric of any resample of these prompts, as `stree.metrics` defines it."""
-    tokens, calls = _column(samples, "num_new_tokens"), _column(samples, "num_calls")
-    decode_s = _column(samples, "decode_s")
-    length, speed = _ratio(tokens, calls), _ratio(tokens, decode_s)
-    if threshold.metric == "acceptance_length":
-        return length
-    if threshold.metric == "acceptance_length_prompt_mean":
-        spoken = calls > 0
-        return _ratio(np.divide(tokens, calls, out=np.zeros_like(tokens), where=spoken), spoken)
-    if threshold.metric == DEPTH_RATES:
-        assert threshold.depth is not None
-        counts = np.array([_depth_counts(sample, threshold.depth) for sample in samples])
-        return _ratio(counts[:, 0], counts[:, 1])
-    if threshold.metric == "tokens_per_second":
-        return speed
-    plain = [sample.baseline for sample in samples]
-    if any(each is None for each in plain):
-        raise BadData(
-            f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
-            "none: evaluate again with autoregressive among the methods and --overwrite"
-        )
-    plain_speed = _ratio(_column(plain, "num_new_tokens"), _column(plain, "decode_s"))
-    if threshold.metric == "speedup":
-        return lambda i_RQ: speed(i_RQ) / plain_speed(i_RQ)
-    return lambda i_RQ: speed(i_RQ) / plain_speed(i_RQ) / length(i_RQ)
+def _counted(threshold: Threshold) -> dict[str, Count]:
+    """Return the counts that a threshold's metric is made of."""
+    depth = threshold.depth
+    more: dict[str, Count] = {
+        "answers": lambda sample: sample.num_calls > 0,
+        "lengths": lambda sample: sample.num_new_tokens / (sample.num_calls or math.inf),
+    }
+    if depth is not None:
+        more["passed"] = lambda sample: _depth_counts(sample, depth)[0]
+        more["reached"] = lambda sample: _depth_counts(sample, depth)[1]
+    return {**COUNTS, **more}
 
 
 def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
@@ -281,15 +304,3 @@ def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
         return 0, 0
     reached = [accepted for accepted in sample.accepted_per_call if accepted >= depth - 1]
     return sum(accepted >= depth for accepted in reached), len(reached)
-
-
-def _ratio(top_Q: NDArray[Any], bottom_Q: NDArray[Any]) -> Figure:
-    return lambda i_RQ: top_Q[i_RQ].sum(1) / bottom_Q[i_RQ].sum(1)
-
-
-def _column(prompts: Sequence[Any], name: str) -> NDArray[np.float64]:
-    return np.array([getattr(prompt, name) for prompt in prompts], dtype=np.float64)
-
-
-def _value(value_1: NDArray[np.float64]) -> float | None:
-    return float(value_1[0]) if np.isfinite(value_1[0]) else None

@@ -11,7 +11,7 @@ from stree.modes import PLAIN
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, overall
+from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, level_of, overall
 from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables import MISSING, Table
 from stree_pipelines.terminal.command_line import typed_command
@@ -79,8 +79,9 @@ def markdown(
         _thresholds(findings).to_markdown(),
         *(f"- {finding.where}: {_explain(finding)}" for finding in findings if _explain(finding)),
         "",
-        "Changes are paired by prompt; brackets hold 95 % bootstrap intervals. A regression is an "
-        "interval that lies below its threshold as a whole.",
+        "Changes are paired by prompt; brackets hold bootstrap intervals"
+        f"{_together(len(findings))}. A regression is an interval that lies below its threshold "
+        "as a whole.",
         "",
         "<details><summary>What was measured</summary>",
         "",
@@ -131,6 +132,12 @@ def _explain(finding: Finding) -> str:
         allowed = _shown(finding, finding.threshold.change)
         return f"regression, {_interval(finding)} lies below {allowed}"
     return ""
+
+
+def _together(count: int) -> str:
+    if count == 1:
+        return " of 95 %"
+    return f", {count} that hold together at 95 % (each at {100 * level_of(count):.2f} %)"
 
 
 def _thresholds(findings: Sequence[Finding]) -> Table:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stree import metrics
+from stree_pipelines.comparison.answers import Answers, acceptance_length, ratio
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import Reading, ReadingKey, SampleRow
 from stree_pipelines.reports.run_data import RunData
@@ -101,42 +103,35 @@ def acceptance(
             continue
         interval = None
         if cell.samples and cells[0].samples:
-            interval = metrics.acceptance_gain_interval(cell.samples, cells[0].samples)
+            sides = [Answers.of([each.samples], key=_question) for each in (cell, cells[0])]
+            interval = sides[0].over(sides[1], acceptance_length, np.subtract).interval
         changes.append(Change(tau, tau - taus[0], interval))
     return changes
 
 
 def read(rungs: Sequence[Rung], name: str) -> list[Change | None]:
     """The mean over an answer's tokens of what readings hold by this name."""
-    sums = [_column(rung.readings, name) for rung in rungs]
-    tokens = [_column(rung.readings, "num_tokens") for rung in rungs]
-    changes: list[Change | None] = []
-    for sums_Q, tokens_Q in zip(sums, tokens, strict=True):
-        if sums_Q is None or sums[0] is None or tokens_Q is None or tokens[0] is None:
-            changes.append(None)
-            continue
-        changes.append(_change(sums_Q, tokens_Q, sums[0], tokens[0]))
-    return changes
+    read = [_sums(rung, name) for rung in rungs]
+    return [_change(each, read[0]) for each in read]
 
 
-def _change(
-    sums_Q: NDArray[np.float64], tokens_Q: NDArray[np.float64],
-    first_Q: NDArray[np.float64], their_tokens_Q: NDArray[np.float64],
-) -> Change:  # fmt: skip
-    interval = metrics.bootstrap_interval(
-        lambda i_RQ: (
-            sums_Q[i_RQ].sum(1) / tokens_Q[i_RQ].sum(1)
-            - first_Q[i_RQ].sum(1) / their_tokens_Q[i_RQ].sum(1)
-        ),
-        len(sums_Q),
-    )
-    value = float(sums_Q.sum() / tokens_Q.sum())
-    return Change(value, value - float(first_Q.sum() / their_tokens_Q.sum()), interval)
+def _sums(rung: Rung, name: str) -> Answers:
+    counted = {"sums": attrgetter(name), "tokens": attrgetter("num_tokens")}
+    return Answers.of([rung.readings], counted, _question)
 
 
-def _column(readings: Sequence[Reading], name: str) -> NDArray[np.float64] | None:
-    values = [getattr(each, name) for each in readings]
-    return None if not values or None in values else np.array(values, dtype=np.float64)
+def _question(row: Any) -> tuple[str]:
+    """Return what pairs rows of several lengths, whose benchmarks differ."""
+    return (row.prompt_id,)
+
+
+def _change(mine: Answers, first: Answers) -> Change | None:
+    """Return the mean over tokens and its gain over the first; None where a row lacks it."""
+    mean = ratio("sums", "tokens")
+    value, gain = mine.value(mean), mine.over(first, mean, np.subtract)
+    if value is None or gain.value is None:
+        return None
+    return Change(value, gain.value, gain.interval)
 
 
 def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
@@ -159,9 +154,7 @@ def repeated(data: RunData, benchmark: str, temperature: float) -> float | None:
 
 
 def begun_anew(rung: Rung) -> Change:
-    """The overlap that a drafter gains by having read the question only."""
-    tokens, anew, whole = (
-        _column(rung.readings, name) for name in ("num_tokens", "overlap_begun_anew", "overlap")
-    )
-    assert tokens is not None and anew is not None and whole is not None
-    return _change(anew, tokens, whole, tokens)
+    """Return the overlap that a drafter gains by having read the question only."""
+    change = _change(_sums(rung, "overlap_begun_anew"), _sums(rung, "overlap"))
+    assert change is not None
+    return change

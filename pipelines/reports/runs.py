@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stree.errors import BadData, UsageError
 from stree.plain_data import parse_yaml, read_text
+from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports import settings
 from stree_pipelines.reports.run_data import (
@@ -23,7 +24,6 @@ from stree_pipelines.reports.run_data import (
     open_results,
     speculative_methods,
 )
-from stree_pipelines.reports.seeds import Answers
 
 # What the names of runs of one recipe may end in: kl/seed-0, kl-s1, kl2
 _SEED_IN_NAME = re.compile(r"(?:[\W_]+s|[\W_]*seed)?[\W_]*\d*$")

@@ -10,10 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stree_pipelines.reports import plots, seeds
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Gain
+from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import method_label
 from stree_pipelines.reports.runs import Column, Runs
-from stree_pipelines.reports.tables import Gain
 
 COLOURS = (
     "#2f81d6", "#e0702b", "#2da44e", "#8250df", "#bf3989", "#159a9c", "#c09a2b", "#59636e",
@@ -26,12 +27,12 @@ Of = Callable[[Runs, Column, str, str, float], Gain]
 
 def acceptance_length(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
     answers = runs.answers(column, label, method, runs.scopes[0], t)
-    return answers.figure(seeds.acceptance_length) if answers else Gain(None, None)
+    return answers.figure(figures.acceptance_length) if answers else Gain(None, None)
 
 
 def speedup(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
     answers = runs.answers(column, label, method, runs.scopes[0], t)
-    return answers.figure(seeds.speedup) if answers else Gain(None, None)
+    return answers.figure(figures.speedup) if answers else Gain(None, None)
 
 
 def gain(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
@@ -40,7 +41,7 @@ def gain(runs: Runs, column: Column, label: str, method: str, t: float) -> Gain:
                    for each in (column, runs.columns[0]))  # fmt: skip
     if mine is None or first is None:
         return Gain(None, None)
-    return mine.over(first, seeds.acceptance_length, np.subtract)
+    return mine.over(first, figures.acceptance_length, np.subtract)
 
 
 LABELS: dict[Of, str] = {

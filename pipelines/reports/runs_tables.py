@@ -13,16 +13,15 @@ from typing import Any, Self
 import numpy as np
 
 from stree import metrics
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Answers, Gain
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.reports import seeds
 from stree_pipelines.reports.run_data import checkpoint_title, method_label
 from stree_pipelines.reports.runs import Column, Runs
-from stree_pipelines.reports.seeds import Answers
 from stree_pipelines.reports.settings import common_setting, sampling_note
 from stree_pipelines.reports.table_rows import QUANTILES, as_json, of_gain
 from stree_pipelines.reports.tables import (
     MISSING,
-    Gain,
     Table,
     bracket,
     figure,
@@ -30,9 +29,9 @@ from stree_pipelines.reports.tables import (
 )
 
 NAMED = {
-    "acceptance_length": seeds.acceptance_length,
-    "tokens_per_second": seeds.tokens_per_second,
-    "speedup": seeds.speedup,
+    "acceptance_length": figures.acceptance_length,
+    "tokens_per_second": figures.tokens_per_second,
+    "speedup": figures.speedup,
 }
 INTERVALS = {
     "quantiles": QUANTILES,
@@ -74,7 +73,7 @@ def intro(runs: Runs) -> str:
     return (
         "Speed: new tokens per second of decoding, with its ratio to autoregressive decoding of "
         "the same prompts in the same process. τ: new tokens per target call, bonus included."
-        f"{compared if len(runs.columns) > 1 else ''} Brackets: {seeds.HOW}"
+        f"{compared if len(runs.columns) > 1 else ''} Brackets: {figures.HOW}"
     )
 
 
@@ -94,7 +93,7 @@ def last_table(runs: Runs, benchmark: str, temperature: float) -> Table:
         lines.append((f"Speed ({label})", *map(_speed, answers)))
         if speeds:
             lines.append((f"Speed-up over {columns[0].name}'s ({label})", "", *speeds))
-        lines.append((f"τ ({label})", *(_of(each, seeds.acceptance_length) for each in answers)))
+        lines.append((f"τ ({label})", *(_of(each, figures.acceptance_length) for each in answers)))
         if any(len(column.runs) > 1 for column in columns):
             lines.append((f"τ of each seed ({label})", *map(_of_seeds, answers)))
         if gains:
@@ -123,7 +122,7 @@ def step_table(runs: Runs, method: str, temperature: float) -> Table | None:
             for column in runs.columns
         ]  # fmt: skip
         gains = [figure(*_tau_gain(each, found[0]), "+.2f") for each in found[1:]]
-        taus = (_of(each, seeds.acceptance_length) for each in found)
+        taus = (_of(each, figures.acceptance_length) for each in found)
         lines.append((str(step), *taus, *gains))
     where = _title(runs, runs.scopes[0], temperature)
     title = f"{where}: τ ({method_label(method)}) against distillation step"
@@ -167,21 +166,21 @@ def verdict(runs: Runs, temperature: float) -> Verdict:
     if len(told) < 2:
         return Verdict(title, "", "There are no two runs with their samples to compare.")
     label = method_label(method)
-    tau, ahead = _ranked(told, seeds.acceptance_length, "+.2f", "", np.subtract, 0.0)
+    tau, ahead = _ranked(told, figures.acceptance_length, "+.2f", "", np.subtract, 0.0)
     reason = f"τ ({label}): {tau}"
-    timed = {name: answers for name, answers in told.items() if answers.figure(seeds.speedup).value}
+    timed = {name: answers for name, answers in told.items() if answers.value(figures.speedup)}
     if len(timed) > 1:
-        speed, _ = _ranked(timed, seeds.speedup, ".2f", "×", np.divide, 1.0)
+        speed, _ = _ranked(timed, figures.speedup, ".2f", "×", np.divide, 1.0)
         reason += f" Speed-up: {speed}"
     return Verdict(title, f"{ahead} has the longest τ" if ahead else "Not told apart by τ", reason)
 
 
 def _ranked(
-    answers: dict[str, Answers], of: seeds.Figure, form: str, unit: str,
+    answers: dict[str, Answers], of: figures.Figure, form: str, unit: str,
     compare: Callable[..., Any], none: float,
 ) -> tuple[str, str]:  # fmt: skip
     """The best and what it gains over each other; and its name where each gain is beyond noise."""
-    values = {name: each.figure(of).value or 0.0 for name, each in answers.items()}
+    values = {name: each.value(of) or 0.0 for name, each in answers.items()}
     best = max(values, key=lambda name: values[name])
     gains = {
         name: answers[best].over(other, of, compare)
@@ -226,7 +225,7 @@ def _row(
         "num_prompts": len(answers.prompts),
     }  # fmt: skip
     row |= {name: of_gain(answers.figure(of)) for name, of in NAMED.items()}
-    plain = answers.figure(seeds.plain_tokens_per_second).value
+    plain = answers.value(figures.plain_tokens_per_second)
     row["autoregressive_tokens_per_second"] = plain
     first = runs.columns[0]
     if column is not first:
@@ -276,21 +275,21 @@ def _title(runs: Runs, benchmark: str, temperature: float) -> str:
 def _tau_gain(mine: Answers | None, first: Answers | None) -> Gain:
     if mine is None or first is None:
         return Gain(None, None)
-    return mine.over(first, seeds.acceptance_length, np.subtract)
+    return mine.over(first, figures.acceptance_length, np.subtract)
 
 
 def _speed_ratio(mine: Answers | None, first: Answers | None) -> Gain:
     """Of speed-ups: each relative to plain decoding in its own process."""
     if mine is None or first is None:
         return Gain(None, None)
-    return mine.over(first, seeds.speedup, np.divide)
+    return mine.over(first, figures.speedup, np.divide)
 
 
 def _plain(runs: Runs, column: Column, benchmark: str, temperature: float) -> Gain:
     for method in runs.methods:
         answers = _at_last(runs, column, method, benchmark, temperature)
         if answers is not None:
-            return answers.figure(seeds.plain_tokens_per_second)
+            return answers.figure(figures.plain_tokens_per_second)
     return Gain(None, None)
 
 
@@ -298,14 +297,14 @@ def _value(gain: Gain) -> str:
     return figure(gain.value)
 
 
-def _of(answers: Answers | None, of: seeds.Figure) -> str:
+def _of(answers: Answers | None, of: figures.Figure) -> str:
     return MISSING if answers is None else figure(*answers.figure(of))
 
 
 def _speed(answers: Answers | None) -> str:
     if answers is None:
         return MISSING
-    speed, ratio = answers.figure(seeds.tokens_per_second), answers.figure(seeds.speedup)
+    speed, ratio = answers.figure(figures.tokens_per_second), answers.figure(figures.speedup)
     if ratio.value is None:
         return figure(*speed)
     return f"{figure(speed.value)} ({ratio.value:.2f}×){bracket(ratio.interval)}"

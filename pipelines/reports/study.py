@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from stree import metrics
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Answers, Gain
 from stree_pipelines.evaluation.arms import Tuning
 from stree_pipelines.evaluation.records import ResultRow, ResultStore, SampleRow
-from stree_pipelines.reports import seeds
-from stree_pipelines.reports.seeds import Answers
 from stree_pipelines.reports.settings import sampling_note
-from stree_pipelines.reports.tables import Gain, Table, bracket, figure
+from stree_pipelines.reports.tables import Table, bracket, figure
 from stree_pipelines.studies.plan import Study, StudyArm
 
 HEADS = (
@@ -26,7 +26,7 @@ EACH = (
 INTRO = (
     "τ: new tokens a target call, over all prompts and seeds of an arm; then the lowest and the "
     "highest of its seeds. Speed counts drafting. Over the first arm's: the same prompts, one by "
-    f"one. Brackets: {seeds.HOW}"
+    f"one. Brackets: {figures.HOW}"
 )
 
 Seeds = dict[int, list[SampleRow]]  # an arm's answers
@@ -87,8 +87,8 @@ def by_benchmark(
 
 def _with_tree(seeds_of: list[list[SampleRow]], tuned: list[str]) -> str:
     answers = Answers.of(seeds_of)
-    speed = figure(answers.figure(seeds.speedup).value, unit="×")
-    length = figure(answers.figure(seeds.acceptance_length).value)
+    speed = figure(answers.value(figures.speedup), unit="×")
+    length = figure(answers.value(figures.acceptance_length))
     return f"{speed}, τ {length}" + (f" ({', '.join(tuned)})" if tuned else "")
 
 
@@ -102,13 +102,13 @@ def _table(title: str, order: Iterable[StudyArm], arms: dict[str, Seeds], note: 
         known = [each for each in own if each is not None]
         gain = speed = ""
         if mine is not first:
-            ratio = mine.over(first, seeds.acceptance_length, np.divide)
+            ratio = mine.over(first, figures.acceptance_length, np.divide)
             gain = figure(*_percent(ratio), "+.1f", " %")
-            speed = figure(*mine.over(first, seeds.speedup, np.divide), unit="×")
+            speed = figure(*mine.over(first, figures.speedup, np.divide), unit="×")
         lines.append((
-            name, str(len(arms[name])), figure(mine.figure(seeds.acceptance_length).value),
+            name, str(len(arms[name])), figure(mine.value(figures.acceptance_length)),
             bracket((min(known), max(known))).strip() if len(known) > 1 else "",
-            gain, figure(mine.figure(seeds.speedup).value, unit="×"), speed,
+            gain, figure(mine.value(figures.speedup), unit="×"), speed,
         ))  # fmt: skip
     return Table(title, tuple(lines), note=note)
 

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stree import metrics
+from stree_pipelines.comparison.answers import Gain
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import RunData
 from stree_pipelines.reports.settings import common_setting
-from stree_pipelines.reports.tables import Gain, acceptance_gain, chain_beside, speed_ratio
+from stree_pipelines.reports.tables import acceptance_gain, chain_beside, speed_ratio
 
 QUANTILES = (
     "a and 1 - a, where a = Phi(-t * sqrt(Q / (Q - 1))) and t is the 97.5 % quantile of Student's "

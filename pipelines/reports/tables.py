@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from stree import metrics
+from stree_pipelines.comparison.answers import Answers, Figure, Gain, acceptance_length, speedup
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
-from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import (
     METHOD_LABELS,
     Cell,
@@ -296,41 +298,24 @@ def _gains(data: RunData, benchmark: str, temperature: float) -> list[tuple[str,
     return rows
 
 
-class Gain(NamedTuple):
-    """A difference or ratio of two methods over the same prompts, with its paired interval."""
-
-    value: float | None
-    interval: metrics.Interval | None
-
-
 def acceptance_gain(cell: Cell, other: Cell) -> Gain:
-    """τ of `cell` minus that of `other`."""
+    """Return τ of `cell` minus that of `other`, paired by prompt."""
     mine, theirs = cell["acceptance_length"], other["acceptance_length"]
     if mine is None or theirs is None:
         return Gain(None, None)
-    return Gain(mine - theirs, metrics.acceptance_gain_interval(*_pairs(cell, other)))
+    return Gain(mine - theirs, _paired(cell, other, acceptance_length, np.subtract))
 
 
 def speed_ratio(cell: Cell, other: Cell) -> Gain:
-    """Speed of `cell` over that of `other`, each relative to plain decoding in its own run."""
-    mine, theirs = _pairs(cell, other)
-    plain, their_plain = ([s.baseline for s in each if s.baseline] for each in (mine, theirs))
-    interval = None
-    if len(plain) == len(their_plain) == len(mine):
-        interval = metrics.speedup_ratio_interval(mine, plain, theirs, their_plain)
-    speedup, other_speedup = cell["speedup"], other["speedup"]
-    return Gain(speedup / other_speedup if speedup and other_speedup else None, interval)
+    """Return the speed of `cell` over that of `other`, each over plain decoding in its own run."""
+    mine, theirs = cell["speedup"], other["speedup"]
+    interval = _paired(cell, other, speedup, np.divide)
+    return Gain(mine / theirs if mine and theirs else None, interval)
 
 
-def _pairs(cell: Cell, other: Cell) -> tuple[list[SampleRow], list[SampleRow]]:
-    """The samples of both, prompt by prompt."""
-    theirs = {(s.benchmark, s.prompt_id): s for s in other.samples}
-    pairs = [
-        (s, theirs[s.benchmark, s.prompt_id])
-        for s in cell.samples
-        if (s.benchmark, s.prompt_id) in theirs
-    ]
-    return [mine for mine, _ in pairs], [their for _, their in pairs]
+def _paired(cell: Cell, other: Cell, of: Figure, compare: np.ufunc) -> metrics.Interval | None:
+    mine, theirs = (Answers.of([each.samples]) for each in (cell, other))
+    return mine.over(theirs, of, compare).interval
 
 
 def baseline_speed(

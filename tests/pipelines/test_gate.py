@@ -397,8 +397,44 @@ def test_noise_is_inconclusive_and_says_how_many_prompts_would_tell():
     finding = judge("acceptance_length=-3%", new, old)
     assert finding.verdict == gate.INCONCLUSIVE and finding.change == pytest.approx(0)
     needed = int(finding.reason.split()[1])
-    copies = 2 * needed // len(old)
-    assert judge("acceptance_length=-3%", new * copies, old * copies).verdict == gate.PASS
+    new, old = (
+        [each.model_copy(update={"prompt_id": f"{each.prompt_id}, {copy}"})
+         for copy in range(2 * needed // 8) for each in samples]
+        for samples in (new, old)
+    )  # fmt: skip
+    assert judge("acceptance_length=-3%", new, old).verdict == gate.PASS
+
+
+def test_more_thresholds_want_more_prompts():
+    """Six of six prompts got worse: by chance that is 1 in 64, of two thresholds 1 in 32."""
+    old = [sample(q, (2,) * 10) for q in range(6)]
+    new = [sample(q, (1,) * 10) for q in range(6)]
+    pairs = {("stree", 0.0, "sums"): (new, old)}
+    assert judge("acceptance_length=0", new, old).verdict == gate.REGRESSION
+    findings = gate.judge([gate.Threshold.parse("acceptance_length=0")] * 2, pairs)
+    assert {finding.reason for finding in findings} == {"too few prompts: 6, 7 the least"}
+    assert [gate.least_prompts(gate.level_of(count)) for count in (1, 2, 4, 8)] == [6, 7, 8, 9]
+
+
+def test_a_false_alarm_is_as_rare_as_it_says_over_all_thresholds_together():
+    """Checkpoint and baseline draw calls alike, on four benchmarks of 10 prompts: one of four
+    thresholds at 0 is to be called a regression in 2.5 % of 200 gates, which is 5. Intervals of 10
+    prompts make it 8 here; 95 % for each threshold by itself makes it 20."""
+    rng = np.random.default_rng(0)
+    thresholds = [gate.Threshold.parse(f"b{number}.acceptance_length=0") for number in range(4)]
+
+    def drawn(benchmark: str) -> list[SampleRow]:
+        rates = rng.uniform(0.3, 0.8, size=10)
+        return [
+            sample(q, tuple(map(int, rng.binomial(4, rate, size=8))), benchmark=benchmark)
+            for q, rate in enumerate(rates)
+        ]
+
+    alarms = 0
+    for _ in range(200):
+        pairs = {("stree", 0.0, f"b{n}"): (drawn(f"b{n}"), drawn(f"b{n}")) for n in range(4)}
+        alarms += gate.overall(gate.judge(thresholds, pairs)) == gate.REGRESSION
+    assert 0 < alarms <= 12
 
 
 def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline():

@@ -16,12 +16,13 @@ from html_pages import require_self_contained
 
 from stree import metrics
 from stree.errors import BadData, UsageError
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.report import main, write_report, write_runs_report
-from stree_pipelines.reports import runs_tables, seeds
+from stree_pipelines.reports import runs_tables
 from stree_pipelines.reports.run_data import load_run
 from stree_pipelines.reports.runs import load_runs
-from stree_pipelines.reports.seeds import Answers
 from stree_pipelines.reports.tables import Table, to_latex
 
 CONFIG = Path(__file__).resolve().parents[2] / "docs/results/cpu-quickstart/config.yaml"
@@ -145,9 +146,9 @@ def test_intervals_cover_what_seeds_differ_by():
         counts = {"tokens": 100 * tau, "calls": np.full_like(tau, 100)}
         prompts = tuple(("b", str(number)) for number in range(60))
         pooled = {name: each.sum(0, keepdims=True) for name, each in counts.items()}
-        low, high = Answers(prompts, counts).figure(seeds.acceptance_length).interval
+        low, high = Answers(prompts, counts).figure(figures.acceptance_length).interval
         missed += not low <= 2 <= high
-        low, high = Answers(prompts, pooled).figure(seeds.acceptance_length).interval
+        low, high = Answers(prompts, pooled).figure(figures.acceptance_length).interval
         missed_alone += not low <= 2 <= high
     assert missed <= 18 and missed_alone >= 27
 
