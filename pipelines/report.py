@@ -13,7 +13,6 @@ decoded with different settings are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from matplotlib.figure import Figure
 from stree.errors import UsageError, exit_with_reason
 from stree.files import make_directory, write_atomically
 from stree_pipelines.evaluation.records import (
+    ARCHIVE_NAME,
     READINGS_NAME,
     RESULTS_NAME,
-    packed_samples,
-    samples_label,
+    write_archive,
     write_rows,
 )
 from stree_pipelines.reports import by_length_tables, plots, runs_plots, runs_tables
@@ -120,30 +119,21 @@ def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
 
 
 def write_records(data: RunData, out: str | Path) -> list[Path]:
-    """Write what the report was made of into `out`: the rows shown, their samples, packed, and what
-    the training left. `load_run` reads the folder as it reads the run. Returns the paths; `data`
-    then names the samples as they are named there.
+    """Write what the report was made of into `out`: the rows shown, their samples in one archive,
+    and what the training left. `load_run` reads the folder as it reads the run. Returns the paths.
 
     Raises UsageError when it is the run's own folder, CannotWrite when it refuses.
     """
     store, folder = open_results(data.folder), Path(out)
     if folder.resolve() in (data.folder.resolve(), store.directory.resolve()):
         raise UsageError(f"--records copies {folder} into itself: give another --out")
-    rows = []
-    for row in data.rows:
-        samples = store.samples(row)
-        name = packed_samples(samples_label(row.samples))
-        if samples:
-            write_rows(folder / name, samples)
-        rows.append(row.model_copy(update={"samples": name}))
-    for key, cell in data.cells.items():
-        names = tuple(packed_samples(samples_label(name)) for name in cell.files)
-        data.cells[key] = replace(cell, files=names)
-    write_rows(folder / RESULTS_NAME, rows)
+    write_rows(folder / RESULTS_NAME, data.rows)
+    paths = [folder / RESULTS_NAME]
+    if samples := {row.samples: store.samples(row) for row in data.rows}:
+        write_archive(folder / ARCHIVE_NAME, samples)
+        paths.append(folder / ARCHIVE_NAME)
     if readings := store.readings():
         write_rows(folder / READINGS_NAME, readings)
-    named = (folder / row.samples for row in rows)
-    paths = [folder / RESULTS_NAME, *(path for path in named if path.exists())]
     for name in (CONFIG_NAME, CURVES_NAME, COMMAND_NAME):
         if (data.folder / name).is_file():
             write_atomically(folder / name, (data.folder / name).read_bytes())

@@ -1,5 +1,8 @@
 """The saved form of an evaluation: `results.jsonl`, `samples/*.jsonl.gz`, and workers' journals.
 
+A folder that is kept for good can hold all of its samples in one `samples.parquet`
+(`pipelines/report.py --records` writes it).
+
 While an evaluation runs, each worker appends every finished prompt to its own journal in one
 write with fsync; nothing else is needed to go on after a kill. When all prompts of a
 (checkpoint, method, benchmark, temperature) are there, the main process publishes them, in
@@ -32,6 +35,7 @@ SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"
 READINGS_NAME = "readings.jsonl"
 SAMPLES_NAME = "samples"
+ARCHIVE_NAME = "samples.parquet"
 JOURNALS_NAME = "journals"
 LOCK_NAME = ".lock"
 # Rows pack to a fifth or a tenth of their size; what packs better than this is no file of rows.
@@ -326,6 +330,38 @@ def write_rows(path: Path, rows: Iterable[BaseModel]) -> None:
     write_atomically(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
+def write_archive(path: Path, samples: Mapping[str, Sequence[SampleRow]]) -> None:
+    """Write the samples of many rows, {file name of the row: samples}, as one Parquet file.
+
+    Its columns are `file` and `sample`, a sample's JSON. Replaces the file, whole or not at all.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [(name, each.model_dump_json()) for name, rows in samples.items() for each in rows]
+    table = pa.table({"file": [name for name, _ in lines], "sample": [line for _, line in lines]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", compression_level=19)
+    write_atomically(path, sink.getvalue().to_pybytes())
+
+
+def read_archive(path: Path, name: str) -> list[SampleRow]:
+    """Return the samples of the row whose file name is `name`, in their order; none if it has none.
+
+    Raises BadData when the file is damaged or a sample is not valid.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["sample"], filters=[("file", "=", name)])
+        return [SampleRow.model_validate_json(line) for line in table["sample"].to_pylist()]
+    except (pa.ArrowException, OSError, ValidationError) as error:
+        raise BadData(
+            f"{path} cannot be read: {str(error).splitlines()[0]}; restore it, or evaluate again"
+        ) from error
+
+
 class ResultStore:
     """The evaluation folder: results, samples and journals."""
 
@@ -356,8 +392,11 @@ class ResultStore:
         return read_rows(self.directory / RESULTS_NAME, ResultRow)
 
     def samples(self, row: ResultRow) -> list[SampleRow]:
-        """The prompts behind a row; none when their file is gone."""
-        return read_rows(self.directory / row.samples, SampleRow)
+        """Return the prompts behind a row; none when their file is gone."""
+        own, archive = self.directory / row.samples, self.directory / ARCHIVE_NAME
+        if os.path.exists(own) or not archive.exists():
+            return read_rows(own, SampleRow)
+        return read_archive(archive, row.samples)
 
     def readings(self) -> list[Reading]:
         return read_rows(self.directory / READINGS_NAME, Reading)

@@ -19,8 +19,10 @@ from stree_pipelines.evaluation.records import (
     append_row,
     config_hash,
     packed_samples,
+    read_archive,
     read_rows,
     samples_label,
+    write_archive,
 )
 
 METRICS_NAMES = {
@@ -203,6 +205,22 @@ def test_samples_of_earlier_evaluations_are_read_where_they_lie(tmp_path, name):
     store.publish(result(samples=name), [sample("a")])
     assert (tmp_path / name).is_file() and store.samples(*store.results()) == [sample("a")]
     assert packed_samples(samples_label(name)) == "samples/b.jsonl.gz"
+
+
+def test_an_archive_has_the_samples_of_many_rows(tmp_path):
+    """Read a row's samples from the archive, in order, unless the row's own file lies there."""
+    names = ("samples/a.jsonl.gz", "samples/b.jsonl.gz")
+    first, second = [sample("y"), sample("x", step=None)], [sample("z", num_nodes=2**53)]
+    archive = tmp_path / "samples.parquet"
+    write_archive(archive, dict(zip(names, (first, second), strict=True)))
+    store = ResultStore(tmp_path)
+    assert [store.samples(result(samples=name)) for name in names] == [first, second]
+    assert store.samples(result(samples="samples/c.jsonl.gz")) == []
+    store.publish(result(samples=names[0]), [sample("own")])
+    assert store.samples(*store.results()) == [sample("own")]
+    archive.write_bytes(archive.read_bytes()[:-9])
+    with pytest.raises(BadData, match=r"samples\.parquet cannot be read: .*restore it"):
+        read_archive(archive, names[1])
 
 
 def test_an_evaluation_that_an_earlier_version_began_goes_on(tmp_path):
