@@ -90,11 +90,14 @@ def _require_text_templates(tokenizer: Any) -> None:
 
 
 def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: those that a model's config names, else its tokenizer's, since
-    some layouts (state-spaces) name none. Empty when neither does."""
+    """Return the tokens that end an answer: all that a model's config or its tokenizer names.
+
+    Published folders name several, each in another file: an end of the text in config.json, an end
+    of the turn in the tokenizer. Empty when neither names one.
+    """
     end = getattr(tokenizer, "eos_token_id", None)
     of_tokenizer = () if end is None or end >= config.vocab_size else (end,)
-    return config.eos_token_ids or of_tokenizer
+    return tuple(dict.fromkeys((*config.eos_token_ids, *of_tokenizer)))
 
 
 def fingerprint(tokenizer: Any) -> str:

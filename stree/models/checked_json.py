@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from stree.errors import CheckpointRefused
+from pydantic import (
+    BeforeValidator,
+    Field,
+    Strict,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from stree.errors import CheckpointRefused, one_line
 from stree.plain_data import read_json
 
 LARGEST = 2**31 - 1  # of a whole number in a config
+_INFINITY = {"__float__": "Infinity"}  # transformers' spelling of what JSON lacks
+
+_Whole = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+_Number = Annotated[
+    float, Strict(), BeforeValidator(lambda value: math.inf if value == _INFINITY else value)
+]
+_TokenId = Annotated[int, Strict(), Field(ge=-1, le=LARGEST)]  # −1: there is none
+_WHOLE: TypeAdapter[int] = TypeAdapter(_Whole)
+_NUMBER: TypeAdapter[float] = TypeAdapter(_Number)
+_BOOLEAN: TypeAdapter[bool] = TypeAdapter(StrictBool)
+_TEXT: TypeAdapter[str] = TypeAdapter(StrictStr)
+_TEXTS: TypeAdapter[list[str]] = TypeAdapter(list[StrictStr])
+_INDICES: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Strict()]])
+_LIMITS: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[_Number, _Number])
+_TOKEN_IDS: TypeAdapter[int | list[int]] = TypeAdapter(_TokenId | list[_TokenId])
 
 
 class CheckedJson(Mapping[str, Any]):
     """A JSON object that knows its file, so that every refusal can name it. Null is absent.
 
-    It also knows which keys were asked for: `refuse_unread` refuses all others.
+    It also knows which keys were asked for: `refuse_unread` and `pass_over_unread` are about the
+    others. passed_over: names of keys without effect, those of its sections included.
     """
 
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
@@ -24,6 +50,7 @@ class CheckedJson(Mapping[str, Any]):
         self._given = dict(content)
         self._read: set[str] = set()
         self.path = path
+        self.passed_over: list[str] = []
 
     @classmethod
     def load(cls, path: Path) -> CheckedJson:
@@ -50,7 +77,7 @@ class CheckedJson(Mapping[str, Any]):
         return len(self._content)
 
     def is_null(self, name: str) -> bool:
-        """Whether a key is there, and null: to some readers that is another thing than absent."""
+        """Tell a key that is there, and null: to some readers that is another thing than absent."""
         self._read.add(name)
         return name in self._given and self._given[name] is None
 
@@ -61,67 +88,43 @@ class CheckedJson(Mapping[str, Any]):
     def section(self, name: str) -> CheckedJson:
         if not isinstance(self.get(name), dict):
             raise CheckpointRefused(f"{self.path} has no table {name!r}: copy it again")
-        return CheckedJson(self[name], self.path)
+        section = CheckedJson(self[name], self.path)
+        section.passed_over = self.passed_over
+        return section
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def _checked(self, name: str, default: Any, kind: TypeAdapter, wanted: str) -> Any:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r:.99}, wanted a whole number up to {LARGEST}: "
-                "copy it again"
-            )
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value == {"__float__": "Infinity"}:  # transformers' spelling of what JSON lacks
-            value = math.inf
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r:.99}, wanted a number: copy it again"
-            )
         try:
-            return float(value)
-        except OverflowError:
+            return kind.validate_python(value)
+        except ValidationError:
             raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r:.99}, more than a number can be: copy it again"
+                f"{self.path} has {name} = {value!r:.99}, wanted {wanted}: copy it again"
             ) from None
 
+    def integer(self, name: str, default: int | None = None) -> int:
+        return self._checked(name, default, _WHOLE, f"a whole number up to {LARGEST}")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return self._checked(name, default, _NUMBER, "a number")
+
     def boolean(self, name: str, default: bool) -> bool:
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise CheckpointRefused(
-                f"{self.path} has {name} = {value!r:.99}, wanted true or false: copy it again"
-            )
-        return value
+        return self._checked(name, default, _BOOLEAN, "true or false")
 
     def text(self, name: str) -> str:
-        value = self.get(name)
-        if not isinstance(value, str):
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted a text")
-        return value
+        return self._checked(name, None, _TEXT, "a text")
 
     def texts(self, name: str) -> tuple[str, ...]:
-        value = self.get(name)
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted texts")
-        return tuple(value)
+        return tuple(self._checked(name, None, _TEXTS, "a list of texts"))
+
+    def indices(self, name: str, default: list[int] | None = None) -> list[int]:
+        return self._checked(name, default, _INDICES, "a list of layer indices")
 
     def limits(self, name: str) -> tuple[float, float]:
-        value = self.get(name, [0.0, math.inf])
-        if not isinstance(value, list) or len(value) != 2:
-            raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted two numbers")
-        low, high = (CheckedJson({name: bound}, self.path).number(name) for bound in value)
-        return low, high
+        return self._checked(name, [0.0, math.inf], _LIMITS, "two numbers")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.get(name, [])
-        ids = tuple(value) if isinstance(value, list) else (value,)
-        for index in ids:
-            # −1 is how some configs say that there is none.
-            if not isinstance(index, int) or isinstance(index, bool) or not -1 <= index <= LARGEST:
-                raise CheckpointRefused(f"{self.path} has {name} = {value!r:.99}, wanted token ids")
-        return tuple(index for index in ids if index >= 0)
+        ids = self._checked(name, [], _TOKEN_IDS, "token ids")
+        return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i >= 0)
 
     def require(self, name: str, wanted: Any, default: Any) -> None:
         """Refuse any value but one; null is another, for what takes null to be false."""
@@ -137,16 +140,31 @@ class CheckedJson(Mapping[str, Any]):
             raise CheckpointRefused(f"{self.path} sets {name} = {self[name]!r:.99}: {remedy}")
 
     def refuse_unread(self, without_effect: Container[str] = ()) -> None:
-        """Refuse a key that nobody asked for and that is not known to be without effect, whatever
-        its value: of a key that is not known, not even null says that it changes nothing."""
-        for name, value in self._given.items():
-            if name not in self._read and name not in without_effect:
+        """Refuse each key that nobody asked for and that is not among those without effect."""
+        self.pass_over_unread(lambda: self._given, without_effect)
+
+    def pass_over_unread(
+        self, known: Callable[[], Container[str]], without_effect: Container[str] = ()
+    ) -> None:
+        """Refuse each key that nobody asked for and that is known to whoever wrote the config.
+
+        Args:
+            known: returns the keys that the config's own class knows; asked only where a key is in
+                doubt. Others have no effect there; those that are not null join `passed_over`.
+            without_effect: known keys on which no logit depends.
+        """
+        names = [name for name in self._given if name not in self._read]
+        for name in [name for name in names if name not in without_effect]:
+            if name in known():
                 raise CheckpointRefused(
-                    f"{self.path} sets {name:.99} = {value!r:.99}: unknown here; use a checkpoint "
-                    "without it, or delete the key if you know that the model does without"
+                    f"{self.path} sets {name:.99} = {self._given[name]!r:.99}, which is not "
+                    "supported: use a checkpoint without it, or delete the key if you know that "
+                    "the model does without"
                 )
+            if self._given[name] is not None:
+                self.passed_over.append(one_line(f"{name:.99}"))
 
 
 def json_number(value: float) -> Any:
     """JSON has no infinity; transformers' spelling is read by every JSON parser."""
-    return {"__float__": "Infinity"} if math.isinf(value) else value
+    return _INFINITY if math.isinf(value) else value

@@ -2,14 +2,15 @@
 
 Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
 Mamba2, state-spaces/mamba2, our own for what MambaInLlama's cannot say (layouts/), and the families
-of hybrids (families/). Every key is read, known to be without effect (config_keys.py), or refused
-with its name; nothing that changes the function is ignored.
+of hybrids (families/). A key that the family's own config class knows is read, known to be without
+effect, or refused with its name (config_keys.py); other keys are passed over, and named once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,14 @@ from stree.errors import CheckpointRefused, NotFound, UsageError
 from stree.files import require_own_files
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
+from stree.models.config_keys import TRAINING_AND_GENERATION, of_every_config, of_family
 from stree.models.families import FAMILIES
 from stree.models.layouts import llama, mamba2, mamba_in_llama, own
 from stree.models.layouts.mamba_in_llama import MIXER_CONFIG_NAME
 from stree.models.layouts.own import MODEL_TYPE
 from stree.models.sources import Layout, Rename
+
+_MOST_NAMES = 8  # of keys in a notice
 
 LAYOUTS = tuple(
     layout.name
@@ -52,6 +56,11 @@ def read_checkpoint_config(directory: Path) -> CheckpointConfig:
     if not directory.is_dir():
         raise NotFound(f"no folder {directory}: give the path of a checkpoint")
     require_own_files(directory)
+    if (quantised := directory / "hf_quant_config.json").exists():
+        raise CheckpointRefused(
+            f"{quantised} says that the weights are quantised: load a checkpoint that is not "
+            "quantised"
+        )
     values = CheckedJson.load(directory / "config.json")
     return _with_generation_eos(directory, _read(values, _layout_of(values)))
 
@@ -65,7 +74,8 @@ def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
 
 
 def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
-    values.refuse_if_set("quantization_config", "load a checkpoint that is not quantised")
+    for name in ("quantization_config", "quantization"):  # the latter is MLX's
+        values.refuse_if_set(name, "load a checkpoint that is not quantised")
     for name in {"auto_map", "trust_remote_code"} - layout.without_effect:
         values.refuse_if_set(name, "code that comes with a checkpoint is not run")
     values.require("is_encoder_decoder", False, default=False)
@@ -82,9 +92,33 @@ def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
         rename(())  # reads the multipliers that it folds
     except UsageError as error:
         raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
-    values.refuse_unread(layout.without_effect)
+    values.pass_over_unread(
+        partial(_known_keys, layout, values), layout.without_effect | TRAINING_AND_GENERATION
+    )
+    _say_passed_over(values)
     _require_reachable(model.eos_token_ids, padded, values.path)
     return CheckpointConfig(layout, model, padded, rename)
+
+
+def _say_passed_over(values: CheckedJson) -> None:
+    """Warn of the keys without effect in one line; not of those that every config has."""
+    names = values.passed_over and [k for k in values.passed_over if k not in of_every_config()]
+    if not names:
+        return
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    warnings.warn(
+        f"{values.path} sets keys that the class of its family does not know; they have no effect "
+        f"and are passed over: {', '.join(names[:_MOST_NAMES])}{more}",
+        stacklevel=2,
+    )
+
+
+def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
+    """Return the keys that whatever wrote such a config can give an effect."""
+    if layout is mamba2.STATE_SPACES:
+        return mamba2.STATE_SPACES_KEYS
+    kind = values.get("model_type")
+    return of_family(kind if kind in layout.model_types else layout.model_types[0])
 
 
 def _layout_of(values: CheckedJson) -> Layout:
@@ -99,7 +133,7 @@ def _layout_of(values: CheckedJson) -> Layout:
         )
     if has_mixer_config:
         return mamba_in_llama.LAYOUT
-    if kind is None and "ssm_cfg" in values and "d_model" in values:
+    if kind in (None, "mamba", "mamba2") and "ssm_cfg" in values and "d_model" in values:
         return mamba2.STATE_SPACES
     return _layout_by_type(values)
 
@@ -116,17 +150,14 @@ def _layout_by_type(values: CheckedJson) -> Layout:
 
 
 def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> CheckpointConfig:
-    """Llama 3's chat models list their end-of-turn ids in generation_config.json only."""
+    """Add the ends that generation_config.json names: some chat models list theirs only there."""
     path = directory / "generation_config.json"
     if not path.exists():
         return checkpoint
     eos = CheckedJson.load(path).token_ids("eos_token_id")
     _require_reachable(eos, checkpoint.padded_vocab_size, path)
-    return (
-        replace(checkpoint, model=checkpoint.model.replace(eos_token_ids=eos))
-        if eos
-        else checkpoint
-    )
+    ends = tuple(dict.fromkeys((*checkpoint.model.eos_token_ids, *eos)))
+    return replace(checkpoint, model=checkpoint.model.replace(eos_token_ids=ends))
 
 
 def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -> None:

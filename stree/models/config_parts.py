@@ -7,8 +7,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from stree.errors import CheckpointRefused
+from stree.models import config_keys
 from stree.models.checked_json import CheckedJson
 from stree.models.config import MAX_LAYERS, ROPE_LENGTH, ROPE_NUMBERS, HybridConfig
+
+# Keyword arguments of mamba-ssm's mixers: initialisation, and which kernel runs
+MIXER_WITHOUT_EFFECT = config_keys.words("""
+    A_init_range D_init conv_init dt_min dt_max dt_init_floor dt_init dt_rank dt_scale
+    use_fast_path use_mem_eff_path layer_idx device dtype
+""")
 
 
 def rope(
@@ -93,6 +100,7 @@ def num_layers(values: CheckedJson) -> int:
 def heads(values: CheckedJson, d_model: int, usual_kv_heads: int | None = None) -> dict[str, Any]:
     """An attention layer's heads; of keys and values there are as many as of queries where the
     config says null, or says nothing and the layout has no usual number."""
+    values.require("sliding_window", None, default=None)
     num_heads = values.integer("num_attention_heads", 32)
     if usual_kv_heads is None or values.is_null("num_key_value_heads"):
         usual_kv_heads = num_heads
@@ -112,6 +120,11 @@ def mamba(values: CheckedJson, d_model: int, d_inner: int | None = None) -> dict
     if values.get("mamba_d_head", "auto") != "auto":
         head_dim = values.integer("mamba_d_head")
     if num_heads * head_dim != d_inner:
+        if "mamba_d_ssm" not in values and values.get("model_type") == "falcon_h1":
+            raise CheckpointRefused(
+                f"{values.path} has no mamba_d_ssm, and mamba_n_heads · mamba_d_head = {num_heads} "
+                f"· {head_dim} are not the usual {d_inner}: use a whole config.json"
+            )
         raise CheckpointRefused(
             f"{values.path} has mamba_n_heads · mamba_d_head = {num_heads} · {head_dim}, wanted "
             f"{d_inner}: use an undamaged checkpoint"

@@ -43,16 +43,17 @@ Rename = Callable[[str], Source]  # our parameter's name to where it comes from
 class Layout:
     """One kind of checkpoint.
 
-    spec reads its config (every key read or refused by name); rename says, with the names that are
-    stored, where each of our parameters comes from; without_effect, the keys that change no logit;
-    dropped, names of stored tensors that the model does without.
+    spec reads its config; rename says, with the names that are stored, where each of our parameters
+    comes from; without_effect, keys that transformers' class of the config knows and that change no
+    logit (beside `config_keys.TRAINING_AND_GENERATION`); dropped, names of stored tensors that the
+    model does without.
     """
 
     name: str
     model_types: tuple[str, ...]
     spec: Callable[[CheckedJson], HybridConfig]
     rename: Callable[[CheckedJson, HybridConfig, Collection[str]], Rename]
-    without_effect: frozenset[str]
+    without_effect: frozenset[str] = frozenset()
     dropped: re.Pattern[str] | None = None
 
     def matches(self, values: CheckedJson) -> bool:

@@ -43,7 +43,6 @@ mixer_case("of chunks of 10^8", r"chunk_size is 100000000, it must be at most", 
     "expand": 1, "ngroups": 4, "d_state": 8, "chunk_size": 10**8})  # fmt: skip
 config_case("of another kind", r"only 'llama' is supported", model_type="gpt2")
 config_case("of a list of kinds", r"model_type = \['llama'\]", model_type=["llama"])
-config_case("with a key of its own", r"use_my_norm = False: unknown here", use_my_norm=False)
 
 
 @case("config with NaN", "model", CHECKPOINT, r"NaN is no number")

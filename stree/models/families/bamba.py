@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, Rename, Source, rotary_order, translated
@@ -21,11 +20,7 @@ WORDS = {
 def spec(values: CheckedJson) -> HybridConfig:
     values.require("hidden_act", "silu", default="silu")
     d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
-    attention = values.get("attn_layer_indices", [])
-    if not isinstance(attention, list) or not all(isinstance(i, int) for i in attention):
-        raise CheckpointRefused(
-            f"{values.path} has attn_layer_indices {attention!r:.99}, wanted layer indices"
-        )
+    attention = values.indices("attn_layer_indices", [])
     theta, scaling, share = config_parts.rope(values, ROTARY_SHARE)
     heads = config_parts.heads(values, d_model, usual_kv_heads=8)
     rotary_dim = int(heads["head_dim"] * share)
@@ -65,4 +60,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("Bamba", ("bamba",), spec, rename, config_keys.BAMBA)
+LAYOUT = Layout("Bamba", ("bamba",), spec, rename, frozenset({"z_loss_coefficient"}))

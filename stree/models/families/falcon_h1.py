@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, Make, Rename, Source, scaled, scaled_rows, translated
@@ -93,4 +93,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("FalconH1", ("falcon_h1",), spec, rename, config_keys.FALCON_H1)
+LAYOUT = Layout("FalconH1", ("falcon_h1",), spec, rename)

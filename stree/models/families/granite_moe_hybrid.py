@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, Rename, Source, half, scaled, translated
@@ -125,5 +125,6 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
 
 
 LAYOUT = Layout(
-    "GraniteMoeHybrid", ("granitemoehybrid",), spec, rename, config_keys.GRANITE_MOE_HYBRID
-)
+    "GraniteMoeHybrid", ("granitemoehybrid",), spec, rename,
+    frozenset({"intermediate_size", "num_experts_per_tok"}),  # of experts, where there are some
+)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, Rename, Source, translated
@@ -50,11 +50,7 @@ def spec(values: CheckedJson) -> HybridConfig:
 
 
 def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
-    attention = values.get("full_attn_idxs", list(range(num_layers)))
-    if not isinstance(attention, list) or not all(isinstance(i, int) for i in attention):
-        raise CheckpointRefused(
-            f"{values.path} has full_attn_idxs {attention!r:.99}, wanted layer indices"
-        )
+    attention = values.indices("full_attn_idxs", list(range(num_layers)))
     if values.get("layer_types") is None:
         return ["attention" if i in attention else "short_conv" for i in range(num_layers)]
     mixers = config_parts.layer_list(values, "layer_types", KINDS)
@@ -82,4 +78,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return lambda name: Source((translated(name, WORDS),))
 
 
-LAYOUT = Layout("LFM2", ("lfm2",), spec, rename, config_keys.LFM2)
+LAYOUT = Layout("LFM2", ("lfm2",), spec, rename)

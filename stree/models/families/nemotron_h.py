@@ -34,6 +34,17 @@ WORDS = {
     ".self_attn.": ".mixer.",
     ".mlp.": ".mixer.",
 }
+# The dimensions of its Mamba layers say what expand would, the width of the shared MLP the number
+# of shared experts; num_nextn_predict_layers and the like describe weights that no step uses.
+# Published checkpoints name code of their own (auto_map), from before transformers had the family;
+# nobody runs it. From n_routed_experts on they are of experts, where there are some.
+WITHOUT_EFFECT = config_keys.words("""
+    auto_map expand mamba_proj_bias mamba_ssm_cache_dtype rescale_prenorm_residual
+    time_step_limit n_shared_experts moe_shared_expert_overlap num_nextn_predict_layers
+    mtp_layers_block_type mtp_hybrid_override_pattern n_routed_experts num_experts_per_tok
+    moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size n_group
+    topk_group norm_topk_prob routed_scaling_factor
+""")
 MULTI_TOKEN_PREDICTION = re.compile(r"(.*\.)?mtp\..*")
 
 
@@ -150,6 +161,4 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout(
-    "NemotronH", ("nemotron_h",), spec, rename, config_keys.NEMOTRON_H, MULTI_TOKEN_PREDICTION
-)
+LAYOUT = Layout("NemotronH", ("nemotron_h",), spec, rename, WITHOUT_EFFECT, MULTI_TOKEN_PREDICTION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import partial
 
 from stree.errors import CheckpointRefused
 from stree.models import config_keys, config_parts
@@ -30,8 +31,12 @@ def spec(values: CheckedJson) -> HybridConfig:
         raise CheckpointRefused(
             f"{values.path} has another tie_word_embeddings than its text_config: correct it"
         )
-    text.refuse_unread(config_keys.QWEN3_5)
-    return config
+    text.pass_over_unread(
+        partial(config_keys.of_family, WITH_VISION[kind]), config_keys.TRAINING_AND_GENERATION
+    )
+    # Fine-tunes name the end of a turn beside the table
+    ends = dict.fromkeys((*config.eos_token_ids, *values.token_ids("eos_token_id")))
+    return config.replace(eos_token_ids=tuple(ends))
 
 
 def _text(values: CheckedJson, kind: str) -> HybridConfig:
@@ -58,4 +63,11 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return qwen3_next.rename_common(config, stored, PREFIX_WITH_VISION if sees else "model.")
 
 
-LAYOUT = Layout("Qwen3.5", (*TEXT_ALONE, *WITH_VISION), spec, rename, config_keys.QWEN3_5, DROPPED)
+LAYOUT = Layout(
+    "Qwen3.5", (*TEXT_ALONE, *WITH_VISION), spec, rename,
+    frozenset({  # of a checkpoint that also sees
+        "vision_config", "image_token_id", "video_token_id",
+        "vision_start_token_id", "vision_end_token_id",
+    }),
+    DROPPED,
+)  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import (
@@ -30,6 +30,7 @@ from stree_kernels.contracts import GatedDeltaShape
 
 KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 ROTARY_SHARE = 0.25
+SECTIONS = ("mrope_section", "mrope_interleaved")  # of positions, all equal for text
 WORDS = {
     ".gated_delta.": ".linear_attn.",
     ".experts.router.": ".mlp.gate.",
@@ -47,11 +48,7 @@ def spec(values: CheckedJson) -> HybridConfig:
     num_layers = config_parts.num_layers(values)
     num_experts = values.integer("num_experts", 512)
     every = values.integer("decoder_sparse_step", 1)
-    dense = values.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise CheckpointRefused(
-            f"{values.path} has mlp_only_layers {dense!r:.99}, wanted layer indices"
-        )
+    dense = values.indices("mlp_only_layers", [])
     if num_experts and not every:
         raise CheckpointRefused(f"{values.path} has decoder_sparse_step 0, wanted at least 1")
     sparse = [
@@ -96,7 +93,7 @@ def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
     """All but the layers and their MLPs, as Qwen3.5's config has it, too."""
     values.require("hidden_act", "silu", default="silu")
     values.require("use_sliding_window", False, default=False)
-    theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=config_keys.MROPE)
+    theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=SECTIONS)
     head_dim = values.integer("head_dim", 256)
     eps = values.number("rms_norm_eps", 1e-6)
     return {
@@ -209,5 +206,9 @@ def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) ->
 
 
 LAYOUT = Layout(
-    "Qwen3-Next", ("qwen3_next",), spec, rename, config_keys.QWEN3_NEXT, MULTI_TOKEN_PREDICTION
-)
+    "Qwen3-Next", ("qwen3_next",), spec, rename,
+    frozenset({  # of experts, where there are some
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    }),
+    MULTI_TOKEN_PREDICTION,
+)  # fmt: skip

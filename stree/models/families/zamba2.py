@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, Rename, Source, half, translated
@@ -38,6 +38,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         raise CheckpointRefused(f"{values.path} has num_mem_blocks 0 for {len(uses)} hybrid layers")
     for number, layer in enumerate(uses):
         layers[layer] = f"shared{number % blocks}>mamba"
+    width = values.integer("intermediate_size", 0) or 4 * d_model
     num_heads = values.integer("num_attention_heads", 32)
     if not num_heads or 2 * d_model % num_heads:
         raise CheckpointRefused(
@@ -52,10 +53,17 @@ def spec(values: CheckedJson) -> HybridConfig:
             f"{values.path} has n_mamba_heads {ssm_heads}, wanted a divisor of {d_inner}: use an "
             "undamaged checkpoint"
         )
+    if "n_mamba_heads" not in values and values.integer("mamba_headdim", 0) not in (
+        0, d_inner // ssm_heads
+    ):  # fmt: skip
+        raise CheckpointRefused(
+            f"{values.path} has no n_mamba_heads, as in early revisions of Zamba2, which named its "
+            "dimensions otherwise: use a newer revision of the checkpoint"
+        )
     for name, follows in (
         ("attention_hidden_size", 2 * d_model), ("attention_head_dim", head_dim),
         ("mamba_headdim", d_inner // ssm_heads), ("hybrid_layer_ids", uses),
-        ("use_shared_mlp_adapter", True),
+        ("use_shared_mlp_adapter", True), ("ffn_hidden_size", width),
     ):  # fmt: skip
         values.require(name, follows, default=follows)
     activation = values.get("hidden_act", "gelu")
@@ -64,6 +72,7 @@ def spec(values: CheckedJson) -> HybridConfig:
             f"{values.path} asks for hidden_act {activation!r:.99}; supported are "
             f"{', '.join(map(repr, ACTIVATIONS))}"
         )
+    values.require("sliding_window", None, default=None)
     theta, scaling, _ = config_parts.rope(values)
     bias = values.boolean("add_bias_linear", False)
     longest = values.integer("max_position_embeddings", 4096)
@@ -74,7 +83,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         d_model=d_model,
         num_layers=len(layers),
         layer_types=tuple(layers),
-        intermediate_size=values.integer("intermediate_size", 0) or 4 * d_model,
+        intermediate_size=width,
         rms_norm_eps=values.number("rms_norm_eps", 1e-5),
         tie_embeddings=True,
         num_heads=num_heads,
@@ -143,4 +152,7 @@ def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -
     return source
 
 
-LAYOUT = Layout("Zamba2", ("zamba2",), spec, rename, config_keys.ZAMBA2)
+LAYOUT = Layout(
+    "Zamba2", ("zamba2",), spec, rename,
+    frozenset({"use_conv_bias", "kv_channels", "num_query_groups"}),
+)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
 from stree.models.sources import Layout, as_it_is
@@ -96,4 +96,4 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else (ids[0] if ids else None)
 
 
-LAYOUT = Layout("transformers Llama", ("llama",), spec, as_it_is, config_keys.LLAMA)
+LAYOUT = Layout("transformers Llama", ("llama",), spec, as_it_is, frozenset({"pretraining_tp"}))

@@ -79,7 +79,7 @@ def state_spaces_spec(values: CheckedJson) -> HybridConfig:
         **config_parts.mamba_ssm(ssm),
         **config_parts.special_tokens(values),
     )
-    ssm.refuse_unread(config_keys.MIXER)
+    ssm.refuse_unread(config_parts.MIXER_WITHOUT_EFFECT)
     return config
 
 
@@ -95,10 +95,18 @@ def _backbone(embedding: str) -> Callable[[CheckedJson, HybridConfig, Collection
     return lambda values, config, stored: lambda name: Source((translated(name, words),))
 
 
+# The fields of mamba-ssm's MambaConfig
+STATE_SPACES_KEYS = config_keys.words("""
+    d_model d_intermediate n_layer vocab_size ssm_cfg attn_layer_idx attn_cfg rms_norm
+    residual_in_fp32 fused_add_norm pad_vocab_size_multiple tie_embeddings
+""")
+
 TRANSFORMERS = Layout(
     "transformers Mamba2", ("mamba2",), transformers_spec, _backbone("embeddings"),
-    config_keys.MAMBA2,
+    frozenset({"time_step_min"}),
 )  # fmt: skip
 STATE_SPACES = Layout(
-    "state-spaces/mamba2", (), state_spaces_spec, _backbone("embedding"), config_keys.STATE_SPACES
-)
+    "state-spaces/mamba2", (), state_spaces_spec, _backbone("embedding"),
+    # attn_cfg describes layers that attn_layer_idx would have to name
+    frozenset({"attn_cfg", "fused_add_norm", "initializer_cfg"}),
+)  # fmt: skip

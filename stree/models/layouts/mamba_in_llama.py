@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stree.errors import CheckpointRefused
-from stree.models import config_keys, config_parts
+from stree.models import config_parts
 from stree.models.checked_json import CheckedJson, json_number
 from stree.models.config import HybridConfig
 from stree.models.layouts import llama
@@ -53,6 +53,11 @@ def spec(values: CheckedJson) -> HybridConfig:
         )
     ssm = mamba.section("ssm_cfg")
     ssm.require("layer", "Mamba2", default="Mamba2")
+    if "layer" not in ssm and "ngroups" not in ssm:  # as its Mamba-1 checkpoints are written
+        raise CheckpointRefused(
+            f"{mamba.path} describes Mamba-1 layers (its ssm_cfg has no ngroups), only Mamba-2 is "
+            "supported: use a checkpoint with Mamba-2 layers"
+        )
     num_ssm_heads, d_state = ssm.integer("ngroups"), ssm.integer("d_state")
     ssm_head_dim = ssm.integer("headdim", d_state)
     d_inner, d_xb = mamba.integer("d_inner"), mamba.integer("d_xb")
@@ -66,15 +71,11 @@ def spec(values: CheckedJson) -> HybridConfig:
             f"{mamba.path} has d_xb {d_xb}, wanted a multiple of the head dim {ssm_head_dim}: "
             "use an undamaged checkpoint"
         )
-    attn_layers = mamba.get("attn_layers")
-    if not isinstance(attn_layers, list) or not all(isinstance(i, int) for i in attn_layers):
-        raise CheckpointRefused(
-            f"{mamba.path} has attn_layers {attn_layers!r}, wanted a list of layer indices"
-        )
+    attn_layers = mamba.indices("attn_layers")
     if not attn_layers:
         fields |= {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
     fields |= {"rms_norm_eps": eps}
-    mamba.refuse_unread(config_keys.MAMBA_CONFIG)
+    mamba.refuse_unread(("resid_dropout",))
     config = HybridConfig(
         **fields,
         attn_layers=tuple(attn_layers),
@@ -90,7 +91,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         **config_parts.mamba_ssm(ssm),
     )
     # d_inner says what expand would.
-    ssm.refuse_unread(config_keys.MIXER | {"expand"})
+    ssm.refuse_unread(config_parts.MIXER_WITHOUT_EFFECT | {"expand"})
     return config
 
 
@@ -141,4 +142,4 @@ def _ssm_cfg(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-LAYOUT = Layout("MambaInLlama", ("llama",), spec, as_it_is, config_keys.LLAMA)
+LAYOUT = Layout("MambaInLlama", ("llama",), spec, as_it_is, llama.LAYOUT.without_effect)

@@ -35,6 +35,7 @@ def spec(values: CheckedJson) -> HybridConfig:
         elif table.get(field.name) is not None:
             given[field.name] = readers[str(field.type)](field.name)
     table.refuse_unread()
+    values.refuse_unread(config_keys.TRAINING_AND_GENERATION)
     missing = [name for name in ("vocab_size", "d_model", "num_layers") if name not in given]
     if missing:
         raise CheckpointRefused(
@@ -56,4 +57,4 @@ def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
     return {"model_type": MODEL_TYPE, "torch_dtype": dtype, TABLE: table}
 
 
-LAYOUT = Layout("stree's own", (MODEL_TYPE,), spec, as_it_is, config_keys.TRANSFORMERS)
+LAYOUT = Layout("stree's own", (MODEL_TYPE,), spec, as_it_is)

@@ -523,7 +523,7 @@ CONFIG_DAMAGES = {
     "rope-incomplete": ({"rope_scaling": {"rope_type": "llama3"}}, "has factor = None, wanted"),
     "rope-extra": (
         {"rope_scaling": {**LLAMA3_ROPE, "attention_factor": 0.5}},
-        "attention_factor = 0.5: unknown",
+        "attention_factor = 0.5, which is not supp",
     ),
     "rope-partial": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -555,7 +555,7 @@ CONFIG_DAMAGES = {
     "both-ways": ({"is_causal": False}, "is_causal = False; only True"),
     "both-ways-by-null": ({"is_causal": None}, "is_causal = None; only True"),
     "tied-by-text": ({"tie_word_embeddings": "false"}, "wanted true or false"),
-    "unknown": ({"attention_chunk_size": 0}, "attention_chunk_size = 0: unknown here"),
+    "unknown": ({"attention_chunk_size": 0}, "attention_chunk_size = 0, which is not supp"),
     "text": ({"hidden_size": "32"}, "hidden_size = '32', wanted a whole number"),
     "absent": ({"num_attention_heads": None}, "num_attention_heads = None, wanted"),
     "eos": ({"eos_token_id": ["</s>"]}, "eos_token_id = .*, wanted token ids"),
@@ -580,14 +580,14 @@ def test_configs_that_ask_for_something_else_are_refused(tmp_path, damage):
 
 MAMBA_DAMAGES = {
     "activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
-    "unknown": ({"bidirectional": True}, "bidirectional = True: unknown here"),
+    "unknown": ({"bidirectional": True}, "bidirectional = True, which is not supp"),
     "eps": ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, .* 1e-05"),
     "width": ({"d_model": 2 * D_MODEL}, rf"d_model {2 * D_MODEL}, .* hidden_size {D_MODEL}"),
     "vocabulary": ({"vocab_size": 7}, r"vocab_size 7, .* vocab_size \d+"),
     "inner": ({"d_inner": 40}, "d_inner 40, wanted"),
     "xb": ({"d_xb": 12}, "d_xb 12, wanted a multiple"),
     "layers": ({"attn_layers": [7]}, "attn_layers .* below num_layers = 3"),
-    "no-layers": ({"attn_layers": None}, "attn_layers None, wanted a list"),
+    "no-layers": ({"attn_layers": None}, "attn_layers = None, wanted a list"),
     "no-mixer": ({"ssm_cfg": None}, "no table 'ssm_cfg'"),
     "groups": ({"d_xb": 24}, "num_ssm_heads = 4 is no multiple of num_x_groups = 3"),
 }
@@ -597,7 +597,7 @@ MIXER_DAMAGES = {
     "bias": ({"bias": True}, "bias = True; only False"),
     "norm": ({"norm_before_gate": True}, "norm_before_gate = True"),
     "no-norm": ({"rmsnorm": False}, "rmsnorm = False"),
-    "unknown": ({"learnable_init_states": True}, "learnable_init_states = True: unknown here"),
+    "unknown": ({"learnable_init_states": True}, "learnable_init_states = True, which is not"),
     "dt-limit": ({"dt_limit": 3}, "dt_limit = 3, wanted two numbers"),
 }
 
@@ -628,19 +628,17 @@ def test_mambas_in_other_models_than_llama_are_refused(tmp_path):
         load_config(tmp_path)
 
 
-def test_keys_without_effect_pass_and_unknown_ones_do_not_even_when_switched_off(tmp_path):
+def test_keys_without_effect_pass_and_unknown_ones_of_the_mixer_do_not(tmp_path):
     mamba_in_llama(tmp_path)
     wanted = load_config(tmp_path)
     edit_json(tmp_path / "mamba_config.json", resid_dropout=0.1, vocab_size=None)
     edit_json(tmp_path / "config.json", use_cache=False, attention_dropout=0.1, pretraining_tp=2)
     assert load_config(tmp_path) == wanted
-    for file in ("config.json", "mamba_config.json"):
-        whole = (tmp_path / file).read_text()
-        for value in (True, False, 0, None, {}):
-            edit_json(tmp_path / file, bidirectional=value)
-            with pytest.raises(CheckpointRefused, match=f"{file} sets bidirectional = {value}: un"):
-                load_config(tmp_path)
-        (tmp_path / file).write_text(whole)
+    file = "mamba_config.json"
+    for value in (True, False, 0, None, {}):
+        edit_json(tmp_path / file, bidirectional=value)
+        with pytest.raises(CheckpointRefused, match=f"{file} sets bidirectional = {value}, which"):
+            load_config(tmp_path)
 
 
 @pytest.mark.parametrize(
