@@ -30,6 +30,7 @@ from stree_pipelines.reports.plots import (
     new_figure,
     to_svg,
 )
+from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables import MISSING, Table
 from stree_pipelines.terminal.command_line import CommandParser
@@ -567,7 +568,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, figure in figures.items():
         write_atomically(directory / f"{name}.svg", to_svg(figure, name.replace("_", " ")))
     parts.append("Rows made by: " + "; ".join(f"{sha} on {device}" for sha, device in made_by))
-    text = "\n".join(parts) + "\n"
+    text = markdown_page("\n".join(parts) + "\n")
     write_atomically(directory / "bars.md", text)
     print(text)
 

@@ -21,7 +21,7 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.evaluation.options import DRAFTING, OPTIONS, add_options
 from stree_pipelines.reports import arms, plots
-from stree_pipelines.reports.rendering import render_page
+from stree_pipelines.reports.rendering import markdown_page, render_page
 from stree_pipelines.terminal.command_line import PlainParser
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = comparison.evaluate()
         if comparison.workers.is_main:
             places = arms.places_of(rows, comparison.store, comparison.tunings())
-            text, folder = arms.markdown(places), Path(settings.out)
+            text, folder = markdown_page(arms.markdown(places)), Path(settings.out)
             page = render_page("compare.html.j2", arms.page(places, folder.resolve().name))
             write_atomically(folder / "comparison.md", text)
             write_atomically(folder / "comparison.html", page)

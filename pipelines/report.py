@@ -34,7 +34,7 @@ from stree_pipelines.reports import by_length_tables, plots, runs_plots, runs_ta
 from stree_pipelines.reports.findings import Findings
 from stree_pipelines.reports.lossless import lossless_markdown, lossless_sentence
 from stree_pipelines.reports.page import page_context, runs_context
-from stree_pipelines.reports.rendering import render_page
+from stree_pipelines.reports.rendering import markdown_page, render_page
 from stree_pipelines.reports.run_data import (
     COMMAND_NAME,
     CONFIG_NAME,
@@ -114,6 +114,8 @@ def _drawn(name: str, figure: Figure | None, title: str) -> dict[str, str | byte
 
 def _write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
     for name, content in files.items():
+        if name.endswith(".md") and isinstance(content, str):
+            content = markdown_page(content)
         write_atomically(folder / name, content)
     return [folder / name for name in files]
 

@@ -30,6 +30,7 @@ from stree_pipelines.evaluation.arms import Comparison, comparison_of, read_comp
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.needs import describe_comparison
 from stree_pipelines.reports import study as tables
+from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.studies.plan import HeldBack, Study, StudyArm, StudyRun, in_order, read_study
 from stree_pipelines.studies.training import require_as_trained, train
 from stree_pipelines.terminal import inputs
@@ -149,7 +150,9 @@ def compare(study: Study, more: dict[str, Any]) -> None:
     try:
         rows = comparison.evaluate()
         if comparison.workers.is_main:
-            text = tables.markdown(study, rows, comparison.store, comparison.tunings())
+            text = markdown_page(
+                tables.markdown(study, rows, comparison.store, comparison.tunings())
+            )
             write_atomically(study.out / "study.md", text)
             print(f"{text}\n{study.out / 'study.md'}")
     finally:

@@ -13,7 +13,6 @@ instead.
 from __future__ import annotations
 
 import io
-import re
 import signal
 import sys
 import time
@@ -36,13 +35,12 @@ from stree.generation import DecodingStats, GenerationConfig
 from stree.growths import GROWTHS, as_growth
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
+from stree.text import shown
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 ACCEPTED, QUIET = "green", "dim"
 PROMPT = "> "
-# Control characters but tab and newline; embeddings, overrides and isolates of direction
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 LARGEST_BABBLER = 50_000_000  # parameters
 SWITCH = "/plain"
 HELP = (
@@ -80,11 +78,6 @@ class Words:
 
     def _text(self, end: int) -> str:
         return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=True)
-
-
-def shown(text: str) -> str:
-    """Replace characters that a terminal would obey, and those that reorder a line, by U+FFFD."""
-    return _OBEYED.sub("\ufffd", text)
 
 
 class Chat:

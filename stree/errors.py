@@ -8,15 +8,24 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+
+from stree.text import shown
 
 _LONGEST_REASON = 2000
 
 
 class StreeError(ValueError):
-    """A reason to stop that the user can act on: says what was got, what was wanted, what to do."""
+    """A reason to stop that the user can act on: says what was got, what was wanted, what to do.
+
+    Its message may quote files: control characters in it are replaced.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shown(str(message)))
 
 
 class UsageError(StreeError):
@@ -159,11 +168,15 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def warn(message: str) -> None:
+    """Warn the caller of the function that calls this one, in one line; it may quote files."""
+    warnings.warn(one_line(message), stacklevel=3)
+
+
 def one_line(text: str) -> str:
     """A reason as one line that a terminal can show: what libraries and files say may be of many
     lines, of any length, or move the cursor."""
-    line = "".join(char if char.isprintable() else " " for char in text[: 4 * _LONGEST_REASON])
-    line = " ".join(line.split())
+    line = " ".join(shown(text[: 4 * _LONGEST_REASON], " ").split())
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + " …"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Never
@@ -16,7 +15,7 @@ from stree.costs import Costs
 from stree.description import counted, device_name, dtype_name
 from stree.drafters.naming import DrafterName
 from stree.engine import Decoder
-from stree.errors import NotFound, UsageError, naming_what_does_not_fit
+from stree.errors import NotFound, UsageError, naming_what_does_not_fit, warn
 from stree.generation import GenerationConfig, require_whole
 from stree.growths import as_growth, choice_of, refuse_unknown
 from stree.models.convert import load_model
@@ -112,9 +111,9 @@ def load(
         if drafter_folder is not None and not name.retokenised:
             require_same_tokenizer(target_folder, drafter_folder)
             for doubt in partner_remarks(target_folder, drafter_folder, max_length):
-                warnings.warn(doubt, stacklevel=2)
+                warn(doubt)
         if remark:
-            warnings.warn(f"{drafter}: {remark}", stacklevel=2)
+            warn(f"{drafter}: {remark}")
         if largest_of(tree).num_nodes > 1:
             own = None if drafter_folder is None else load_model(drafter_folder, device, dtype)
             drafting = name.make(own, tokenizer)
@@ -123,10 +122,9 @@ def load(
     with naming_what_does_not_fit("use dtype=torch.bfloat16", f"the weights in {target_folder}"):
         model = load_model(target_folder, device, dtype)
     if not eos_token_ids(model.config, tokenizer):
-        warnings.warn(
+        warn(
             f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "
-            "max_new_tokens; name one with GenerationConfig(eos_token_id=…)",
-            stacklevel=2,
+            "max_new_tokens; name one with GenerationConfig(eos_token_id=…)"
         )
     decoder = Decoder(
         model, drafting, tree, max_length=max_length, tokenizer=tokenizer,
@@ -136,7 +134,7 @@ def load(
     if isinstance(tree, Modes) and (misfit := tree.costs.misfit(model, tree.trees, temperature)):
         if tree.costs.seconds:
             remark = f"costs of steps are given, but {misfit}: they are measured here"
-            warnings.warn(remark, stacklevel=2)
+            warn(remark)
         decoder.measure_costs(generation=generation)
     return decoder
 

@@ -12,6 +12,7 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
 from stree_pipelines.gate.gate import INCONCLUSIVE, PASS, REGRESSION, Finding, level_of, overall
+from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import in_batches, told_shares
 from stree_pipelines.reports.tables import MISSING, Table
 from stree_pipelines.terminal.command_line import typed_command
@@ -37,7 +38,7 @@ def write(
     note: str,
 ) -> str:
     """Write summary.md and trend.json into `out` and return the former. Raises CannotWrite."""
-    summary = markdown(findings, mine, theirs, note)
+    summary = markdown_page(markdown(findings, mine, theirs, note))
     write_atomically(out / "summary.md", summary)
     write_atomically(out / "trend.json", trend_json(mine))
     return summary

@@ -15,6 +15,7 @@ from stree.plain_data import parse_yaml, read_text
 from stree.speculation_profile import FOLDER, Measurement, SpeculationProfile
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.reports.rendering import markdown_page
 from stree_pipelines.reports.run_data import RunData, in_batches, method_label
 from stree_pipelines.reports.tables import MISSING, Table, figure
 
@@ -45,7 +46,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         keep_trailing_newline=True,
     )
     origin = _read(drafter / "provenance.json")
-    return environment.get_template("model_card.md.j2").render(
+    card = environment.get_template("model_card.md.j2").render(
         marker=MARKER,
         step=profile.step,
         target=profile.target,
@@ -58,6 +59,7 @@ def model_card(profile: SpeculationProfile, data: RunData, drafter: Path, curve:
         provenance=list(_provenance(origin, profile.step, data)),
         target_licence=_licence(Path(profile.target)),
     )
+    return markdown_page(card).replace(markdown_page(MARKER), MARKER)
 
 
 def _facts(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stree import metrics
+from stree.text import shown
 from stree_pipelines.comparison.answers import Answers, Figure, Gain, acceptance_length, speedup
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.reports.run_data import (
@@ -61,7 +62,7 @@ class Table:
         the first columns again."""
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
         left, right = list(range(self.num_left)), list(range(self.num_left, len(widths)))
-        blocks = []
+        blocks: list[str] = []
         while right or not blocks:
             taken = left + right[:1]
             for column in right[1:]:
@@ -81,7 +82,7 @@ class Table:
             lines.insert(1, "─" * max(map(len, lines)))
             blocks.append("\n".join(lines))
         note = [in_lines(self.note, width)] if self.note else []
-        return "\n\n".join([in_lines(self.title, width), *blocks, *note]) + "\n"
+        return shown("\n\n".join([in_lines(self.title, width), *blocks, *note]) + "\n")
 
     def to_latex(self) -> str:
         """A table of LaTeX with rules of booktabs, in ASCII but for names; intervals are small."""
@@ -99,7 +100,7 @@ class Table:
 
 def in_lines(text: str, width: int = TERMINAL_WIDTH) -> str:
     """A sentence in lines for a terminal."""
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(shown(text), width, break_long_words=False, break_on_hyphens=False)
 
 
 _LATEX = str.maketrans({

@@ -214,6 +214,12 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     )
 
 
+def test_what_a_template_says_moves_no_terminal(tokenizer):
+    with pytest.raises(BadData, match=r"refuses the turns 'user': a \[2Jb") as said:
+        encode(tokenizer, TURNS[1:2], "{{ raise_exception('a\x1b[2Jb') }}")
+    assert "\x1b" not in str(said.value)
+
+
 def test_template_that_refuses_a_turn_is_bad_data(tokenizer):
     with pytest.raises(BadData, match=r"refuses the turns 'tool': unknown role tool"):
         encode(tokenizer, [("tool", "x")])

@@ -100,6 +100,22 @@ def test_page_is_self_contained_and_well_formed(run):
     require_self_contained((run / "report.html").read_text(encoding="utf-8"))
 
 
+def test_records_put_neither_markup_nor_control_characters_into_pages(tmp_path, capsys):
+    make_run(tmp_path, ("<img src=x>",), (0.0,))
+    rows = tmp_path / "eval/results.jsonl"
+    told = rows.read_text(encoding="utf-8").replace("Test device", "Test \\u001b[2J<script>device")
+    rows.write_text(told, encoding="utf-8")
+    main([str(tmp_path)])
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.*")
+             if path.suffix in (".md", ".html")}  # fmt: skip
+    assert "Test \ufffd[2J&lt;script&gt;device" in pages["report.html"]
+    assert "&lt;img src=x>" in pages["table6.md"] and "&lt;img src=x>" in pages["lossless.md"]
+    for page in [*pages.values(), capsys.readouterr().out]:
+        assert "\x1b" not in page
+    for page in pages.values():
+        assert "<img" not in page and "<script>" not in page
+
+
 def test_page_shows_every_section(run):
     html = (run / "report.html").read_text(encoding="utf-8")
     for title in (

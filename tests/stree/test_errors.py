@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import stree.errors
+from stree.errors import BadData, one_line
 
 # In the package's place an empty one: what it imports takes more than a second, and is not needed.
 SCRIPT = f"""
@@ -23,6 +24,13 @@ def main():
     {{ending}}
 exit_with_reason(main)
 """
+
+
+def test_a_message_moves_no_terminal():
+    """It may quote a file."""
+    assert str(BadData("a\x1b[2Jb\r\u202ec\nd")) == "a\ufffd[2Jb\ufffd\ufffdc\nd"
+    assert one_line("a\x1b[2Jb\r\u202ec\nd") == "a [2Jb c d"
+    assert one_line("می\u200cخواهم 👩\u200d👧") == "می\u200cخواهم 👩\u200d👧"
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,11 @@ def test_what_was_measured_of_others_is_not_followed(workspace, drafter, changes
 
 
 def test_where_plain_decoding_was_fastest_the_drafter_is_left_out(workspace, drafter):
-    give_profile(workspace, drafter, recommendation(None))
-    with pytest.warns(UserWarning, match="Measured so"):
+    give_profile(workspace, drafter, recommendation(None, reason="Measured\x1b]0;x\x07 so."))
+    with pytest.warns(UserWarning, match=r"Measured \]0;x so\.") as said:
         decoder = stree.load(workspace / "target", drafter, device="cpu")
     assert decoder.drafter is None and decoder.tree.num_nodes == 1
+    assert not any(char in str(each.message) for each in said for char in "\x1b\x07")
 
 
 def test_with_its_head_in_8_bits_the_profile_is_followed_and_that_is_said(workspace, drafter):
