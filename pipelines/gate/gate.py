@@ -31,7 +31,8 @@ from stree_pipelines.comparison.answers import (
     speedup_per_tau,
     tokens_per_second,
 )
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
+from stree_pipelines.comparison.repeats import repeats
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree, Job
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
 
@@ -123,7 +124,13 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Finding:
-    """A threshold's verdict on one method at one temperature. None: undefined for these prompts."""
+    """A threshold's verdict on one method at one temperature.
+
+    Attributes:
+        num_prompts: how many are compared.
+        baseline, checkpoint, change, interval: None where undefined for these prompts.
+        num_repeating: prompts that are left out, since an answer to them repeats itself.
+    """
 
     threshold: Threshold
     method: str
@@ -135,6 +142,7 @@ class Finding:
     interval: metrics.Interval | None
     verdict: str
     reason: str = ""
+    num_repeating: int = 0
 
     @property
     def scope(self) -> str:
@@ -164,6 +172,12 @@ def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> 
             raise UsageError(
                 f"--fail_below {threshold.text!r}: depth {threshold.depth} is below the tree, "
                 f"whose depth is {deepest}"
+            )
+        if threshold.depth is not None and any(isinstance(tree, ChosenTree) for tree in trees):
+            raise UsageError(
+                f"--fail_below {threshold.text!r}: steps whose tree is chosen do not say how deep "
+                "it was, so plain and shallow ones would count as rejections: give one tree, or "
+                "another metric"
             )
         compared = any(job.method == AUTOREGRESSIVE for job in jobs)
         if threshold.metric in RELATIVE_SPEEDS and not compared:
@@ -241,17 +255,19 @@ def _judge_one(
             f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
             "none: evaluate again with autoregressive among the methods and --overwrite"
         )
+    circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}
+    new, old = (each.without(circles.__contains__) for each in (new, old))
     figure = FIGURES[threshold.metric]
     change, interval = new.over(
         old, figure, _relative if threshold.is_relative else np.subtract,
         seed=seed, level=level, num_resamples=NUM_RESAMPLES,
     )  # fmt: skip
-    verdict, reason = _verdict(threshold, change, interval, len(mine), least_prompts(level))
+    verdict, reason = _verdict(threshold, change, interval, len(new.prompts), least_prompts(level))
     if not any(map(_has_drafted, (*mine, *theirs))):
         verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
     return Finding(
-        threshold, method, temperature, len(mine), old.value(figure), new.value(figure), change,
-        interval, verdict, reason,
+        threshold, method, temperature, len(new.prompts), old.value(figure), new.value(figure),
+        change, interval, verdict, reason, len(circles),
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def markdown(
         "",
         _thresholds(findings).to_markdown(),
         *(f"- {finding.where}: {_explain(finding)}" for finding in findings if _explain(finding)),
+        *_repeating(findings),
         "",
         "Changes are paired by prompt; brackets hold bootstrap intervals"
         f"{_together(len(findings))}. A regression is an interval that lies below its threshold "
@@ -133,6 +134,18 @@ def _explain(finding: Finding) -> str:
         allowed = _shown(finding, finding.threshold.change)
         return f"regression, {_interval(finding)} lies below {allowed}"
     return ""
+
+
+def _repeating(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each place where prompts are left out."""
+    found = {
+        f"- left out, {finding.method} on {finding.scope} at T = {finding.temperature:g}: "
+        f"{finding.num_repeating} of {finding.num_prompts + finding.num_repeating} prompts, an "
+        "answer to which repeats itself: circles are easy to draft": None
+        for finding in findings
+        if finding.num_repeating
+    }
+    return list(found)
 
 
 def _together(count: int) -> str:

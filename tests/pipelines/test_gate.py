@@ -25,14 +25,17 @@ from stree.partners import TARGET_WEIGHTS
 from stree.tokenizer import load_tokenizer
 from stree_pipelines.benchmark_checkpoint import build_parser
 from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
+from stree_pipelines.comparison.repeats import repeats
 from stree_pipelines.evaluation.records import (
     RESULTS_NAME,
     BaselineTiming,
     ResultStore,
     SampleRow,
+    Turn,
     write_rows,
 )
 from stree_pipelines.gate import gate
+from stree_pipelines.gate import summary as gate_summary
 from stree_pipelines.reports.run_data import told_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -435,6 +438,32 @@ def test_a_false_alarm_is_as_rare_as_it_says_over_all_thresholds_together():
         pairs = {("stree", 0.0, f"b{n}"): (drawn(f"b{n}"), drawn(f"b{n}")) for n in range(4)}
         alarms += gate.overall(gate.judge(thresholds, pairs)) == gate.REGRESSION
     assert 0 < alarms <= 12
+
+
+def turn(tokens: tuple[int, ...]) -> Turn:
+    return Turn(user="", num_prompt_tokens=1, tokens=tokens, text="", finish_reason="length")
+
+
+def test_answers_that_go_in_circles_are_left_out():
+    """Two of ten prompts end in a loop, whose drafts are all accepted; without them τ is worse."""
+    circle, line = turn((*range(12), *(1, 2, 3) * 10)), turn(tuple(range(42)))
+    old = [sample(q, (2,) * 10, turns=(line,)) for q in range(10)]
+    new = [
+        sample(q, (4,) * 40, turns=(line, circle)) if q < 2 else sample(q, (1,) * 10, turns=(line,))
+        for q in range(10)
+    ]
+    finding = judge(TAU, new, old)
+    assert finding.verdict == gate.REGRESSION and finding.checkpoint == pytest.approx(2)
+    assert (finding.num_prompts, finding.num_repeating) == (8, 2)
+    told = "\n".join(gate_summary._repeating([finding, finding]))
+    assert told.count("2 of 10 prompts") == 1
+    assert not repeats(sample(0, (1,), turns=(turn((1, 2, 3) * 9),))), "too short to say"
+
+
+def test_depths_are_not_judged_where_trees_are_chosen(world):
+    more = ["--tree", "chain-2 or chain-3", "--fail_below", "depth_accept_rates[1]=-5%"]
+    with pytest.raises(UsageError, match="do not say how deep"):
+        benchmark_checkpoint(arguments(world, "fair", *more))
 
 
 def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline():

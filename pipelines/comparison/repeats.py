@@ -1,0 +1,22 @@
+"""Answers that go in circles: easy to draft, so they flatter every drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stree_pipelines.evaluation.records import SampleRow
+
+LEAST_TOKENS = 8  # of a last quarter; fewer come back in any text
+
+
+def repeats(sample: SampleRow) -> bool:
+    """Return whether the last quarter of one of its answers stood in the same answer before."""
+    return any(_ends_in_a_circle(turn.tokens) for turn in sample.turns)
+
+
+def _ends_in_a_circle(tokens: Sequence[int]) -> bool:
+    size = len(tokens) // 4
+    if size < LEAST_TOKENS:
+        return False
+    end = tokens[-size:]
+    return any(tokens[at : at + size] == end for at in range(len(tokens) - size))
