@@ -76,7 +76,6 @@ class DistillCLI(TrainingCLI):
         require_no_labels_outside(trained, options["ce_weight"])
         dtype = held_dtype(options["target_dtype"])
         loss = options["loss"]
-        loss.require_fitting(options["teacher_cache"])
         features = features_of(
             trained, options["features"], options["teacher_cache"], loss,
             options["activation_checkpointing"],

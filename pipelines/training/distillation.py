@@ -106,7 +106,6 @@ class Distillation(Training):
         self.ce_weight = ce_weight
         self.has_two_terms = ce_weight > 0
         self.temperature = temperature
-        loss.require_fitting(teacher_cache)
         self.loss_config = loss
         target_config = load_config(target) if _target is None else _target.config
         config = drafter_config_of(
@@ -291,19 +290,20 @@ class Distillation(Training):
         self, batch: Batch, mask: Tensor, hidden: Tensor, head: Tensor, teacher: Teacher,
         target_hidden: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Weight and acceptance of each token (B, T); a pass over the vocabulary for the drafter,
-        and one for the reference."""
+        """Return weight and acceptance of each token (B, T).
+
+        Takes a pass over the vocabulary for the drafter, and one for the reference.
+        """
         drafter = measure_rows(hidden, head, teacher, mask, **options)
-        reference = None
-        if self.reference is not None:
-            inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
-            model = self.reference.model
-            reference_hidden = self.reference.hidden_states(inputs, hidden.device)
-            reference = measure_rows(
-                model.head_inputs(reference_hidden), model.head_weight,
-                self._teacher(batch, mask, hidden, target_hidden).over(model.head_ids), mask,
-                **options,
-            )  # fmt: skip
+        assert self.reference is not None
+        inputs = TargetInputs(batch["tokens"], batch["segment_ids"])
+        model = self.reference.model
+        reference_hidden = self.reference.hidden_states(inputs, hidden.device)
+        reference = measure_rows(
+            model.head_inputs(reference_hidden), model.head_weight,
+            self._teacher(batch, mask, hidden, target_hidden).over(model.head_ids), mask,
+            **options,
+        )  # fmt: skip
         return token_weights(self.loss_config, mask, drafter, reference), drafter.accepted
 
 

@@ -6,16 +6,16 @@ temperature τ.
 
 A student whose head is over some tokens S has q = 0 outside. The divergences are those of the two
 distributions over V all the same: sums over S, and what the teacher's mass outside adds (½ Σ p to
-total variation, β Σ p log(1/β) to JSD, nothing to reverse KL and cover). Only forward KL would be
-infinite: its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p,
-which weighs a row by what its teacher leaves to the head, and may be below 0.
+total variation, β Σ p log(1/β) to JSD, nothing to reverse KL). Only forward KL would be infinite:
+its sum over S is taken, Σ_S p (log p − log q) = m KL(p/m ‖ q) + m log m with m = Σ_S p, which
+weighs a row by what its teacher leaves to the head, and may be below 0.
 
 Each divergence gives a value a row, and its gradient with respect to the student's divided logits
 z. For a value Σ_v φ(p_v, q_v) that gradient is q_v (g_v − Σ_u q_u g_u) with g = ∂φ/∂q. Values that
 are quadratic in small differences of logits carry τ², those that are linear τ: so the size of a
 gradient does not depend on the temperature (Hinton et al. 2015, section 2).
 
-All but `Cover` are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging
+They are f-divergences (`LK` a mixture of two): g depends on p_v / q_v alone, and merging
 tokens into one bucket never raises the value. So the distribution that a cached top k gives
 (`TopK.log_distribution`, its tail spread like the student's) yields value and gradient of the
 divergence of the merged distributions.
@@ -53,17 +53,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """value (C,); chance (C,), how likely a draft after each of these tokens is accepted in the way
-    of drafting that the divergence is about; gradient (C, V), None where none was asked for."""
+    """value (C,); gradient (C, V), None where none was asked for."""
 
     value: Tensor
-    chance: Tensor
     gradient: Tensor | None
 
 
 class Divergence(Protocol):
-    needs_whole_vocabulary: bool  # whether a cached top k of the teacher does not suffice
-
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms: ...
 
 
@@ -71,22 +67,18 @@ class Divergence(Protocol):
 class ForwardKL:
     """τ² Σ p (log p − log q)."""
 
-    needs_whole_vocabulary = False
-
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         value = _forward_kl(chunk).mul_(chunk.temperature**2)
         grad = None
         if with_grad:
             difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
             grad = _slopes_of_kl(difference, chunk).mul_(chunk.temperature**2)
-        return RowTerms(value, chunk.accepted, grad)
+        return RowTerms(value, grad)
 
 
 @dataclass(frozen=True)
 class ReverseKL:
     """τ² Σ q (log q − log p): infinite where the student goes and the teacher rules it out."""
-
-    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         log_ratio = _minus(chunk.log_q, chunk.log_p, chunk.q, out=chunk.log_p)
@@ -95,7 +87,7 @@ class ReverseKL:
         grad = None
         if with_grad:
             grad = log_ratio.sub_(value[:, None]).mul_(chunk.q).mul_(square)
-        return RowTerms(value * square, chunk.accepted, grad)
+        return RowTerms(value * square, grad)
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,6 @@ class JensenShannon:
     1 − β to the reverse one for β → 1."""
 
     beta: float
-    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         beta, square = self.beta, chunk.temperature**2
@@ -117,7 +108,7 @@ class JensenShannon:
         grad = None
         if with_grad:
             grad = log_ratio.sub_(of_student[:, None]).mul_(chunk.q).mul_((1 - beta) * square)
-        return RowTerms(value * square, chunk.accepted, grad)
+        return RowTerms(value * square, grad)
 
 
 @dataclass(frozen=True)
@@ -125,8 +116,6 @@ class TotalVariation:
     """τ ½ Σ |p − q|: one minus the chance that a draft is accepted (Leviathan et al. 2023,
     corollary 3.6), times τ. Its gradient vanishes where the two distributions do not overlap, so
     that it is for drafters that have learnt something already."""
-
-    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
@@ -136,7 +125,7 @@ class TotalVariation:
         if with_grad:
             signs = difference.sign_().mul_(0.5 * chunk.temperature)
             grad = _through_softmax(signs, chunk.q, spare=chunk.log_p)
-        return RowTerms(value, chunk.accepted, grad)
+        return RowTerms(value, grad)
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,6 @@ class LK:
     acceptance and a constant to the gradient: the hybrid of Samarin et al. 2026, row by row."""
 
     eta: float
-    needs_whole_vocabulary = False
 
     def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
         square, linear = chunk.temperature**2, chunk.temperature
@@ -159,37 +147,7 @@ class LK:
             signs = torch.sign(difference, out=chunk.log_p).mul_(0.5)
             rest = _through_softmax(signs, chunk.q).mul_(((1 - share) * linear)[:, None])
             grad = _slopes_of_kl(difference, chunk).mul_((share * square)[:, None]).add_(rest)
-        return RowTerms(value, chunk.accepted, grad)
-
-
-@dataclass(frozen=True)
-class Cover:
-    """λ · forward KL + (1 − λ) τ (1 − c) with λ = exp(−η c) and c = Σ p (1 − (1 − q)^k), which is a
-    constant in λ: what LK is to one draft, this is to the k siblings that a tree has after a token.
-
-    c is the chance that the target's token is among k drafts drawn independently: what SpecInfer's
-    naive sampling accepts, and at most what its multi-step sampling does (Miao et al. 2024). It
-    counts tokens one by one, so that of a merged tail nothing can be said.
-    """
-
-    eta: float
-    width: int
-    needs_whole_vocabulary = True
-
-    def __call__(self, chunk: Chunk, with_grad: bool) -> RowTerms:
-        square, linear, k = chunk.temperature**2, chunk.temperature, self.width
-        kl = _forward_kl(chunk)
-        log_missed = torch.neg(chunk.q, out=chunk.log_p).log1p_()  # by one draft
-        cover = -torch.mul(log_missed, k).expm1_().mul_(chunk.p).sum(1)
-        share = torch.exp(-self.eta * cover)
-        value = share * square * kl + (1 - share) * linear * (1 - cover)
-        grad = None
-        if with_grad:
-            slopes = log_missed.mul_(k - 1).exp_().mul_(chunk.p).mul_(-k)
-            rest = _through_softmax(slopes, chunk.q).mul_(((1 - share) * linear)[:, None])
-            difference = torch.sub(chunk.q, chunk.p, out=chunk.p)
-            grad = _slopes_of_kl(difference, chunk).mul_((share * square)[:, None]).add_(rest)
-        return RowTerms(value, cover, grad)
+        return RowTerms(value, grad)
 
 
 def _forward_kl(chunk: Chunk) -> Tensor:

@@ -156,8 +156,8 @@ def features_of(
         )
     if features.ahead and loss.weighs_tokens:
         raise UsageError(
-            "model.features.ahead shares out what tokens count, and so do model.loss.reach_depth "
-            "and model.loss.reference: leave one of them out"
+            "model.features.ahead shares out what tokens count, and so does model.loss.reference: "
+            "leave one of them out"
         )
     if features.ahead and activation_checkpointing:
         raise UsageError(

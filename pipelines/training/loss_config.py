@@ -8,7 +8,6 @@ from typing import Literal
 from stree.errors import UsageError
 from stree_pipelines.training.divergences import (
     LK,
-    Cover,
     Divergence,
     ForwardKL,
     JensenShannon,
@@ -17,8 +16,8 @@ from stree_pipelines.training.divergences import (
 )
 
 # Options that only some kinds have, with what they are when they are not given.
-DEFAULTS = {"beta": 0.5, "eta": 3.0, "width": 3}
-OPTIONS_OF = {"jsd": ("beta",), "lk": ("eta",), "cover": ("eta", "width")}
+DEFAULTS = {"beta": 0.5, "eta": 3.0}
+OPTIONS_OF = {"jsd": ("beta",), "lk": ("eta",)}
 
 
 @dataclass(frozen=True)
@@ -27,26 +26,20 @@ class LossConfig:
 
     Args:
         kind: forward_kl, reverse_kl, jsd (generalised Jensen-Shannon), tv (total variation: one
-            minus the chance of acceptance; start it from a trained drafter), lk (from forward KL to
-            tv as a token's acceptance grows), or cover (likewise, to the chance that one of the
-            siblings in a tree is accepted; needs the live target).
+            minus the chance of acceptance; start it from a trained drafter), or lk (from forward KL
+            to tv as a token's acceptance grows).
         beta: of jsd, the target's share in the mixture, between 0 and 1 (default: 0.5).
-        eta: of lk and cover, forward KL's share is exp(-eta * acceptance) (default: 3).
-        width: of cover, siblings in the tree, at least 2 (default: 3).
+        eta: of lk, forward KL's share is exp(-eta * acceptance) (default: 3).
         reference: folder of a drafter distilled before from the same target. Tokens are then chosen
             by how much worse the drafter is on them than this one (AdaSPEC).
         keep: with reference, which share of the tokens counts (default: 0.4).
-        reach_depth: weigh each token by how likely drafts of so many tokens come to it, accepted
-            so far; null weighs all alike.
     """
 
-    kind: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk", "cover"] = "forward_kl"
+    kind: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk"] = "forward_kl"
     beta: float | None = None
     eta: float | None = None
-    width: int | None = None
     reference: str | None = None
     keep: float | None = None
-    reach_depth: int | None = None
 
     def __post_init__(self) -> None:
         for name in DEFAULTS:
@@ -64,12 +57,7 @@ class LossConfig:
         wanted = {
             "beta": (0 < self.option("beta") < 1, "between 0 and 1"),
             "eta": (self.option("eta") >= 0, "at least 0"),
-            "width": (self.option("width") >= 2, "at least 2 (lk is about one draft)"),
             "keep": (0 < self.kept_share <= 1, "above 0 and at most 1"),
-            "reach_depth": (
-                self.reach_depth is None or self.reach_depth >= 2,
-                "at least 2, or null",
-            ),
         }
         for name, (good, range_) in wanted.items():
             if not good:
@@ -86,7 +74,7 @@ class LossConfig:
     @property
     def weighs_tokens(self) -> bool:
         """Whether what a token counts depends on how the drafter does there."""
-        return self.reference is not None or self.reach_depth is not None
+        return self.reference is not None
 
     @property
     def divergence(self) -> Divergence:
@@ -96,15 +84,5 @@ class LossConfig:
             "jsd": JensenShannon(self.option("beta")),
             "tv": TotalVariation(),
             "lk": LK(self.option("eta")),
-            "cover": Cover(self.option("eta"), int(self.option("width"))),
         }
         return kinds[self.kind]
-
-    def require_fitting(self, teacher_cache: str | None) -> None:
-        """Raise UsageError when the loss asks more of the target than a cache has."""
-        if teacher_cache is not None and self.divergence.needs_whole_vocabulary:
-            raise UsageError(
-                f"model.loss.kind {self.kind} needs the probability of every token, the teacher "
-                f"cache {teacher_cache} has the top ones only: leave model.teacher_cache out, or "
-                "choose another kind (lk is the one for a single draft)"
-            )

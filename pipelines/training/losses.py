@@ -48,11 +48,9 @@ class LossTerms:
 @dataclass(frozen=True)
 class MeasuredRows:
     """Of each row, in the shape of the mask and 0 outside it, fp32 without gradient: the
-    divergence, the chance that its draft is accepted as the divergence sees it (`RowTerms.chance`),
-    and Σ_v min(p_v, q_v)."""
+    divergence, and Σ_v min(p_v, q_v)."""
 
     divergence: Tensor
-    chance: Tensor
     accepted: Tensor
 
 
@@ -123,11 +121,10 @@ def chunked_distillation_loss(
     so logits of −inf on both sides are fine; p > 0 where q = 0 gives inf, as it should.
 
     Raises:
-        UsageError: shapes that do not fit, CE without labels, a temperature that is not positive,
-            a divergence that needs more than the teacher knows.
+        UsageError: shapes that do not fit, CE without labels, a temperature that is not positive.
     """
     rows_M = _rows_of(mask, student_hidden=student_hidden)
-    _require_teacher(teacher, divergence, len(rows_M), student_head)
+    _require_teacher(teacher, len(rows_M), student_head)
     return _loss_of(
         student_hidden, student_head, teacher, rows_M, divergence, ce_labels, ce_weight,
         temperature, weights, chunk_tokens, normalizer, compiled,
@@ -147,13 +144,13 @@ def measure_rows(
 ) -> MeasuredRows:
     """What `chunked_distillation_loss` would say of each row by itself; arguments as there."""
     rows_M = _rows_of(mask, student_hidden=student_hidden)
-    _require_teacher(teacher, divergence, len(rows_M), student_head)
+    _require_teacher(teacher, len(rows_M), student_head)
     student_MD = student_hidden.reshape(-1, student_hidden.shape[-1])[rows_M]
     if chunk_tokens is None:
         chunk_tokens = _chunk_rows_of(teacher, student_head)
     dtype = product_dtype(student_hidden)
     compare = _compiled(_compare) if compiled else _compare
-    measured = student_MD.new_zeros(3, mask.numel(), dtype=torch.float32)
+    measured = student_MD.new_zeros(2, mask.numel(), dtype=torch.float32)
     with torch.autocast(student_MD.device.type, enabled=False):
         head_VD = student_head.to(dtype)
         for start in range(0, len(rows_M), chunk_tokens):
@@ -162,8 +159,8 @@ def measure_rows(
             accepted_C, terms, _ = compare(
                 logits_CV, teacher.of(rows), divergence, temperature, with_grad=False
             )
-            measured[:, rows_M[rows]] = torch.stack([terms.value, terms.chance, accepted_C])
-    return MeasuredRows(*measured.reshape(3, *mask.shape).unbind())
+            measured[:, rows_M[rows]] = torch.stack([terms.value, accepted_C])
+    return MeasuredRows(*measured.reshape(2, *mask.shape).unbind())
 
 
 def chunked_cross_entropy(
@@ -197,9 +194,7 @@ def _rows_of(mask: Tensor, **hidden: Tensor) -> Tensor:
     return mask.reshape(-1).nonzero().squeeze(1)
 
 
-def _require_teacher(
-    teacher: Teacher, divergence: Divergence, num_rows: int, student_head: Tensor
-) -> None:
+def _require_teacher(teacher: Teacher, num_rows: int, student_head: Tensor) -> None:
     if len(teacher) != num_rows:
         raise UsageError(f"the teacher has {len(teacher)} rows, the mask {num_rows}")
     if isinstance(teacher, LiveTeacher):
@@ -209,11 +204,6 @@ def _require_teacher(
                 f"the teacher's head has {num_tokens} tokens, the student's "
                 f"{len(student_head)}; a drafter needs its target's vocabulary"
             )
-    elif divergence.needs_whole_vocabulary:
-        raise UsageError(
-            f"{type(divergence).__name__} asks for the probability of every token, a cached "
-            "teacher has its top k only: use the live target, or another divergence"
-        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""How much each token counts for a loss: by what a better drafter could do there, and by whether
-drafts ever come to it.
+"""How much each token counts for a loss: by what a better drafter could do there.
 
 Shapes: B rows of a batch, T tokens.
 """
@@ -16,43 +15,15 @@ from stree_pipelines.training.losses import MeasuredRows
 
 
 def token_weights(
-    config: LossConfig, mask: Tensor, drafter: MeasuredRows, reference: MeasuredRows | None
+    config: LossConfig, mask: Tensor, drafter: MeasuredRows, reference: MeasuredRows
 ) -> Tensor:
-    """(B, T) fp32, 0 outside `mask` (B, T) bool. A token's reach depends on its own sequence alone,
-    so it is the same however a step's rows are shared out; which tokens are chosen is not.
+    """Return each token's weight, (B, T) fp32, 0 outside `mask` (B, T) bool.
 
     reference: of the drafter that `config.reference` names, with the same target and divergence.
     """
-    weights = mask.float()
-    if config.reach_depth is not None:
-        weights = weights * reach(drafter.chance, mask, config.reach_depth)
-    if reference is not None:
-        gap = drafter.divergence - reference.divergence
-        # Those that count stand for all, so that the step keeps its size.
-        weights = weights * largest(gap, mask, config.kept_share) / config.kept_share
-    return weights
-
-
-def reach(chance: Tensor, mask: Tensor, depth: int) -> Tensor:
-    """(B, T) fp32 in [0, 1]: how often a draft comes to a token, everything before it accepted,
-    when drafts of `depth` tokens begin at every place with the same probability,
-
-        r_t = 1/D Σ_{d=1..D} Π_{i=1..d−1} a_{t−i}
-
-    with a the chance (B, T) that a token's draft is accepted, none outside `mask` (B, T) bool: a
-    draft begins where an answer does, and goes on over no gap. What stands behind a likely
-    rejection counts 1/D, for the drafts that begin there; masking the tokens behind the first
-    rejection of each draft gives the same in expectation, with D times the rows.
-    """
-    accepted = torch.where(mask, chance, 0.0)
-    reached = torch.ones_like(accepted)
-    total = reached.clone()
-    for _ in range(depth - 1):
-        before = reached * accepted
-        reached = torch.zeros_like(before)
-        reached[:, 1:] = before[:, :-1]
-        total += reached
-    return total / depth
+    gap = drafter.divergence - reference.divergence
+    # Those that count stand for all, so that the step keeps its size.
+    return largest(gap, mask, config.kept_share) / config.kept_share
 
 
 def largest(values: Tensor, mask: Tensor, share: float) -> Tensor:

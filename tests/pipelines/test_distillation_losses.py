@@ -51,7 +51,7 @@ def test_a_drafter_goes_on_with_another_loss_and_chosen_tokens(workspace, traine
     latest = str(trained / "drafter" / "latest")
     distill.main(distill_arguments(
         workspace, tmp_path, "--model.start_from", latest, "--model.loss.kind", "tv",
-        "--model.loss.reference", latest, "--model.loss.reach_depth", "4", "--model.ce_weight",
+        "--model.loss.reference", latest, "--model.ce_weight",
         "0.1", "--model.optimizer.lr", "1e-9", steps=2,
     ))  # fmt: skip
     first = metric_rows(tmp_path)[0]
@@ -65,20 +65,13 @@ def test_a_drafter_goes_on_with_another_loss_and_chosen_tokens(workspace, traine
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [
-        LossConfig("lk", reach_depth=3),
-        LossConfig("cover", reference="R", keep=0.3, reach_depth=4),
-        LossConfig(reference="R"),
-    ],
-    ids=["reach", "both", "selected"],
+    "loss", [LossConfig("lk", reference="R", keep=0.3), LossConfig(reference="R")], ids=["lk", "kl"]
 )
 def test_weights_are_for_the_gradient_and_not_for_what_is_compared(loss, workspace, trained):
-    if loss.reference is not None:
-        loss = LossConfig(**{**vars(loss), "reference": str(trained / "drafter" / "latest")})
+    loss = LossConfig(**{**vars(loss), "reference": str(trained / "drafter" / "latest")})
     target = str(workspace / "target")
     module = Distillation(target, loss=loss)
-    plain = Distillation(target, loss=LossConfig(loss.kind, eta=loss.eta, width=loss.width))
+    plain = Distillation(target, loss=LossConfig(loss.kind, eta=loss.eta))
     plain.exported.load_state_dict(module.exported.state_dict())
     batch = a_batch()
     mask = shift_left(batch["loss_mask"])
@@ -96,24 +89,12 @@ def test_weights_are_for_the_gradient_and_not_for_what_is_compared(loss, workspa
         target_hidden = module.target.hidden_states(*inputs)
     teacher = live_teacher(target_hidden, module.target.head_weight, mask, hidden)
     rows = measure_rows(hidden, module.exported.head_weight, teacher, mask, loss.divergence)
-    reference = None
-    if module.reference is not None:
-        model = module.reference.model
-        reference = measure_rows(
-            model.hidden_states(*inputs), model.head_weight, teacher, mask, loss.divergence
-        )
+    model = module.reference.model
+    reference = measure_rows(
+        model.hidden_states(*inputs), model.head_weight, teacher, mask, loss.divergence
+    )
     weights = token_weights(loss, mask, rows, reference)
     torch.testing.assert_close(terms.loss, (weights * rows.divergence).sum() / normalizer)
-
-
-@pytest.mark.parametrize("kind", ["lk", "cover"])
-def test_reach_is_the_same_however_a_step_s_rows_are_shared(kind, workspace):
-    module = Distillation(str(workspace / "target"), loss=LossConfig(kind, reach_depth=4))
-    batch = a_batch()
-    normalizer = torch.tensor(31.0)
-    halves = [{name: each[row : row + 1] for name, each in batch.items()} for row in range(2)]
-    parts = sum(module.loss_terms(half, normalizer).loss for half in halves)
-    torch.testing.assert_close(module.loss_terms(batch, normalizer).loss, parts)
 
 
 def test_a_dry_run_counts_the_reference(workspace, trained, tmp_path, capsys):
@@ -131,8 +112,6 @@ def test_what_does_not_go_together_is_refused(more, workspace, trained, tmp_path
         with pytest.raises(error, match=message):
             distill.main(distill_arguments(workspace, tmp_path / "run", *options, *more))
 
-    cached = ("--model.teacher_cache", str(tmp_path))
-    refused(UsageError, "kind cover needs the probability", "--model.loss.kind", "cover", *cached)
     layers = ("--model.drafter_layers", "[0]")
     refused(UsageError, "and model.drafter_layers out", "--model.start_from", latest, *layers)
     refused(NotFound, "nowhere", "--model.start_from", "nowhere")

@@ -5,8 +5,6 @@ Tolerances: as in test_losses.py, 1e-5 for fp32 sums in another order.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from loss_cases import live_loss, make_case, peak_bytes, top_k_case
 
 from stree.errors import UsageError
 from stree_pipelines.resources.estimates import LOSS_BUFFERS
-from stree_pipelines.training.divergences import LK, Cover, ForwardKL, JensenShannon, TotalVariation
+from stree_pipelines.training.divergences import LK, ForwardKL, JensenShannon, TotalVariation
 from stree_pipelines.training.loss_config import LossConfig
 from stree_pipelines.training.losses import (
     MeasuredRows,
@@ -23,7 +21,7 @@ from stree_pipelines.training.losses import (
     measure_rows,
 )
 from stree_pipelines.training.teachers import LiveTeacher, top_k_of
-from stree_pipelines.training.token_weights import largest, reach, token_weights
+from stree_pipelines.training.token_weights import largest, token_weights
 
 LOSSES = [
     LossConfig(),
@@ -31,15 +29,12 @@ LOSSES = [
     LossConfig("jsd", beta=0.3),
     LossConfig("tv"),
     LossConfig("lk", eta=2.0),
-    LossConfig("cover", eta=1.0, width=2),
-    LossConfig("cover", eta=3.0, width=4),
 ]
-FROM_A_CACHE = [loss for loss in LOSSES if loss.kind != "cover"]
 EXACT = dict(rtol=1e-5, atol=1e-6)
 
 
 def name_of(loss: LossConfig) -> str:
-    return loss.kind if loss.width is None else f"{loss.kind}-{loss.width}"
+    return loss.kind
 
 
 def dense(loss, p, q, temperature, accepted=None):
@@ -57,13 +52,9 @@ def dense(loss, p, q, temperature, accepted=None):
         return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
     if loss.kind == "tv":
         return linear * tv
-    if loss.kind == "lk":
-        accepted = torch.minimum(p, q).sum(-1) if accepted is None else accepted
-        share = torch.exp(-loss.eta * accepted.detach())
-        return share * square * kl + (1 - share) * linear * tv
-    cover = (p * (1 - (1 - q) ** loss.width)).sum(-1)
-    share = torch.exp(-loss.eta * cover.detach())
-    return share * square * kl + (1 - share) * linear * (1 - cover)
+    accepted = torch.minimum(p, q).sum(-1) if accepted is None else accepted
+    share = torch.exp(-loss.eta * accepted.detach())
+    return share * square * kl + (1 - share) * linear * tv
 
 
 def in_fp64(case, temperature):
@@ -104,7 +95,7 @@ def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, te
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("k", [1, 8, 96])
-@pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss, k, temperature):
     """All tokens outside the top k as one bucket, written out: 1 minus the sums."""
     case, _, teacher, (hidden, head) = top_k_case(k, temperature)
@@ -192,7 +183,7 @@ def test_a_chunk_takes_the_buffers_that_dry_runs_count(loss, ce_weight):
 
 
 def test_the_ends_of_the_families():
-    """JSD goes to the KL divergences, and is symmetric in the middle; LK and cover begin at KL."""
+    """JSD goes to the KL divergences, and is symmetric in the middle; LK begins at KL."""
     case, _ = make_case(student_width=20)
     turned = dict(
         student_hidden=case["teacher_hidden"], student_head=case["teacher_head"],
@@ -209,40 +200,15 @@ def test_the_ends_of_the_families():
     half = JensenShannon(0.5)
     torch.testing.assert_close(value(half), value(half, turned))
     torch.testing.assert_close(value(LK(0.0)), kl)
-    torch.testing.assert_close(value(Cover(0.0, 2)), kl)
     torch.testing.assert_close(value(LK(1e4)), tv)
     assert live_loss(**case).simulated_acceptance == pytest.approx(1 - tv.item(), abs=1e-5)
-
-
-def test_cover_is_the_chance_that_a_draft_is_what_the_target_says():
-    """Three drafts and the target's token from four ids, enumerated."""
-    torch.manual_seed(0)
-    logits_q, logits_p = torch.randn(2, 1, 4)
-    row = torch.ones(1, dtype=torch.bool)
-    head = torch.eye(4)
-    teacher = live_teacher(logits_p, head, row, logits_q)
-    measured = measure_rows(logits_q, head, teacher, row, Cover(3.0, 3))
-    p, q = logits_p.softmax(-1)[0], logits_q.softmax(-1)[0]
-    hit = sum(
-        p[token] * q[list(drafts)].prod()
-        for token in range(4)
-        for drafts in itertools.product(range(4), repeat=3)
-        if token in drafts
-    )
-    torch.testing.assert_close(measured.chance[0], hit)
-
-
-def test_cover_needs_every_token_of_the_teacher():
-    case, _, teacher, _ = top_k_case(8)
-    with pytest.raises(UsageError, match="Cover asks for the probability of every token"):
-        chunked_distillation_loss(**case, teacher=teacher, divergence=Cover(3.0, 2))
 
 
 # How much a token counts
 
 
 @pytest.mark.parametrize("kind", ["live", "cached"])
-@pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_weights_count_tokens_and_leave_out_those_of_none(loss, kind):
     case, labels, cached, (hidden, head) = top_k_case(97)
     teacher = cached
@@ -281,31 +247,6 @@ def test_rows_are_measured_one_by_one(loss):
     assert not any(each[~mask].any() for each in vars(measured).values())
 
 
-def test_reach_is_the_share_of_drafts_that_come_to_a_token():
-    """Drafts of D tokens from every place, followed one by one until they leave the answer."""
-    torch.manual_seed(0)
-    chance, mask = torch.rand(2, 12), torch.rand(2, 12) < 0.8
-    for depth in (2, 4, 20):
-        want = torch.zeros(2, 12)
-        for b, start in itertools.product(range(2), range(-depth, 12)):
-            alive = 1.0
-            for t in range(start, min(start + depth, 12)):
-                # before an answer begins there is nothing that a draft could go over
-                inside = t >= 0 and bool(mask[b, t])
-                if t >= 0:
-                    want[b, t] += alive
-                alive = alive * float(chance[b, t]) if inside else 0.0
-                if t < 0:
-                    break
-        torch.testing.assert_close(reach(chance, mask, depth), want / depth)
-
-
-def test_what_stands_behind_a_sure_rejection_counts_for_drafts_from_there_only():
-    mask = torch.ones(1, 6, dtype=torch.bool)
-    chance = torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0, 1.0]])
-    assert (reach(chance, mask, 4) * 4).tolist() == [[1, 2, 3, 1, 2, 3]]
-
-
 def test_the_largest_gaps_are_kept():
     values = torch.tensor([[5.0, 1.0, 9.0], [3.0, 7.0, 2.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
@@ -314,21 +255,19 @@ def test_the_largest_gaps_are_kept():
     assert not largest(values, torch.zeros_like(mask), 0.4).any()
 
 
-def test_chosen_tokens_stand_for_all_and_are_weighed_by_reach():
+def test_chosen_tokens_stand_for_all():
     torch.manual_seed(0)
     mask = torch.rand(3, 40) < 0.6
-    drafter, reference = (MeasuredRows(*torch.rand(3, 3, 40)) for _ in range(2))
-    selected = token_weights(LossConfig(reference="r", keep=0.25), mask, drafter, reference)
+    drafter, reference = (MeasuredRows(*torch.rand(2, 3, 40)) for _ in range(2))
+    config = LossConfig(reference="r", keep=0.25)
+    selected = token_weights(config, mask, drafter, reference)
     assert selected.unique().tolist() == [0.0, 4.0]
     assert selected.sum() == pytest.approx(mask.sum().item(), abs=4)
     assert not selected[~mask].any()
     gap = drafter.divergence - reference.divergence
     assert gap[mask & (selected == 0)].max() < gap[selected > 0].min()
-    both = LossConfig(reference="r", keep=0.25, reach_depth=4)
-    weights = token_weights(both, mask, drafter, reference)
-    torch.testing.assert_close(weights, selected * reach(drafter.chance, mask, 4))
     nothing = torch.zeros_like(mask)
-    assert not token_weights(both, nothing, drafter, reference).any()
+    assert not token_weights(config, nothing, drafter, reference).any()
 
 
 # The config
@@ -338,27 +277,16 @@ def test_chosen_tokens_stand_for_all_and_are_weighed_by_reach():
     ("options", "message"),
     [
         ({"kind": "lk", "beta": 0.2}, "model.loss.beta is an option of jsd, model.loss.kind is lk"),
-        ({"eta": 1.0}, "loss.eta is an option of lk and cover, model.loss.kind is forward_kl"),
-        ({"kind": "jsd", "width": 3}, "model.loss.width is an option of cover"),
+        ({"eta": 1.0}, "loss.eta is an option of lk, model.loss.kind is forward_kl"),
         ({"kind": "jsd", "beta": 1.0}, "model.loss.beta is 1.0, wanted between 0 and 1"),
         ({"kind": "lk", "eta": -1.0}, "model.loss.eta is -1.0, wanted at least 0"),
-        ({"kind": "cover", "width": 1}, "model.loss.width is 1, wanted at least 2"),
         ({"keep": 0.4}, "model.loss.keep is 0.4, and model.loss.reference is missing"),
         ({"reference": "r", "keep": 0.0}, "model.loss.keep is 0.0, wanted above 0"),
-        ({"reach_depth": 0}, "model.loss.reach_depth is 0, wanted at least 2"),
-        ({"reach_depth": 1}, "model.loss.reach_depth is 1, wanted at least 2"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         LossConfig(**options)
-
-
-def test_a_cache_does_not_suffice_for_every_loss():
-    LossConfig("lk", reference="r", reach_depth=4).require_fitting("cache")
-    LossConfig("cover").require_fitting(None)
-    with pytest.raises(UsageError, match=r"kind cover needs the probability of every token, .*cac"):
-        LossConfig("cover").require_fitting("cache")
 
 
 # A head over some tokens
@@ -415,7 +343,7 @@ def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temper
 
 
 @pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
-@pytest.mark.parametrize("loss", FROM_A_CACHE, ids=name_of)
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
     """Distributions over what both know and the rest; a head of 5 tokens may have no rest."""
     case, ids = partial_case(num_ids)

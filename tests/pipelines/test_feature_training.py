@@ -138,8 +138,8 @@ def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
     ahead = FeatureConfig(ahead=2)
     with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
         Distillation(target, drafter_layers=[0, 1], features=ahead)
-    with pytest.raises(UsageError, match="reach_depth"):
-        Distillation(target, features=ahead, loss=LossConfig("lk", reach_depth=3))
+    with pytest.raises(UsageError, match=r"model\.loss\.reference"):
+        Distillation(target, features=ahead, loss=LossConfig("lk", reference="r"))
     with pytest.raises(UsageError, match="activation_checkpointing"):
         Distillation(target, features=ahead, activation_checkpointing=True)
 
