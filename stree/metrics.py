@@ -245,23 +245,6 @@ def acceptance_length_interval(prompts: Sequence[PromptCounts], seed: int = 0) -
     )
 
 
-def acceptance_gain_interval(
-    prompts: Sequence[Timing], other: Sequence[Timing], seed: int = 0
-) -> Interval | None:
-    """Interval of τ(prompts) − τ(other), paired: element q of both is the same prompt."""
-    _require_pairs(prompts, other)
-    tokens_Q, calls_Q = _column(prompts, "num_new_tokens"), _column(prompts, "num_calls")
-    others_Q, their_calls_Q = _column(other, "num_new_tokens"), _column(other, "num_calls")
-    return bootstrap_interval(
-        lambda i_RQ: (
-            tokens_Q[i_RQ].sum(1) / calls_Q[i_RQ].sum(1)
-            - others_Q[i_RQ].sum(1) / their_calls_Q[i_RQ].sum(1)
-        ),
-        len(prompts),
-        seed,
-    )
-
-
 def tokens_per_second_interval(prompts: Sequence[Timing], seed: int = 0) -> Interval | None:
     """Interval of tokens_per_second."""
     tokens_Q, seconds_Q = _column(prompts, "num_new_tokens"), _column(prompts, "decode_s")
@@ -275,31 +258,6 @@ def speedup_interval(
 ) -> Interval | None:
     """Interval of the ratio of two speeds, paired: element q of both is the same prompt."""
     return _ratio_to_speed_interval("num_new_tokens", prompts, baseline, seed)
-
-
-def speedup_ratio_interval(
-    prompts: Sequence[Timing],
-    baseline: Sequence[Timing],
-    others: Sequence[Timing],
-    their_baseline: Sequence[Timing],
-    seed: int = 0,
-) -> Interval | None:
-    """Interval of speedup(prompts) / speedup(others), paired: element q of all is the same prompt.
-    Each method is taken relative to its own baseline, which may be from another hour."""
-    for each in (baseline, others, their_baseline):
-        _require_pairs(prompts, each)
-    columns = [
-        (_column(each, "num_new_tokens"), _column(each, "decode_s"))
-        for each in (prompts, baseline, others, their_baseline)
-    ]
-
-    def ratio(i_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
-        mine, plain, other, their_plain = (
-            tokens_Q[i_RQ].sum(1) / seconds_Q[i_RQ].sum(1) for tokens_Q, seconds_Q in columns
-        )
-        return (mine / plain) / (other / their_plain)
-
-    return bootstrap_interval(ratio, len(prompts), seed)
 
 
 def speedup_per_tau_interval(
