@@ -1,4 +1,4 @@
-"""What the ops of a tree call share: a mixer's dimensions, the trees, and what steers a call.
+"""Records that the ops of a tree call share: a mixer's dimensions, the trees, the call's state.
 
 Shapes: B batch, N tree nodes, H heads, P head dim, S state, G groups, C channels, W conv width,
 K slots of an accepted path, Z trees.
@@ -127,7 +127,7 @@ class GatedDeltaShape:
 
     @property
     def largest_dim(self) -> int:
-        """Of a head or a state."""
+        """Return the larger of the head dimension and the state dimension."""
         return max(self.key_dim, self.value_dim)
 
 
@@ -143,7 +143,7 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True)
 class Derived:
-    """What the fused kernels keep of a tree's nodes beside their raw inputs, and twice like those.
+    """Values that the fused kernels keep of a tree's nodes with their raw inputs, double-buffered.
 
     xb (2, B, N, Cx + Cb), silu(conv) of x and B, or of q and k; steps (2, B, 2, N, H) fp32, dt and
     then the log-decay from the root (included). Replay and later levels read them; plain PyTorch
@@ -154,7 +154,7 @@ class Derived:
     steps: Tensor
 
     def narrow(self, first: int, count: int) -> Derived:
-        """Of some of the sequences only, as views."""
+        """Return views of `count` sequences from `first` on."""
         return Derived(self.xb.narrow(1, first, count), self.steps.narrow(1, first, count))
 
 
@@ -198,7 +198,7 @@ class Steering:
     ready: str = "none"
 
     def of_a_call(self, ready: str) -> Steering:
-        """The same for one call, whose layers share what they find out."""
+        """Return a copy for one call, whose layers share the index plan."""
         return replace(self, shared={}, ready=ready)
 
 
@@ -241,12 +241,12 @@ class Stream:
 
     @property
     def is_sum(self) -> bool:
-        """Whether there is nothing to look up or to add any more: source is the stream."""
+        """Return True if nothing is left to look up or to add: source is the stream."""
         return self.added is None and self.tokens is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether one sum is normed, and nothing beside it."""
+        """Return True if a single sum is normed and no second output is wanted."""
         return self.beside is None and not isinstance(self.added, tuple)
 
     def set_total(self, total: Tensor) -> None:
@@ -271,8 +271,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Gated:
-    """What a mixer gives, y (B, Q, C), ahead of its gate (B, Q, C) and of the norm of y·silu(gate),
-    over groups of channels, with scale (C,) and eps."""
+    """A mixer's output y (B, Q, C) before its gate, the gate (B, Q, C), and the norm to come.
+
+    The norm is of y·silu(gate), over groups of channels, with scale (C,) and eps.
+    """
 
     y: Tensor
     gate: Tensor
@@ -287,7 +289,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How each of B sequences chooses its tokens, on the device.
+    """Sampling settings of each of B sequences, on the device.
 
     temperature (B,) fp64, 0 for the best token; seed (B,) and position (B,) int64, position being
     that of the current tree's root in its sequence.
@@ -330,7 +332,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens choose experts by logits.
+    """Rule by which a token's router logits choose its experts.
 
     softmax: the `top` best logits; their shares by softmax over those, or over all if not
     normalised. Else, by sigmoid (DeepSeek-V3): the best scores, corrected for the choice alone,

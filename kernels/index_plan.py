@@ -1,11 +1,11 @@
-"""Where a tree call reads and writes, in plain PyTorch: found out once, for all of its layers.
+"""Index plan of a tree call in plain PyTorch: the places it reads and writes, found once per call.
 
 Shapes: B batch, Q new nodes, N tree nodes, K slots of an accepted path, L cache slots, W conv
 width, G query heads a key head, D attention head dim.
 
-All of it follows from topology and steering, which are the same in every layer. A call keeps it in
-`Steering.shared`. Where the host may read values without waiting, it also finds out what need not
-be done at all: paths are as long as any row's, and no key moves to where it is.
+The plan follows from topology and steering, which are the same in every layer. A call keeps it in
+`Steering.shared`. Where the host may read values without waiting, the plan also leaves out work
+that has no effect: paths are as long as the longest row's, and no key moves to its own place.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Index = tuple[Tensor, ...]
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether the host may read its values: nothing waits for a CPU, and no graph captures it."""
+    """Return True if the host may read a tensor's values: on a CPU and outside of graph capture."""
     return tensor.device.type == "cpu"
 
 
 def once(steering: Steering, what: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """What `find` gives, found out by the first layer that asks for it in this call."""
+    """Return the result of `find`, computed by the first layer of this call that asks for it."""
     shared = steering.shared
     if shared is None:
         return find()

@@ -1,11 +1,9 @@
-"""How kernels follow one another, and what they leave to each other in the L2 cache.
+"""Order of overlapping kernels (programmatic dependent launch), and hints for the L2 cache.
 
-Launches that begin before the one ahead of them has ended (programmatic dependent launch).
-
-A launch with `overlapping` may begin as soon as every program of the one ahead has called `follow`
-(or ended). The rule that keeps this safe: before its own `follow` a kernel touches only what no
-launch writes, such as weights and trees. A kernel that is past it knows that the launch ahead is
-complete; that one, to complete, had passed its own: so everything ahead is complete.
+A launch with `overlapping` may begin as soon as every program of the launch before it has called
+`follow` or ended. One rule keeps this safe: before its own `follow` a kernel touches only memory
+that no launch writes, such as weights and trees. After its `follow` the previous launch is
+complete; that launch had passed its own `follow` first, so all earlier launches are complete.
 
 Launches of the same step write dynamic trees (`sampling/dynamic_trees.py`): where
 `Topology.written` is set, kernels read the trees, and which nodes they are called for, after
@@ -45,8 +43,11 @@ def lead(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def load_kept(at, mask=None):
-    """What is small and read again in each layer or each step; zeros off the mask. The products
-    between stream the weights through the L2 cache, and would drive it out."""
+    """Load small values that each layer or step reads again, and keep them in the L2 cache.
+
+    Returns zeros off the mask. Without the hint the products, which stream the weights through the
+    cache, would evict these values.
+    """
     if mask is None:
         return tl.load(at, eviction_policy="evict_last")
     else:
@@ -55,5 +56,5 @@ def load_kept(at, mask=None):
 
 @triton.jit
 def store_kept(at, value, mask):
-    """The same of what is written."""
+    """Store small values that are read again, and keep them in the L2 cache."""
     tl.store(at, value, mask=mask, eviction_policy="evict_last")

@@ -41,7 +41,7 @@ def add_rms_norm(
 
 
 def two_sums(added: Added) -> tuple[Tensor | None, Tensor | None]:
-    """What is to be added to a stream, as parts of up to two sums."""
+    """Split the sums to be added to a stream into up to two tensors of parts."""
     if not isinstance(added, tuple):
         return added, None
     first, *others = added
@@ -181,7 +181,7 @@ def norm_kernel(
 def with_parts(
     values, added, also, part_stride, there, PARTS: tl.constexpr, MORE_PARTS: tl.constexpr
 ):
-    """What is added to them comes in parts, of one sum or of two, and is rounded once."""
+    """Add to values the parts of one sum or of two, rounded once."""
     more = tl.load(added, mask=there, other=0.0)
     for part in tl.static_range(1, PARTS):
         more += tl.load(added + part * part_stride, mask=there, other=0.0)

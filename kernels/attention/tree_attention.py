@@ -140,7 +140,7 @@ def _split_length(length, num_splits: tl.constexpr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def _held_by(rows, batch):
-    """Which sequence of the cache one of the call's is."""
+    """Return the cache row of one of the call's sequences."""
     if rows is None:
         return batch
     else:
@@ -232,7 +232,7 @@ def _rotated(low, high, position, known, half, rotary, rotary_stride, position_s
 
 @triton.jit
 def _above(seen_by, known, node, there):
-    """Of the tree's nodes among some keys, which each query sees."""
+    """Return which of the tree's nodes among some keys each query sees."""
     mask = known[:, None] & (there & (node >= 0))[None, :]
     return tl.load(seen_by + node[None, :], mask=mask, other=0)
 
@@ -245,8 +245,11 @@ def _attend_corner(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REPLAY: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What lies in the cache (accepted and not yet in order, or the tree so far), then new nodes:
-    of these together those from begin to end."""
+    """Attend to the keys from begin to end that are not yet in order, and to the new nodes.
+
+    First come the keys that the last call left in the cache (its accepted path, or the tree so
+    far), then the new nodes; begin and end count through both.
+    """
     half, d = tl.arange(0, BLOCK_HALF), tl.arange(0, 2 * BLOCK_HALF)
     num_cached = path_length if REPLAY else first
     for start in range(begin, end, BLOCK):

@@ -120,8 +120,9 @@ def short_conv_kernel(
 
 @triton.jit
 def _newest(place, path, path_length, WIDTH: tl.constexpr):
-    """Which row of the old half is the input at `place` of the new tail: of the old tail, or of a
-    node of the accepted path."""
+    """Return the row of the old half that becomes input `place` of the new tail: a row of the old
+    tail, or of a node of the accepted path.
+    """
     at = path_length + place
     on_path = at >= WIDTH - 1
     node = load_kept(path + at - (WIDTH - 1), on_path).to(tl.int32)

@@ -1,14 +1,14 @@
-"""What a recurrent layer's tree call does before the scan: replay and conv, in one launch (Triton).
+"""Replay and conv of a recurrent layer's tree call, before its scan, in one launch (Triton).
 
 Neither needs the other, so their programs run side by side. Replay: one program serves a sequence,
-a head and a block of its channels, and advances the state along the last accepted path; of many
+a head and a block of its channels, and advances the state along the last accepted path; with many
 sequences the scan's programs do that (`streamed_scan.py`). Conv: one serves a sequence, a block of
 channels and a few nodes; it reads each node's window of raw inputs (new nodes, older nodes of the
 tree, or the accepted path and the tail of the last tree), keeps the nodes' own raw inputs, and
-writes silu(conv); a last block of programs does the same for dt and the log-decay. What the next
-call's replay needs is kept (`Derived`), so that nothing is convolved twice. The naive twins are in
-`naive.mamba_tree`. A gated-delta layer's call begins with the same launch, without replay
-(`convolve`).
+writes silu(conv); a last block of programs does the same for dt and the log-decay. The values that
+the next call's replay needs are kept (`Derived`), so that nothing is convolved twice. The naive
+twins are in `naive.mamba_tree`. A gated-delta layer's call begins with the same launch, without
+replay (`convolve`).
 
 The last tree's inputs are still read while the new tree's are written: hence two buffers, and
 `Steering.parity` says which is which.
@@ -79,10 +79,10 @@ def convolve(
     steering: Steering,
     first: int,
 ) -> Tensor:
-    """The same for a gated-delta layer, whose state the next launch replays: q, k and v are in the
-    places of x, B and C, and a in dt's.
+    """Convolve for a gated-delta layer, whose state the next launch replays.
 
-    Writes rows, as `naive.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
+    q, k and v stand in the places of x, B and C, and a in dt's. Writes rows, as
+    `naive.gated_delta_tree` does, and derived. Returns v (B, Q, H·V).
     """
     return _launch(
         kept, rows, derived, None, weights, shape, topology, steering, first,
@@ -294,8 +294,10 @@ def path_inputs(
 
 @triton.jit
 def path_weights(A, dt, accepted):
-    """By what 16 nodes of the path, those that are accepted, fade the state, and how much of each
-    is left of it after the last."""
+    """Return the state's decay over the path's accepted nodes, and each node's decay after it.
+
+    Covers 16 nodes of the path; nodes that are not accepted count for nothing.
+    """
     dt = tl.where(accepted, dt, 0.0)
     total = tl.sum(dt * A, axis=0)
     return tl.exp(total), tl.exp(total - tl.cumsum(dt * A, axis=0)) * dt
@@ -313,7 +315,7 @@ def advanced(h, decay, after, x, B, accepted, PRECISION: tl.constexpr, MIXED: tl
 
 @triton.jit
 def _replayed(place, path, WIDTH: tl.constexpr):
-    """Where a token of [old tail, accepted path] lies in the old buffer of [tail, nodes]."""
+    """Return the row in the old buffer of a token of [old tail, accepted path]."""
     on_path = place >= WIDTH - 1
     node = load_kept(path + place - (WIDTH - 1), on_path)
     return tl.where(on_path, WIDTH - 1 + node, place).to(tl.int32)

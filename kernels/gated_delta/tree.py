@@ -109,9 +109,11 @@ def pairs_kernel(
     EPS: tl.constexpr, REPLAY: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block of new nodes (rows) has to do with a block of earlier ones, or in the last
-    column with itself: their part of the system, of itself inverted and times β, and their scores.
-    pairs (2, B, H, Q, first + Q)."""
+    """Compute the part of the system that couples a block of new nodes with earlier ones.
+
+    Rows are new nodes. The last column is the block itself: its part is inverted and multiplied by
+    β. The scores of queries and keys come with it. Written: pairs (2, B, H, Q, first + Q).
+    """
     lead(OVERLAPS)  # the next launch begins with what neither this one nor the conv writes
     program, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = program // num_columns * BLOCK_N

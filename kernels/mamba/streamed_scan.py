@@ -46,8 +46,11 @@ LEAST_SHARED = 128 * 1024  # bytes that a multiprocessor must have, else nothing
 
 
 def streams(state: Tensor, num_new: int, first: int = 0) -> bool:
-    """Whether a call over so many new nodes shall go this way: a whole tree, states (B, H, P, S)
-    that are far, and a program for each multiprocessor at least."""
+    """Return True if a call over num_new nodes should stream its states.
+
+    It should for a whole tree, for states (B, H, P, S) that the L2 cache does not keep, and with
+    at least one program per multiprocessor.
+    """
     return (
         first == 0 and num_new <= MOST_NODES and state.nbytes >= FAR_STATES
         and state.shape[0] * state.shape[1] >= device_of(state)[0]
@@ -112,7 +115,7 @@ def mamba_streamed(
 def pair_scores(
     node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """How much of each other node's x a node receives, (nodes, others)."""
+    """Return the share of each other node's x that a node receives, (nodes, others)."""
     # Off the ancestors the difference can be positive and overflow: mask it before exp
     difference = tl.where(above, log_decay[:, None] - other_decay[None, :], -float("inf"))
     scores = product(C, tl.trans(B), PRECISION) * tl.exp(difference) * dt[None, :]
@@ -121,7 +124,7 @@ def pair_scores(
 
 @triton.jit
 def gated_by_silu(y, gate_at, mask, dtype: tl.constexpr):
-    """What a scan gives, rounded, times silu of the gate."""
+    """Round a scan's output and multiply it by silu of the gate."""
     z = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     return y.to(dtype).to(tl.float32) * (z * tl.sigmoid(z))
 

@@ -95,7 +95,7 @@ def _nodes(
 
 @triton.jit
 def _above(ancestors, tree_size, node, known, start, num_nodes, BLOCK_N: tl.constexpr):
-    """Whether a block of other nodes is above or at each node, (nodes, BLOCK_N)."""
+    """Return which nodes of a block are at or above each node, (nodes, BLOCK_N)."""
     other = start + tl.arange(0, BLOCK_N)
     at = ancestors + node[:, None] * tree_size + other[None, :]
     return load_kept(at, known[:, None] & (other < num_nodes)[None, :]) != 0
@@ -106,7 +106,7 @@ def _among_nodes(
     node, above, start, C, log_decay, x, B, dt, other_decay, D,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """What nodes receive from a block of their ancestors."""
+    """Return the contribution of a block of ancestors to each node."""
     other = start + tl.arange(0, BLOCK_N)
     scores = pair_scores(node, other, above, C, log_decay, B, dt, other_decay, D, PRECISION)
     return mixed_product(scores, x, PRECISION, MIXED)

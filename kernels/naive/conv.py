@@ -94,19 +94,22 @@ def short_conv_replay(rows: Tensor, tail: int, steering: Steering) -> Tensor:
 
 
 def held_at(rows: Tensor, places: Tensor) -> Tensor:
-    """What rows (…, C) hold at places (…), counted through all but their last dim: (…, C)."""
+    """Return the entries of rows (…, C) at places (…), counted through all but their last dim.
+
+    Returns (…, C).
+    """
     channels = rows.shape[-1]
     found = rows.reshape(-1, channels).index_select(0, places.reshape(-1))
     return found.view(*places.shape, channels)
 
 
 def seen_of(line: Tensor, windows: Tensor | None, width: int) -> Tensor:
-    """What a conv sees of lines (B, L, C), as `ConvPlaces` says: (B, …, W, C)."""
+    """Return the inputs that a conv reads of lines (B, L, C), by `ConvPlaces`: (B, …, W, C)."""
     return line.unfold(1, width, 1).mT if windows is None else held_at(line, windows)
 
 
 def kept_of(line: Tensor, places: ConvPlaces) -> Tensor:
-    """What is kept of lines (B, L, C), as `ConvPlaces` says."""
+    """Return the entries of lines (B, L, C) that `ConvPlaces` keeps."""
     kept = places.kept
     return line[:, kept:] if isinstance(kept, int) else held_at(line, kept)
 

@@ -1,5 +1,6 @@
-"""What reads rows at tokens or nodes, with the norm, in plain PyTorch: the twins of `gather.py`;
-and the norm of a stream, which may begin as such rows.
+"""Rows read at tokens or nodes, and the norm, in plain PyTorch: the twins of `gather.py`.
+
+The norm takes a stream, which may begin as such rows.
 
 Shapes: B batch, N tree nodes, Q of which are asked for, V vocabulary, D width, C channels.
 """

@@ -1,5 +1,4 @@
-"""What lies between the matrix products, in plain PyTorch: norms, gates, activations, and a tree
-call's end. The twins of `pointwise.py`.
+"""Norms, gates, activations and the end of a tree call, in plain PyTorch: twins of `pointwise.py`.
 
 Norms and gates are computed in fp32, or in fp64 when the inputs are.
 """

@@ -130,7 +130,7 @@ def route_kernel(
 def _listed(
     chosen, num_chosen, num_experts, slot, BLOCK_E: tl.constexpr, BLOCK_CHOSEN: tl.constexpr
 ):
-    """How many experts any row has chosen, and which of them is at a place of their list."""
+    """Count the experts that any row has chosen, and return the one at a place of their list."""
     expert = tl.arange(0, BLOCK_E)
     place = tl.arange(0, BLOCK_CHOSEN)
     wanted = tl.zeros([BLOCK_E], dtype=tl.int32)

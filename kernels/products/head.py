@@ -26,7 +26,7 @@ from stree_kernels.sampling.uniforms import token_noise
 
 
 def fits(x: Tensor | Stream, weight: Tensor, places: Tensor, values: Tensor | None) -> bool:
-    """Whether `draw_children` serves: the head is small, children are few, paths are not rated."""
+    """Return True if `draw_children` serves: small head, few children, paths not rated."""
     few = places.shape[2] <= top.MOST_UNROLLED and values is None
     embeds = isinstance(x, Stream) and x.tokens is not None
     return few and not embeds and short_products.fits(x, weight)

@@ -32,9 +32,12 @@ from stree_kernels.pointwise import activated, gated_by
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a share's weights arrive: numbers at a time, of gate as of up; how many times ahead, if
-    they fit; warps; and whether the inputs come by themselves, through registers, one tile ahead,
-    which leaves shared memory to the weights."""
+    """Arrival of a share's weights.
+
+    weights: numbers loaded at a time, of gate and of up each; stages: tiles that are loaded before
+    their use, if they fit; inputs_apart: the inputs come through registers, one tile before their
+    use, which leaves shared memory to the weights.
+    """
 
     weights: int
     stages: int
@@ -294,8 +297,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def mixed_product(a, b, PRECISION: tl.constexpr, MIXED: tl.constexpr):
-    """Of an fp32 operand and one as given. `in two`: the fp32 one is the sum of two of the other's
-    type, which keeps 16 of its 24 digits where one tf32 product, as fast, keeps 11."""
+    """Multiply an fp32 operand with one as given.
+
+    MIXED `in two` splits the fp32 operand into a sum of two of the other's type, which keeps 16 of
+    its 24 digits; one tf32 product is as fast and keeps 11.
+    """
     if MIXED == "in two":
         if a.dtype == tl.float32:
             high, low = _in_two(a, b.dtype)

@@ -96,7 +96,7 @@ def fits(x: Tensor | Stream | Gated, weight: Tensor, *, gated: bool = False) -> 
 def shares_of(
     outputs: int, inputs: int, weight: Tensor, gated: bool = False
 ) -> tuple[int, int, int]:
-    """How many outputs a program has, the block that they are of, and its warps."""
+    """Return the outputs per program, the block size they belong to, and the warps."""
     most = TILE // block_of(inputs)
     share = min(triton.cdiv(outputs, device_of(weight)[0]), most)
     block_outputs = max(16, triton.next_power_of_2(share))
@@ -204,9 +204,11 @@ def tile_of(
     weight, scale, rows, outputs, inputs, share, GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """What a program has before its inputs come: its outputs and which of them there are, the
-    inputs, the rows, which of them and of their numbers there are; its rows of the weight, of a
-    gated one those of either half, and the norm's scale."""
+    """Load everything of a program that does not depend on its inputs.
+
+    Returns its outputs and which of them exist, the inputs, the rows, which of these and of their
+    numbers exist, its rows of the weight (of both halves where gated), and the norm's scale.
+    """
     at = tl.arange(0, BLOCK_OUTPUTS)
     output = tl.program_id(0) * share + at
     mine = (at < share) & (output < outputs)

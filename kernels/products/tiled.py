@@ -34,7 +34,7 @@ BUSY = 0.75  # of the multiprocessors, at least, in the time that the programs t
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_swiglu` serves these: there are enough tiles, and none is left over."""
+    """Return True if `linear_swiglu` serves these: enough tiles, and none left over."""
     rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
     multiprocessors, shared_bytes = device_of(x)
     tiles = triton.cdiv(outputs // 2, OUTPUTS)

@@ -102,8 +102,11 @@ def merge(
     nodes: Tensor | None = None,
     paths: Tensor | None = None,
 ) -> None:
-    """Of each row's `count` best scores by piece, values (B·n, pieces, count), with their tokens,
-    candidates, the `count` best of all; sums (B·n, pieces), for how probable paths are."""
+    """Merge each row's `count` best scores per piece into the `count` best of all.
+
+    values (B·n, pieces, count) come with their tokens, candidates; sums (B·n, pieces) rate how
+    probable paths are.
+    """
     num_rows, pieces, count = values.shape
     block = triton.next_power_of_2(pieces * count)
     merge_kernel[(num_rows,)](

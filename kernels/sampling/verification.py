@@ -70,7 +70,7 @@ class Trees(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What an accepted path is written to; see `naive.accept_choices`."""
+    """Tensors to which an accepted path is written; see `naive.accept_choices`."""
 
     path: Any
     path_stride: Any
@@ -230,15 +230,17 @@ def weights(
 
 @triton.jit
 def load_left(rows, trees, at, PIECES: tl.constexpr):
-    """What a sibling left, by pieces; at counts two a child, what the target has left and the
-    drafter."""
+    """Load what a sibling left, by pieces.
+
+    at counts two per child: the target's rest and the drafter's.
+    """
     piece = tl.arange(0, PIECES)
     return tl.load(trees.left + at * rows.pieces + piece, mask=piece < rows.pieces, other=0.0)
 
 
 @triton.jit
 def is_undrawn(rows, trees, at):
-    """Whether a node was not drawn from logits."""
+    """Return True if a node was not drawn from logits."""
     if rows.drawn is None:
         return at >= 0
     elif trees.points is None:
@@ -249,15 +251,17 @@ def is_undrawn(rows, trees, at):
 
 @triton.jit
 def drawn_from(token, drafted, undrawn, q, q_sum, WIDE: tl.constexpr):
-    """What the next sibling was drawn from; all of it is on its token where that is a point, or the
-    drafter had nothing left."""
+    """Return the distribution of the next sibling's draw.
+
+    All of its mass is on the token where that is a point, or where the drafter had nothing left.
+    """
     point = (token == drafted).to(WIDE)
     return tl.where(undrawn | (q_sum <= 0), point, q / tl.where(q_sum > 0, q_sum, 1.0).to(WIDE))
 
 
 @triton.jit
 def left_to_draw(trees, token, drafted, undrawn, q):
-    """What the next sibling is drawn from: without replacement, no token that one before it is."""
+    """Remove a drawn token from the distribution of the next siblings (without replacement)."""
     return tl.where((token == drafted) & (undrawn == 0) & (trees.independent == 0), 0.0, q)
 
 
@@ -266,8 +270,11 @@ def after_siblings(
     rows, trees, sequence, node, piece, count, share,
     RULE: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """What a node's first `count` children leave in one piece: tokens; p, of the target's
-    distribution; q, of the drafter's, with its sum; and of the node's share."""
+    """Return the rests that a node's first `count` children leave in one piece.
+
+    These are the tokens; p, of the target's distribution; q, of the drafter's, with its sum; and
+    of the node's share.
+    """
     temperature = tl.load(rows.temperature + sequence)
     first = sequence * (rows.num_nodes + rows.num_drawn)
     token, p, p_sum = weights(rows, first + node, piece, temperature, WIDE, PIECE, PIECES)
@@ -441,7 +448,7 @@ def subtrees_that_pass(
     rows, trees, sequence, parent, seed, position, widest, num_nodes,
     NODES: tl.constexpr, PIECES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Whether a node, or any below it, passes with what its children leave of its share."""
+    """Return which nodes pass, or have a subtree that does, with the share children leave."""
     node = tl.arange(0, NODES)
     row = sequence * num_nodes + node
     share = tl.load(trees.shares + row, mask=parent >= 0, other=1.0)
@@ -494,8 +501,10 @@ def draw(
 
 @triton.jit
 def invert(mass, threshold, SIZE: tl.constexpr):
-    """Where the sum from the first on is above a threshold, never where there is no mass; and what
-    is left of the threshold there."""
+    """Return the first place where the running sum exceeds a threshold, and the threshold's rest.
+
+    A place without mass is never returned.
+    """
     at = tl.arange(0, SIZE)
     found = tl.min(tl.where((mass > 0) & (tl.cumsum(mass, axis=0) > threshold), at, SIZE), axis=0)
     last = tl.max(tl.where(mass > 0, at, 0), axis=0)  # rounding may leave a threshold above all

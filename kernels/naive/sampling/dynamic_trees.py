@@ -1,7 +1,7 @@
-"""How token trees grow on the device, in plain PyTorch: the twins of `growth.py`.
+"""Growing of token trees on the device, in plain PyTorch: the twins of `dynamic_trees.py`.
 
-Shapes: B sequences, N nodes of a tree, P nodes of a pool, which a tree is chosen from, I of them
-from which others were drawn (the root first), Q picks, W conv width.
+Shapes: B sequences, N nodes of a tree, P nodes of a pool, from which a tree is chosen, I of them
+that have children (the root first), Q picks, W conv width.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def build_topology(parents: Tensor, max_depth: int, topology: Topology) -> None:
 def pick_level(
     values: Tensor, drawn_by: Tensor, first: int, end: int, picks: Tensor, parents: Tensor
 ) -> None:
-    """Of nodes first … end − 1 of each pool, those with the largest values, which are to have
-    children themselves.
+    """Pick the nodes first … end − 1 of each pool with the largest values, to have children next.
 
-    Args: values (B, P) fp32, at most 0, NaN counts least; of equal ones the first win. drawn_by
-    (P,), the place of each node's parent among those from which others were drawn. Written: picks
-    (B, Q) int64, in ascending order, and parents (B, Q), those of the trees that they form without
-    the root: drawn_by − 1.
+    Args:
+        values: (B, P) fp32, at most 0; NaN counts least; the first of equal values wins.
+        drawn_by: (P,) place of each node's parent among the nodes that have children.
+        picks: (B, Q) int64, written in ascending order.
+        parents: (B, Q), written: parents in these nodes' trees without the root, drawn_by − 1.
     """
     best = _ranked(values[:, first:end])[:, : picks.shape[1]]
     found = first + best.sort(dim=1).values

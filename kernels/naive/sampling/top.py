@@ -1,4 +1,4 @@
-"""Which tokens are chosen after a node, in plain PyTorch: the twins of `top.py` and `head.py`.
+"""Choice of the tokens after a node, in plain PyTorch: the twins of `top.py` and `head.py`.
 
 Shapes: B batch, N tree nodes, n of them, V vocabulary, k children of a node.
 """
@@ -20,14 +20,17 @@ from stree_kernels.naive.sampling.uniforms import token_noise
 def choice_scores(
     logits: Tensor, depths: Tensor, sampling: Sampling | None, ids: Tensor | None = None
 ) -> Tensor:
-    """What the best tokens are the best by: logits, or those of a row that samples with noise.
+    """Return the scores that rank tokens: logits, with noise added for rows that sample.
 
     The best token of logits / temperature + Gumbel noise is a sample, the best k are k samples
     without replacement (Gumbel 1954; Kool et al. 2019). The noise belongs to the token's position
-    in its sequence, so whoever chooses a token there, drafter or target, has the same.
+    in its sequence, so drafter and target get the same noise there.
 
-    Args: logits (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone,
-    whose noise is what it is among all. Returns as many, fp64 with sampling.
+    Args:
+        logits: (B, n, V) of nodes at depths (B, n); or (B, n, K) of the tokens ids (K,) alone,
+            whose noise is the same as among all tokens.
+
+    Returns as many scores, fp64 with sampling.
     """
     if sampling is None:
         return logits.to(accumulation_dtype(logits.dtype))

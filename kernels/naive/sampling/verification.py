@@ -284,10 +284,10 @@ def share_out(
 
 @dataclass
 class Siblings:
-    """What some nodes' children were drawn from, one after the other.
+    """Distributions from which some nodes' children were drawn, one after the other.
 
-    offered (…, V), the drafter's distribution after each node, or None where all its children are
-    points; taken (…, V), its tokens that are out already; independent siblings take none.
+    offered (…, V): the drafter's distribution after each node, None where all children are points;
+    taken (…, V): its tokens that earlier siblings have taken; independent siblings take none.
     """
 
     offered: Tensor | None
@@ -298,7 +298,10 @@ class Siblings:
     def after(
         cls, at: Tensor, nodes: Tensor, drafts: Drafts, temperature: Tensor, like: Tensor
     ) -> Siblings:
-        """Of nodes (B, …) of rows at (B, …); like (…, V), the target's distribution there."""
+        """Return the siblings of nodes (B, …) of rows at (B, …).
+
+        like (…, V) is the target's distribution there.
+        """
         offered = None
         if drafts.logits is not None and drafts.drawn_by is not None:
             offered = distribution(drafts.logits[at, drafts.drawn_by[at, nodes]], temperature)
