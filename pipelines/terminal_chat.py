@@ -28,7 +28,7 @@ from rich.text import Text
 
 import stree
 from stree.batch import BatchDecoder
-from stree.description import described, placed
+from stree.description import described, ends_of, placed
 from stree.drafters.naming import DRAFTERS
 from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
@@ -101,7 +101,8 @@ class Chat:
 
     def welcome(self) -> None:
         models = described(self.decoder.target, self.decoder.drafter, self.decoder.growth)
-        self.say(f"{models}, {placed(self.decoder.target)}")
+        ends = ends_of(self.decoder.eos_token_ids)
+        self.say(f"{models}, {ends}, {placed(self.decoder.target)}")
         if sum(each.numel() for each in self.decoder.target.parameters()) <= LARGEST_BABBLER:
             self.say(
                 "so small a target writes sentences of the right form, about nothing: it is there "

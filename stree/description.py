@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,11 @@ def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
 def placed(model: Any) -> str:
     """Its dtype and where it is."""
     return f"{dtype_name(model.dtype)} on {model.device}"
+
+
+def ends_of(eos_token_ids: Sequence[int]) -> str:
+    """Return which tokens end an answer: answers end at 2, 7."""
+    return f"answers end at {', '.join(map(str, eos_token_ids)) or 'no token'}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

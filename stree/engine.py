@@ -13,7 +13,7 @@ from stree import threads
 from stree.batch import BatchDecoder
 from stree.clock import PAUSED, PhaseClock
 from stree.costs import Costs
-from stree.description import described, placed
+from stree.description import described, ends_of, placed
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing
 from stree.drafters.ngram import NGram
@@ -80,7 +80,8 @@ class Decoder:
 
     def __repr__(self) -> str:
         models = described(self.target, self.drafter, self.batch.growth)
-        return f"Decoder({models}, max_length {self.max_length}, {placed(self.target)})"
+        ends = ends_of(self.eos_token_ids)
+        return f"Decoder({models}, max_length {self.max_length}, {ends}, {placed(self.target)})"
 
     def generate(
         self,

@@ -42,8 +42,8 @@ class GenerationConfig:
         temperature: 0 is greedy.
         top_k: Sample from the k best tokens only; 0 is off.
         top_p: Sample from the best tokens that have this probability together; 1 is off.
-        eos_token_id: One or several. None means the model's own, or its tokenizer's where the
-            model's config names none.
+        eos_token_id: One or several. None means all that the model's config files and its
+            tokenizer name (`Decoder.eos_token_ids`).
         stop_strings: Texts that end the answer.
         seed: Of sampling. It gives the same text with and without drafts. None draws a fresh one
             for each request that samples; `GenerationOutput.seed` says which.
@@ -154,6 +154,8 @@ def _token_ids(given: Any) -> tuple[int, ...]:
     """One id or several, of Python, NumPy or torch; raises `UsageError` for anything else."""
     several = given.tolist() if hasattr(given, "tolist") else given
     several = several if isinstance(several, list | tuple | set | frozenset) else [several]
+    if not several:
+        raise UsageError("eos_token_id is empty, wanted a token's id; ignore_eos=True goes on")
     try:
         if any(isinstance(each, bool) for each in several):
             raise TypeError

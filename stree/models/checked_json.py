@@ -17,7 +17,7 @@ from pydantic import (
     ValidationError,
 )
 
-from stree.errors import CheckpointRefused, one_line
+from stree.errors import CheckpointRefused
 from stree.plain_data import read_json
 
 LARGEST = 2**31 - 1  # of a whole number in a config
@@ -162,7 +162,7 @@ class CheckedJson(Mapping[str, Any]):
                     "the model does without"
                 )
             if self._given[name] is not None:
-                self.passed_over.append(one_line(f"{name:.99}"))
+                self.passed_over.append(f"{name:.99}")
 
 
 def json_number(value: float) -> Any:

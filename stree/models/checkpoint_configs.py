@@ -9,13 +9,12 @@ effect, or refused with its name (config_keys.py); other keys are passed over, a
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from stree.errors import CheckpointRefused, NotFound, UsageError
+from stree.errors import CheckpointRefused, NotFound, UsageError, warn
 from stree.files import require_own_files
 from stree.models.checked_json import CheckedJson
 from stree.models.config import HybridConfig
@@ -106,10 +105,9 @@ def _say_passed_over(values: CheckedJson) -> None:
     if not names:
         return
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    warnings.warn(
+    warn(
         f"{values.path} sets keys that the class of its family does not know; they have no effect "
-        f"and are passed over: {', '.join(names[:_MOST_NAMES])}{more}",
-        stacklevel=2,
+        f"and are passed over: {', '.join(names[:_MOST_NAMES])}{more}"
     )
 
 

@@ -107,6 +107,7 @@ def test_without_a_template_a_line_is_gone_on_after(target, tokenizer):
     chat, shown = chat_of(decoder, max_new_tokens=6)
     chat.welcome()
     assert "each line is a text to go on after" in shown.getvalue()
+    assert f"answers end at {decoder.eos_token_ids[0]}" in " ".join(shown.getvalue().split())
     assert "about nothing" in ESCAPE.sub("", shown.getvalue())
     for _ in range(2):  # the second knows nothing of the first
         shown_text = ESCAPE.sub("", told(chat, shown, "The json module"))

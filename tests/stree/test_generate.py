@@ -364,6 +364,7 @@ def test_settings_by_keyword_and_by_either_config(given, options, wanted):
         (None, dict(max_length=4), "max_length is 4 and the prompt has 4 tokens already"),
         (None, dict(max_length=0), "max_length is 0, wanted"),
         (None, dict(eos_token_id=True), "eos_token_id is True, wanted"),
+        (None, dict(eos_token_id=[]), "eos_token_id is empty, wanted a token's id"),
         (None, dict(eos_token_id=[1, False]), "eos_token_id is .*False.*, wanted"),
         (dict(max_new_tokens=4), {}, "generation_config is a dict"),
         (4, {}, "generation_config is a int"),
@@ -393,7 +394,7 @@ def test_a_request_takes_either_config_and_stands_for_itself(decoder):
 def test_what_a_decoder_and_its_output_say_of_themselves(decoder, shipped):
     assert repr(decoder) == (
         "Decoder(0.0 M parameters in 3 layers, drafter 0.0 M parameters in 3 layers, "
-        "tree chain-2 of 3 nodes, max_length 64, float64 on cpu)"
+        "tree chain-2 of 3 nodes, max_length 64, answers end at no token, float64 on cpu)"
     )
     assert repr(shipped).startswith("Decoder(the target alone, 7.")
     assert repr(decoder.batch) == (

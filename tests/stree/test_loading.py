@@ -335,6 +335,16 @@ def test_a_tree_that_is_named_needs_no_profile(workspace, drafter):
         stree.load(workspace / "target", drafter, device="cpu")
 
 
+def test_ends_of_config_and_tokenizer_are_united(workspace, tmp_path):
+    """Qwen3.5 names the end of a text in config.json, that of a turn in its tokenizer."""
+    model, tokenizer = load_model(workspace / "target"), load_tokenizer(workspace / "target")
+    end = tokenizer.eos_token_id
+    model.config = model.config.replace(eos_token_ids=(9,))
+    save_model(model, tmp_path / "target", tokenizer)
+    decoder = load_quietly(tmp_path / "target")
+    assert decoder.eos_token_ids == (9, end) and f"answers end at 9, {end}," in repr(decoder)
+
+
 def without_eos(workspace: Path, folder: Path, **changes) -> Path:
     """The target, with a config that names no EOS and another tokenizer's EOS."""
     model, tokenizer = load_model(workspace / "target"), load_tokenizer(workspace / "target")
