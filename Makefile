@@ -75,7 +75,7 @@ docs: $(VENV)/ready  ## the documentation as a site, in build/site/index.html
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	mkdir -p build/packages
 	ln -sfn ../../stree build/packages/stree
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment, runs, data and build folders
 	rm -rf $(VENV) runs data build *.egg-info

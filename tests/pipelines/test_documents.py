@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,3 +248,22 @@ def test_the_workflow_runs_all_that_a_submission_must_pass():
     assert ".ci/run" in steps
     script = (root / ".ci/run").read_text()
     assert all(name in script for name in ("tests/slurm", "test_compile.py", "deepspeed"))
+
+
+def test_the_site_says_the_language_of_code_blocks(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # docs/ is what mkdocs copies
+    hooks = runpy.run_path(str(REPOSITORY / "docs/site_hooks.py"), run_name="site_hooks")
+    fenced, language = hooks["fenced"], hooks["language"]
+    blocks = (
+        "Text:\n\n    python x.py \\\n        --more\n\n    make\n\nMore:\n\n    import stree\n"
+    )
+    assert fenced(blocks) == (
+        "Text:\n\n```bash\npython x.py \\\n    --more\n\nmake\n```\n\nMore:\n\n"
+        "```python\nimport stree\n```\n"
+    )
+    for kept in ("- item\n\n      its code\n\n", "```python\nclass A:\n\n    x = 1\n```\n"):
+        assert fenced(kept) == kept
+    assert language("name: mine\ntrain: x") == "yaml" and language("h ← a·h (of it)") == "text"
+    told = subprocess.run(["make", "-n", "docs"], cwd=REPOSITORY, capture_output=True, text=True)
+    (build,) = (line for line in told.stdout.splitlines() if "mkdocs build" in line)
+    assert build.startswith("PYTHONDONTWRITEBYTECODE=1 ")
