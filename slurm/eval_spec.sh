@@ -12,5 +12,6 @@
 #SBATCH --ntasks-per-node=1
 source slurm/_env.sh
 
-srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \
+# When a process has ended, the others have a minute to end by themselves.
+srun --wait=60 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \
     exec python pipelines/eval_spec.py "$@"' eval_spec "${@//%a/${SLURM_ARRAY_TASK_ID:-}}"

@@ -23,7 +23,6 @@ from stree.loading import find_device
 from stree.models.checked_json import LARGEST
 from stree.plain_data import read_json
 from stree_pipelines.evaluation.records import Environment
-from stree_pipelines.evaluation.worker_watch import WorkerWatch
 from stree_pipelines.terminal.command_line import typed_command
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -41,7 +40,6 @@ class Workers:
 
     rank: int = 0
     count: int = 1
-    watch: WorkerWatch | None = None
 
     @classmethod
     def start(cls, device: str = "auto") -> Workers:
@@ -51,8 +49,6 @@ class Workers:
             from accelerate import PartialState
 
             PartialState(cpu=pick_device(device).type == "cpu", timeout=PATIENCE)
-            if dist.is_initialized():  # a training watches its processes itself
-                return cls(dist.get_rank(), dist.get_world_size(), WorkerWatch())
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
@@ -71,8 +67,6 @@ class Workers:
         holds a connection to it may bring that one down."""
         if self.count > 1:
             self.gather(None)
-            if self.watch is not None:
-                self.watch.leave()
             dist.destroy_process_group()
 
     @property
@@ -88,12 +82,7 @@ class Workers:
         if self.count == 1:
             return [item]
         gathered: list[Any] = [None] * self.count
-        try:
-            dist.all_gather_object(gathered, item)
-        except RuntimeError:
-            if self.watch is not None:
-                self.watch.name_who_is_gone()
-            raise
+        dist.all_gather_object(gathered, item)
         return gathered
 
 

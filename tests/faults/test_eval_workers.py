@@ -1,11 +1,14 @@
-"""Several processes of an evaluation: one dies, the others leave and say so, and the same command
-with any number of processes ends with each prompt once and the rows of one process."""
+"""Several processes of an evaluation under torchrun: one dies, torchrun ends the others, and the
+same command with any number of processes ends with each prompt once and the rows of one process."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +19,6 @@ from lanes import quick_first
 from ports import free_port
 from run_checks import table_without_timings
 
-from stree.errors import Preempted
 from stree_pipelines.evaluation.records import ResultStore
 
 NUM_PROMPTS = 6
@@ -61,6 +63,15 @@ def journalled(out: Path, rank: int) -> int:
     return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
+def ranks_of(agent: int) -> dict[int, int]:
+    """Process numbers of an agent's children by RANK."""
+    found = {}
+    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        environment = Path("/proc", pid, "environ").read_text().split("\0")
+        found |= {int(each[5:]): int(pid) for each in environment if each.startswith("RANK=")}
+    return found
+
+
 @pytest.mark.parametrize("victim, counts", quick_first([(2, (2,))], [(0, (1, 2, 3))]))
 def test_whoever_dies_each_prompt_is_there_once(
     victim, counts, forks, arguments, tmp_path, figures
@@ -70,15 +81,23 @@ def test_whoever_dies_each_prompt_is_there_once(
     wanted = table_without_timings(tmp_path / "alone")
 
     out = tmp_path / "killed"
-    workers = start(forks, arguments, out, 3)
-    forked.wait_until(lambda: journalled(out, victim) > 0, lambda: f"{workers}")
-    workers[victim].send(signal.SIGKILL)
+    said = tmp_path / "torchrun.log"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3",
+        f"--master-port={free_port()}", str(forked.EVAL_SPEC), *arguments, "--out", str(out),
+    ]  # fmt: skip
+    with open(said, "w") as log:
+        agent = subprocess.Popen(command, stdout=log, stderr=log)
+    forked.wait_until(
+        lambda: journalled(out, victim) > 0 or agent.poll() is not None, said.read_text
+    )
+    workers = ranks_of(agent.pid)
+    assert workers.keys() == {0, 1, 2}, said.read_text()
+    os.kill(workers[victim], signal.SIGKILL)
     killed = time.monotonic()
-    assert workers[victim].wait() == -signal.SIGKILL
-    for rank, worker in enumerate(workers):
-        if rank != victim:
-            assert worker.wait(LEAVE_WITHIN_S) == Preempted.exit_code, worker
-            assert f"error: worker {victim} of 3 (counted from 0) is gone" in worker.text()
+    assert agent.wait(LEAVE_WITHIN_S) == 1, said.read_text()
+    assert not any(Path("/proc", str(pid)).exists() for pid in workers.values())
+    assert f"local_rank: {victim}" in said.read_text() and "SIGKILL" in said.read_text()
     figures("most seconds for the others to leave", round(time.monotonic() - killed))
     assert 0 < sum(journalled(out, rank) for rank in range(3)) < 3 * NUM_PROMPTS
 
