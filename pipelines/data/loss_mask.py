@@ -8,6 +8,7 @@ from typing import Any
 
 from stree.chat_encoding import ChatEncoder
 from stree.errors import UsageError
+from stree.text import shown
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.terminal.command_line import PlainParser
 
@@ -32,7 +33,7 @@ def show_mask(
         stop = at
         while stop < len(ids) and flags[stop] == flags[at]:
             stop += 1
-        text = tokenizer.decode(ids[at:stop], skip_special_tokens=False)
+        text = shown(tokenizer.decode(ids[at:stop], skip_special_tokens=False))
         parts.append(f"{opening}{text}{closing}" if flags[at] else text)
         at = stop
     legend = f"{opening}counts for the loss{closing}: {sum(flags)} of {len(flags)} tokens\n"
