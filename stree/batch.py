@@ -236,7 +236,7 @@ class BatchDecoder:
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
         self._require_same_models()
-        self.executor.follow_weights()
+        self._follow_weights()
         shared = request.shared if isinstance(request, SampleRequest) else None
         sequence = Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
         self.prefill.admit(row, sequence)
@@ -301,7 +301,8 @@ class BatchDecoder:
         cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
         if self.modes is not None and sequence.tree is None and cut_short:
             self.modes.learn_answer()  # for these tokens its prompt was read
-        if keep and self.prefixes is not None and sequence.finish_reason != "error":
+        keep = keep and sequence.finish_reason != "error" and not sequence.is_stale
+        if keep and self.prefixes is not None:
             tokens = sequence.prompt + sequence.stop.tokens
             with ops.current(self.target.device):
                 self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
@@ -323,7 +324,18 @@ class BatchDecoder:
 
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
-        return self.prefixes.lengths(prompt)[0] if self.prefixes is not None else 0
+        if self.prefixes is None:
+            return 0
+        self._follow_weights()
+        return self.prefixes.lengths(prompt)[0]
+
+    def _follow_weights(self) -> None:
+        """Forget what was made with weights that have changed since: prefixes, graphs."""
+        if self.executor.follow_weights():
+            if self.prefixes is not None:
+                self.prefixes.clear()
+            for each in self._sequences.values():
+                each.is_stale = True
 
     def tokens_of(self, row: int) -> list[int]:
         """What a row has generated so far."""

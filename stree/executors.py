@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stree.arrival import Arrival, Sent
 from stree.forest import Forest
@@ -52,6 +52,7 @@ class Eager:
         self.reports: deque[Tensor] = deque()
         self.reader = Pieces(Called) if _on_gpu(step) else Whole()
         self.done: set[Hashable] = set()
+        self.weights = Weights(step)
 
     @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
     def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
@@ -98,8 +99,9 @@ class Eager:
         """How many rows a step has when the first `taken` of them must take part."""
         return taken
 
-    def follow_weights(self) -> None:
-        """Weights may have moved since the last step."""
+    def follow_weights(self) -> bool:
+        """Return True when weights were changed or moved since the last call."""
+        return bool(self.weights.follow())
 
 
 class Graphs:
@@ -119,7 +121,7 @@ class Graphs:
         self.captured: set[Any] = set()  # keys of all that were, dropped ones included
         self.has_warned = False
         self.launched: deque[tuple[Tensor, Any]] = deque()
-        self.weights: list[list[int]] = []
+        self.weights = Weights(step)
         self.reader = Pieces(Capture)
         self.tasks: dict[Hashable, Capture] = {}
 
@@ -176,20 +178,58 @@ class Graphs:
         """A power of two, so that few envelopes serve any number."""
         return min(1 << (taken - 1).bit_length(), most)
 
-    def follow_weights(self) -> None:
-        """Drop graphs of weights that have moved: graphs hold their addresses."""
-        models = [
-            each for each in (self.step.target, getattr(self.step.drafter, "model", None))
-            if isinstance(each, HybridModel)
-        ]  # fmt: skip
-        if [each.addresses() for each in models] != self.weights:
-            for each in models:
-                each.pack_what_moved()  # now, or the next call would move them again
+    def follow_weights(self) -> bool:
+        """As `Eager.follow_weights`; drop graphs of weights that have moved, since graphs hold
+        their addresses."""
+        change = self.weights.follow()
+        if change == "moved":
             self.envelopes.clear()
             self.reader.pieces.clear()
             self.tasks.clear()
             self.captured.clear()
-            self.weights = [each.addresses() for each in models]
+        return bool(change)
+
+
+class Weights:
+    """Addresses and versions of the weights of a step's models, as of the last call of `follow`."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._seen = self._now()
+
+    def follow(self) -> str:
+        """Return "moved" or "changed" (in place) when weights were since the last call, else "".
+
+        Weights that have moved are packed again, and so is an 8-bit head of changed ones.
+        """
+        now = self._now()
+        if now == self._seen:
+            return ""
+        moved = [addresses for _, addresses, _ in now] != [each for _, each, _ in self._seen]
+        for (model, _, versions), (_, _, before) in zip(now, self._seen, strict=True):
+            if not isinstance(model, HybridModel):
+                continue
+            if versions != before and model.head_in_8_bits is not None:
+                model.put_head_in_8_bits()
+            model.pack_what_moved()  # now, or the next call would move them again
+        self._seen = self._now()
+        return "moved" if moved else "changed"
+
+    def _now(self) -> list[tuple[Any, list[int], list[int]]]:
+        """Return each model with the addresses and the versions of its weights."""
+        models = [self.step.target, getattr(self.step.drafter, "model", None)]
+        return [(each, *_weights_of(each)) for each in models]
+
+
+def _weights_of(model: Any) -> tuple[list[int], list[int]]:
+    """Return addresses and versions of a model's weights, none for a model without any."""
+    if isinstance(model, HybridModel):
+        return model.addresses(), model.versions()
+    if isinstance(model, nn.Module):
+        weights = list(model.parameters())
+        versions = [0 if each.is_inference() else each._version for each in weights]
+        return [each.data_ptr() for each in weights], versions
+    return [], []
 
 
 class Envelope:

@@ -85,7 +85,7 @@ class Prefill:
         logits = self._read_tokens(row, sequence, tokens)
         if sequence.reading:
             return None
-        if sequence.keep_prompt and self.prefixes is not None:
+        if sequence.keep_prompt and self.prefixes is not None and not sequence.is_stale:
             self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
         if shared is not None and shared.left:
             shared.read = self._hold(row, sequence, logits)

@@ -79,6 +79,11 @@ class Prefixes:
             else:
                 self._take_in_first()
 
+    def clear(self) -> None:
+        """Forget all prefixes, also those whose copies are on their way."""
+        self._kept.clear()
+        self._copied.clear()
+
     def _take_in(self) -> None:
         while self._copied:
             self._take_in_first()

@@ -117,6 +117,7 @@ class Progress:
     longest: int = 1  # the most tokens that the row's block has
     ahead: int = 0  # the most that steps on their way commit, a block each
     finish_reason: str = ""
+    is_stale: bool = False  # weights were changed since it was admitted
     since: float = field(default_factory=time.perf_counter)
     first: Arrival | None = None  # the token after the prompt, and whether its logits are finite
 

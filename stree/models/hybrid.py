@@ -351,6 +351,16 @@ class HybridModel(nn.Module):
         there = [each for each in weights if each is not None]
         return [*map(id, modules), *map(Tensor.data_ptr, there)]
 
+    def versions(self) -> list[int]:
+        """Return how often each weight was written in place, of those of `addresses`.
+
+        A tensor of `torch.inference_mode` counts no writes, and neither does what writes through
+        `.data`: such changes are not seen.
+        """
+        weights = chain.from_iterable(map(dict.values, self._weight_dicts))
+        there = [each for each in weights if each is not None]
+        return [0 if each.is_inference() else each._version for each in there]
+
     def _packed_addresses(self) -> list[int]:
         """Where the weights lie that are packed."""
         return [

@@ -228,3 +228,58 @@ def test_rows_beside_the_one_that_is_loaded_keep_what_they_have():
         assert again.length == saved[wanted].length
         for mine, theirs in zip(again.layers, saved[wanted].layers, strict=True):
             assert all(map(torch.equal, mine, theirs))
+
+
+def _load_state_dict(target, other) -> None:
+    target.load_state_dict(other.state_dict())
+
+
+def _optimizer_step(target, other) -> None:
+    optimizer = torch.optim.SGD(target.parameters(), lr=1.0)
+    for mine, theirs in zip(target.parameters(), other.parameters(), strict=True):
+        mine.grad = mine.detach() - theirs.detach()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("change", [_load_state_dict, _optimizer_step])
+def test_prefixes_do_not_outlive_weights_that_are_changed_in_place(change, graphs, request):
+    if graphs:
+        request.getfixturevalue("captured_on_cpu")
+    target, other = tiny_model(1), tiny_model(2)
+    generation = GenerationConfig(9)
+    decoder = Decoder(target, right_now_and_then(target), max_length=128, num_prefixes=4)
+    first = decoder.generate(SYSTEM, generation)
+    turn = [*SYSTEM, *first.tokens, 4, 4]
+    assert decoder.num_reusable(turn) > 0
+    change(target, other)
+    assert decoder.num_reusable(turn) == 0
+    second = decoder.generate(turn, generation)
+    assert second.stats.num_reused_tokens == 0
+    assert second.tokens == Decoder(target, max_length=128).generate(turn, generation).tokens
+    assert decoder.num_reusable([*turn, *second.tokens, 4]) > 0  # what is read since then is kept
+
+
+def test_a_changed_drafter_reads_a_prefix_again():
+    target = tiny_model(1)
+    drafter = right_now_and_then(target)
+    decoder = Decoder(target, drafter, max_length=128, num_prefixes=4)
+    turn = [*SYSTEM, *decoder.generate(SYSTEM, GenerationConfig(9)).tokens, 4]
+    with torch.no_grad():
+        next(drafter.parameters()).mul_(1.5)
+    assert decoder.num_reusable(turn) == 0
+
+
+def test_nothing_is_kept_of_a_row_whose_weights_changed_while_it_was_under_way():
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=2, max_length=128, num_prefixes=4)
+    row = decoder.admit(Request(SYSTEM, GenerationConfig(9), keep_prompt=True))
+    decoder.step()
+    with torch.no_grad():
+        next(target.parameters()).mul_(1.5)
+    other = decoder.admit(Request([8, 8], GenerationConfig(1)))
+    while not any(report.row == row and report.finish_reason for report in decoder.step()):
+        pass
+    tokens = decoder.release(row, keep=True).tokens
+    decoder.release(other)
+    assert decoder.num_reusable([*SYSTEM, *tokens, 4]) == 0
