@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import stree.threads  # before other libraries are loaded
@@ -155,18 +155,14 @@ class Chat:
         decoder = self.plain if self.is_plain else self.decoder
         words, since = Words(self.tokenizer), 0.0
         with stopping() as stop:
-            row = decoder.admit(Request(ids, self.generation, keep_prompt=True))
-            try:
-                reason = ""
-                while not reason and not stop:
-                    (report,) = decoder.step()
-                    if report.error is not None:
-                        raise report.error
+            request = Request(ids, self.generation, keep_prompt=True)
+            with closing(decoder.serve([request])) as reports:
+                for served in reports:
                     since = since or time.perf_counter()  # the prompt's step is the first
-                    self._show(words, report.tokens, report.num_accepted)
-                    reason = report.finish_reason
-            finally:
-                output = decoder.release(row, keep=True)
+                    self._show(words, served.report.tokens, served.report.num_accepted)
+                    if stop and served.report.error is None:
+                        served.release()
+            output = served.release()
         stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -49,6 +50,7 @@ from stree.prompts import one_prompt
 from stree.requests import Launch, Prepared, Progress, Report, Request, SampleRequest, requests_of
 from stree.room import Room
 from stree.rows import Rows
+from stree.serving import Served, serve
 from stree.settings import settings_of
 from stree.step import Step
 from stree.timing import context_of, measure_costs
@@ -59,9 +61,29 @@ from stree_kernels import ops
 
 MAX_PREPARED = 16  # steps' rows and forests that are kept, one for each tree
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[BatchDecoder, P], T],
+) -> Callable[Concatenate[BatchDecoder, P], T]:
+    """Let a method of a decoder wait until no other thread is in one."""
+
+    @wraps(method)
+    def alone(self: BatchDecoder, *arguments: P.args, **options: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *arguments, **options)
+
+    return alone
+
 
 class BatchDecoder:
     """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
+
+    Any thread may admit, step, release and generate: a lock lets one at a time in, and a call of
+    `generate` waits for another's end. A step reports all rows, whoever admitted them: where
+    several threads admit, let one of them step.
 
     Args:
         target: A `HybridModel`.
@@ -167,6 +189,7 @@ class BatchDecoder:
             hand_over = self.executor.hand_over
             self.prefixes = Prefixes(num_prefixes, self.cache, drafter, hand_over)
         self.prefill = Prefill(self.executor, self.rows, self.prefixes)
+        self.lock = RLock()  # held by a thread while it changes anything
         self._sequences: dict[int, Progress] = {}
         self._launched: deque[Launch] = deque()  # steps that are not collected
         self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
@@ -193,6 +216,7 @@ class BatchDecoder:
         """How many more requests can be admitted now."""
         return self.num_rows - len(self._sequences)
 
+    @_one_at_a_time
     def admit(self, request: Request) -> int:
         """Give a request a row; the steps that follow read its prompt and go on after it.
 
@@ -243,6 +267,7 @@ class BatchDecoder:
         self._sequences[row] = sequence  # last: whatever fails before, the row is still free
         return row
 
+    @_one_at_a_time
     @torch.no_grad()
     def step(self) -> list[Report]:
         """Decode one step of every row whose prompt has been read, and read a piece of the others'.
@@ -287,6 +312,7 @@ class BatchDecoder:
                 self.read_s += begun.elapsed_time(done) / 1e3
             return firsts + reports
 
+    @_one_at_a_time
     def release(self, row: int, keep: bool = False) -> GenerationOutput:
         """Take a row back; returns what it generated. "released" ends an unfinished request.
 
@@ -322,6 +348,7 @@ class BatchDecoder:
             )
         return self._sequences[row]
 
+    @_one_at_a_time
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
         if self.prefixes is None:
@@ -347,6 +374,7 @@ class BatchDecoder:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
+    @_one_at_a_time
     def generate(
         self,
         requests: Any = None,
@@ -363,29 +391,35 @@ class BatchDecoder:
         Raises the error of a request that ends with one, or cannot be served; the others end too,
         and their rows are free again.
         """
+        self._require_free()
+        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
+        answers = {served.number: served for served in self.serve(requests)}
+        return [answers[number].release() for number in range(len(requests))]
+
+    def serve(
+        self,
+        requests: Iterable[Request | None],
+        on_admitted: Callable[[int], object] = lambda row: None,
+    ) -> Generator[Served, None, None]:
+        """Serve requests and yield each one after each of its reports (`stree.serving.serve`).
+
+        Example:
+            for served in batch.serve(requests):
+                print(served.number, served.report.tokens)
+                if served.report.finish_reason:
+                    print(served.release().text)
+
+        Raises `UsageError` when rows are taken, and the error of a request that ends with one.
+        """
+        self._require_free()
+        yield from serve(self, requests, on_admitted)
+
+    def _require_free(self) -> None:
         if self._sequences:
             raise UsageError(
                 f"rows are taken ({len(self._sequences)}): release them, or go on with admit and "
                 "step"
             )
-        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
-        outputs: dict[int, GenerationOutput] = {}
-        served: dict[int, int] = {}
-        waiting = list(enumerate(requests))[::-1]
-        try:
-            while waiting or served:
-                while waiting and self.num_free_rows:
-                    index, request = waiting.pop()
-                    served[self.admit(request)] = index
-                for report in self.step():
-                    if report.error is not None:
-                        raise report.error
-                    if report.finish_reason:
-                        outputs[served.pop(report.row)] = self.release(report.row)
-        finally:
-            for row in served:
-                self.release(row)
-        return [outputs[index] for index in range(len(requests))]
 
     def _living(self, launch: Launch) -> Iterator[int]:
         """The rows that still have the sequences which a step was launched for, unfinished."""
@@ -422,6 +456,7 @@ class BatchDecoder:
                 reports.append(told or self._fail(row, sequence, "target"))
         return reports
 
+    @_one_at_a_time
     def prepare(self) -> None:
         """Make ready now what steps of the rows that are taken need (graphs), and reading their
         prompts, as the first of them would otherwise do."""
@@ -450,6 +485,7 @@ class BatchDecoder:
             return max(longest, deepest_of(self.modes).max_depth + 1)
         return longest
 
+    @_one_at_a_time
     def measure_costs(
         self,
         context: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes, largest_of
 from stree.prompts import chat_ids, one_prompt, text_ids
-from stree.requests import Report, Request, samples_of
+from stree.requests import Request, samples_of
 from stree.settings import Asked, asked_for, end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
@@ -33,6 +33,8 @@ from stree_kernels import ops
 
 class Decoder:
     """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
+
+    Several threads may ask: each answer waits for the end of the one before.
 
     Args:
         target: A `HybridModel`.
@@ -220,32 +222,31 @@ class Decoder:
             )
             stack.enter_context(ops.current(self.target.device))
             stack.enter_context(threads.for_decoding(self.target))
-            row, finished = batch.admit(request), False
-            try:
-                batch.prepare()
-                batch.phase_clock = clock = PhaseClock(self.target.device)
-                report = self._next()
-                prefill_s = clock.start_decoding()
-                num_calls = 0
-                while True:
-                    if streamer is not None:
-                        streamer.put(torch.tensor(report.tokens))
-                    clock.mark(PAUSED)
-                    if report.finish_reason:
-                        break
-                    report = self._next()
-                    num_calls += 1
+            stack.enter_context(batch.lock)  # another thread's answer waits for this one's end
+            stack.callback(setattr, batch, "phase_clock", None)
+            reports = stack.enter_context(closing(batch.serve([request], self._start_clock)))
+            for num_calls, served in enumerate(reports):
+                clock, report = batch.phase_clock, served.report
+                assert clock is not None
+                if num_calls == 0 and report.error is None:  # a prompt is read alone, so at once
+                    prefill_s = clock.start_decoding()
+                elif report.error is None:
                     clock.mark("host")
                     if report.finish_reason:
                         decode_s, time_ms = clock.stop(num_calls)
-                finished = True
-            finally:
-                batch.phase_clock = None
-                output = batch.release(row, keep=finished)
+                if streamer is not None and report.error is None:
+                    streamer.put(torch.tensor(report.tokens))
+                clock.mark(PAUSED)
+            output = served.release()
             output.stats.prefill_s = prefill_s
             if num_calls:
                 output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
             return output
+
+    def _start_clock(self, row: int) -> None:
+        """Begin to time the answer of a row that was admitted, graphs left out."""
+        self.batch.prepare()
+        self.batch.phase_clock = PhaseClock(self.target.device)
 
     def measure_costs(
         self,
@@ -267,12 +268,6 @@ class Decoder:
     def num_reusable(self, prompt: list[int]) -> int:
         """How many tokens of a prompt would not be read again now."""
         return self.batch.num_reusable(prompt)
-
-    def _next(self) -> Report:
-        (report,) = self.batch.step()  # a prompt that is read alone is read at once
-        if report.error is not None:
-            raise report.error
-        return report
 
 
 def generate(

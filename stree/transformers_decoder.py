@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from typing import Any, Never
@@ -36,6 +36,7 @@ from stree.modes import Modes, deepest_of
 from stree.prompts import prompts_of
 from stree.requests import Request, SampleRequest, SharedPrompt
 from stree.room import Room
+from stree.serving import Served
 from stree.settings import end_of
 from stree.timing import length_to_time
 from stree.tree import TokenTree
@@ -239,37 +240,31 @@ class TransformersDecoder:
         batch = self._batch_for(requests)
         tokens: list[list[int]] = [[] for _ in requests]
         ends: list[int | None] = [None] * len(requests)  # after so many tokens
-        served: dict[int, int] = {}
-        outputs: dict[int, GenerationOutput] = {}
-        try:
-            for index, request in enumerate(requests):
-                served[batch.admit(request)] = index
-            while served:
-                for report in batch.step():
-                    if report.error is not None:
-                        raise report.error
-                    index = served[report.row]
-                    for token in report.tokens:
-                        tokens[index].append(token)
-                        if streamer is not None and ends[index] is None:
-                            streamer.put(torch.tensor([token]))
-                        if ends[index] is None and stops.asked(input_ids[index], tokens[index]):
-                            ends[index] = len(tokens[index])
-                    if report.finish_reason:
-                        ends[index] = ends[index] or len(tokens[index])
-                        outputs[index] = batch.release(report.row, keep=True)
-                        del served[report.row]
-                # Without an EOS, transformers lets sequences go on until the last one stops
-                last = None if None in ends else max(end for end in ends if end is not None)
-                for row, index in list(served.items()):
-                    wanted = ends[index] if stops.eos_ids else last
-                    if wanted is not None and len(tokens[index]) >= wanted:
-                        outputs[index] = batch.release(row, keep=True)
-                        del served[row]
-        finally:
-            for row in served:
-                batch.release(row)
-        self.outputs = [outputs[index] for index in range(len(requests))]
+        under_way: dict[int, Served] = {}
+        with closing(batch.serve(requests)) as reports:
+            for served in reports:
+                index, report = served.number, served.report
+                if report.error is not None:
+                    continue  # which `serve` raises
+                under_way[index] = served
+                for token in report.tokens:
+                    tokens[index].append(token)
+                    if streamer is not None and ends[index] is None:
+                        streamer.put(torch.tensor([token]))
+                    if ends[index] is None and stops.asked(input_ids[index], tokens[index]):
+                        ends[index] = len(tokens[index])
+                if report.finish_reason:
+                    ends[index] = ends[index] or len(tokens[index])
+                if stops.eos_ids:
+                    if ends[index] is not None:
+                        served.release()
+                elif None not in ends:
+                    # Without an EOS, transformers lets sequences go on until the last one stops
+                    last = max(end for end in ends if end is not None)
+                    for each in under_way.values():
+                        if len(tokens[each.number]) >= last:
+                            each.release()
+        self.outputs = [under_way[index].release() for index in range(len(requests))]
         if stops.eos_ids:
             return [row[:end] for row, end in zip(tokens, ends, strict=True)]
         last = max(end for end in ends if end is not None)

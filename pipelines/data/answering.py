@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,19 +120,17 @@ def serve(
 
     Raises the error of a request that ends with one.
     """
-    waiting = iter(requests)
-    served: dict[int, int] = {}
-    upcoming = next(waiting, None)
-    while upcoming is not None or served:
-        while upcoming is not None and decoder.num_free_rows:
-            key, request = upcoming
-            served[decoder.admit(request)] = key
-            upcoming = next(waiting, None)
-        for report in decoder.step():
-            if report.error is not None:
-                raise report.error
-            if report.finish_reason:
-                yield served.pop(report.row), decoder.release(report.row)
+    keys: list[int] = []  # by place among the requests
+
+    def drawn() -> Iterator[Request]:
+        for key, request in requests:
+            keys.append(key)
+            yield request
+
+    with closing(decoder.serve(drawn())) as reports:
+        for served in reports:
+            if served.report.finish_reason and served.report.error is None:
+                yield keys[served.number], served.release()
 
 
 @dataclass
