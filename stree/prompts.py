@@ -102,7 +102,9 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
     from stree.chat_encoding import chat_encoder  # imports transformers
 
     given = {name: value for name, value in variables.items() if value is not None}
-    template = given.pop("chat_template", None)
+    template, own = given.pop("chat_template", None), tokenizer.chat_template
+    if template is None and isinstance(own, Mapping) and given.get("tools"):
+        template = own.get("tool_use")  # by this name `transformers` takes it, too
     try:
         encoder = chat_encoder(tokenizer, template)
         _require_read(encoder.template, given)

@@ -95,3 +95,14 @@ def test_a_regular_expression_that_explodes_is_refused_in_one_line():
     for encode in (encode_text, text_ids, chat_ids):
         with pytest.raises(CheckpointRefused, match="the tokenizer cannot encode the text"):
             encode(tokenizer, text)
+
+
+def test_of_templates_by_name_the_one_for_tools_is_taken_where_tools_are_given():
+    backend = Tokenizer(models.WordLevel({"plain": 0, "tools": 1}, unk_token="plain"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = {
+        "default": "{{ 'plain' if messages else tools }}",
+        "tool_use": "{{ 'tools' if tools else messages }}",
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert chat_ids(tokenizer, "x") == [0] and chat_ids(tokenizer, "x", tools=[tool]) == [1]
