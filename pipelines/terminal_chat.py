@@ -163,6 +163,7 @@ class Chat:
                     if stop and served.report.error is None:
                         served.release()
             output = served.release()
+        self.console.print(Text(words.end()), end="", soft_wrap=True)
         stats = output.stats
         stats.decode_s = stats.decode_s or time.perf_counter() - since
         self.console.print()

@@ -152,6 +152,16 @@ def test_a_terminal_is_not_moved(tokenizer, text, wanted):
     assert streamed(tokenizer, text) == wanted
 
 
+def test_an_answer_ends_with_its_unfinished_character(target, tokenizer, monkeypatch):
+    emoji = tokenizer("🙂", add_special_tokens=False).input_ids
+    decoder = Decoder(target, max_length=64, tokenizer=tokenizer)
+    chat, shown = chat_of(decoder, max_new_tokens=2)
+    add = Words.add
+    monkeypatch.setattr(Words, "add", lambda words, token: add(words, emoji[len(words.tokens)]))
+    answer, _ = told(chat, shown, "a").rstrip("\n").split("\n")
+    assert len(emoji) > 2 and answer == "\ufffd"
+
+
 def test_an_unfinished_last_character_is_shown(tokenizer):
     ids = tokenizer("ok 🙂").input_ids
     words = Words(tokenizer)
