@@ -17,8 +17,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from stree.description import size
 from stree.errors import Interrupted, StreeError, UsageError
 from stree_pipelines.evaluation.launch import start_process, submit_job
+from stree_pipelines.training.console import say
 from stree_pipelines.training.export import Exports
 from stree_pipelines.training.module import Training
 from stree_pipelines.training.progress import Pace, TrainingBar
@@ -42,6 +44,7 @@ class LogMetrics(pl.Callback):
         self._last = (0, 0.0, 0.0)  # tokens seen, time, untimed
         self._pace = Pace(0)
         self._logged_step = -1
+        self._told_peak = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Training) -> None:
         self._last = (pl_module.tokens_seen, time.perf_counter(), pl_module.untimed_s)
@@ -54,6 +57,10 @@ class LogMetrics(pl.Callback):
         if trainer.fit_loop.epoch_loop._should_accumulate() or step == self._logged_step:
             return
         self._pace.note(step)
+        if not self._told_peak and pl_module.device.type == "cuda" and trainer.is_global_zero:
+            peak = size(torch.cuda.max_memory_allocated(pl_module.device))
+            say(f"peak of GPU memory in the first step: {peak} (--dry_run has the estimate)")
+        self._told_peak = True
         interval = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step % interval and step not in (1, trainer.max_steps):
             return

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pseudo_terminal import run_on_terminal
 
 from stree_pipelines.evaluation.evaluate import _so_far
@@ -81,7 +82,9 @@ def test_a_training_s_line_fits_80_columns(capsys):
     assert line.endswith("ETA 10:00:00") and len(line) <= 80
 
 
-def logged_rows(monkeypatch, num_steps: int, interval: int) -> dict[int, dict[str, float]]:
+def logged_rows(
+    monkeypatch, num_steps: int, interval: int, device: str = "cpu"
+) -> dict[int, dict[str, float]]:
     """Rows that LogMetrics writes, by step, of steps of 100 tokens that take 2 s: 1 s of the first
     step and 5 s more of the fourth are untimed."""
     now, rows = [0.0], {}
@@ -89,12 +92,15 @@ def logged_rows(monkeypatch, num_steps: int, interval: int) -> dict[int, dict[st
     logger = SimpleNamespace(log_metrics=lambda row, step: rows.__setitem__(step, dict(row)))
     trainer: Any = SimpleNamespace(
         global_step=0, max_steps=num_steps, log_every_n_steps=interval, loggers=[logger],
-        is_global_zero=False, optimizers=[SimpleNamespace(param_groups=[{"lr": 0.1}])],
+        is_global_zero=device != "cpu", optimizers=[SimpleNamespace(param_groups=[{"lr": 0.1}])],
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: False)),
     )  # fmt: skip
     module: Any = SimpleNamespace(
-        tokens_seen=0, untimed_s=0.0, global_step_metrics=lambda: {"loss": 1.0}
-    )
+        device=torch.device(device),
+        tokens_seen=0,
+        untimed_s=0.0,
+        global_step_metrics=lambda: {"loss": 1.0},
+    )  # fmt: skip
     log = LogMetrics()
     log.on_train_start(trainer, module)
     for step in range(1, num_steps + 1):
@@ -108,6 +114,13 @@ def logged_rows(monkeypatch, num_steps: int, interval: int) -> dict[int, dict[st
 
 def test_the_first_and_the_last_step_have_rows_whatever_the_interval(monkeypatch):
     assert list(logged_rows(monkeypatch, num_steps=8, interval=3)) == [1, 3, 6, 8]
+
+
+def test_a_training_on_a_gpu_says_its_peak_once(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(LogMetrics, "_show", lambda *_: None)
+    logged_rows(monkeypatch, num_steps=3, interval=1, device="cuda")
+    assert capsys.readouterr().out.count("peak of GPU memory in the first step: 3.0 GiB") == 1
 
 
 def test_untimed_seconds_do_not_count_against_tokens_per_second(monkeypatch):
