@@ -3,11 +3,11 @@ JSON with all that is known, and as CSV with a column a figure."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import pandas as pd
 
 from stree import metrics
 from stree_pipelines.comparison.answers import Gain
@@ -47,13 +47,8 @@ def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """A line a row and a column a figure: NAME, NAME_low and NAME_high of what has an interval,
     OVER_NAME of what is over something. Lists (files, folders) are left out."""
-    flat = [dict(_flat(row)) for row in rows]
-    text = io.StringIO()
-    names = dict.fromkeys(name for row in flat for name in row)
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
+    frame = pd.DataFrame([dict(_flat(row)) for row in rows], dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
