@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,16 +115,6 @@ def with_manifest(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
 def torch_file(content: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **options)
-    return file.getvalue()
-
-
-def zipped_pickle(instructions: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A file as torch.save makes them, around a pickle of one's own."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", instructions)
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/version", "3\n")
     return file.getvalue()
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from hostile_files import (
     CHECKPOINT,
-    Bomb,
     case,
     checkpoint,
     edited_safetensors,
@@ -29,7 +27,6 @@ from hostile_files import (
     with_text,
     with_weights,
     written,
-    zipped_pickle,
 )
 from safetensors.torch import load_file, save_file
 
@@ -40,12 +37,12 @@ from stree.files import MANIFEST_NAME, sha256_of_file
 UNREADABLE = r"cannot be read"
 
 
-@case("pickle bomb in .bin", "model", CHECKPOINT, r"calls 'posix system'")
+@case("pickle bomb in .bin", "model", CHECKPOINT, r"calls 'posix.system'")
 def _(folder: Path) -> Path:
     return with_weights(folder, torch_file({"model.norm.weight": shell(folder)}))
 
 
-@case("pickle bomb in an old .bin", "model", CHECKPOINT, r"calls '(__builtin__|builtins) exec'")
+@case("pickle bomb in an old .bin", "model", CHECKPOINT, r"calls 'exec'")
 def _(folder: Path) -> Path:
     content = torch_file({"w": python(folder)}, _use_new_zipfile_serialization=False)
     return with_weights(folder, content)
@@ -56,7 +53,7 @@ def _(folder: Path) -> Path:
     return with_weights(folder, pickle.dumps({"w": shell(folder)}))
 
 
-@case("pickle bomb as state of a dict", "model", CHECKPOINT, r"calls 'posix system'")
+@case("pickle bomb as state of a dict", "model", CHECKPOINT, r"calls 'posix.system'")
 def _(folder: Path) -> Path:
     weights = collections.OrderedDict(w=torch.zeros(2))
     weights._metadata = {"version": shell(folder)}  # type: ignore[attr-defined]
@@ -114,26 +111,9 @@ def _(folder: Path) -> Path:
     return with_weights(folder, file.getvalue())
 
 
-@case("pickle bomb in a drafter", "evaluation", CHECKPOINT, r"calls 'posix system'")
+@case("pickle bomb in a drafter", "evaluation", CHECKPOINT, r"calls 'posix.system'")
 def _(folder: Path) -> Path:
     return with_weights(folder, torch_file({"w": shell(folder)}))
-
-
-@case("pickle of 2^60 tuples", "model", CHECKPOINT, r"tuple of more than 1000 values")
-def _(folder: Path) -> Path:
-    """{t: 1}, where t is (u, t) and u is the tuple that t was before, 60 times over."""
-    doubled = b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(1, 60))
-    return with_weights(folder, zipped_pickle(b"\x80\x02}K\x01\x85q\x01" + doubled + b"K\x01s."))
-
-
-@case("pickle of 10^12 zeros", "model", CHECKPOINT, r"calls '(__builtin__|builtins) bytearray'")
-def _(folder: Path) -> Path:
-    return with_weights(folder, torch_file({"w": Bomb(bytearray, 10**12)}))
-
-
-@case("pickle compressed", "model", CHECKPOINT, r"it is compressed")
-def _(folder: Path) -> Path:
-    return with_weights(folder, zipped_pickle(b"N" * (1 << 26), zipfile.ZIP_DEFLATED))
 
 
 @case("tensor that repeats one number", "model", CHECKPOINT, r"repeats its numbers")
