@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stree.chat_encoding import ChatEncoder
 from stree.errors import BadData, CheckpointRefused, UsageError
 from stree.tokenizer import fingerprint, load_tokenizer
-from stree_pipelines.data.conversations import ReadReport, read_conversations
+from stree_pipelines.data.conversations import Conversation, ReadReport, read_conversations
 from stree_pipelines.data.generated import is_generated, read_answers
 from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.data.micro_batches import Batch, MicroBatches, as_tensors, permutation
@@ -60,11 +60,35 @@ def tokenize(
     else:
         conversations, report = read_conversations(source, strict=strict, limit=limit)
         while chunk := list(islice(conversations, CHUNK)):
-            for chat in encoder.encode([conversation.turns for conversation in chunk]):
+            chats = encoder.encode([conversation.turns for conversation in chunk])
+            for conversation, chat in zip(chunk, chats, strict=True):
                 tokens.append(chat.tokens)
-                masks.append(chat.assistant)
+                masks.append(_without_masked(conversation, chat.assistant))
     offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     return TokenTable(np.concatenate(tokens), np.concatenate(masks), offsets), report
+
+
+def _without_masked(conversation: Conversation, assistant: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the loss mask (T,): `assistant` (T,) less the turns of `conversation.masked`.
+
+    Each run of the assistant's tokens is one of its turns. Raises `BadData` when the template marks
+    more or fewer runs than there are turns, as the masked ones cannot be told then.
+    """
+    if not conversation.masked:
+        return assistant
+    turns = [number for number, (role, _) in enumerate(conversation.turns) if role == "assistant"]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], assistant, [False]]).astype(np.int8)))
+    runs = edges.reshape(-1, 2)
+    if len(runs) != len(turns):
+        raise BadData(
+            f"{conversation.id}: the chat template marks {len(runs)} answers, the conversation has "
+            f"{len(turns)}, so its masked turns cannot be told apart; give another template"
+        )
+    mask = assistant.copy()
+    for number, (start, stop) in zip(turns, runs, strict=True):
+        if number in conversation.masked:
+            mask[start:stop] = False
+    return mask
 
 
 class TrainLoader:

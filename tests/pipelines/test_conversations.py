@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import tracemalloc
 
@@ -30,10 +31,14 @@ BAD_ROWS = {
     "no-key": (b'{"id": "x"}', "no turns"),
     "null-turns": (b'{"conversations": null}', "no turns"),
     "empty-list": (row(), "no turns"),
-    "unknown-role": (row({"from": "tool", "value": "x"}, GPT), "wrong roles"),
+    "unknown-role": (row({"from": "narrator", "value": "x"}, GPT), "wrong roles"),
+    "tool-role": (row({"from": "tool", "value": "x"}, GPT), "tools"),
+    "row-tools": (row(HUMAN, GPT, tools=[{"type": "function"}]), "tools"),
+    "image": (row({"role": "user", "content": [{"type": "image_url"}]}, GPT),
+              "images or other media"),
+    "half-weight": (row(HUMAN, {**GPT, "weight": 0.5}), "wrong types"),
     "starts-with-gpt": (row(GPT, HUMAN), "wrong roles"),
-    "ends-with-human": (row(HUMAN, GPT, HUMAN), "wrong roles"),
-    "two-humans": (row(HUMAN, HUMAN, GPT), "wrong roles"),
+    "two-humans": (row(HUMAN, HUMAN, GPT), "one role twice in a row"),
     "late-system": (row(HUMAN, GPT, {"from": "system", "value": "x"}), "wrong roles"),
     "only-system": (row({"from": "system", "value": "x"}), "wrong roles"),
     "empty-text": (row(HUMAN, {"from": "gpt", "value": ""}), "empty text"),
@@ -193,9 +198,9 @@ def test_missing_source_is_named(name):
 
 
 def test_other_kinds_of_files_are_refused(tmp_path):
-    (tmp_path / "a.json").write_bytes(b"[" + GOOD + b"]")
-    with pytest.raises(BadData, match=r"a\.json: wanted one of .*jq"):
-        list(read_conversations(tmp_path / "a.json")[0])
+    (tmp_path / "a.csv").write_bytes(GOOD)
+    with pytest.raises(BadData, match=r"a\.csv: wanted one of "):
+        list(read_conversations(tmp_path / "a.csv")[0])
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadData, match=r"holds no \.jsonl"):
         list(read_conversations(tmp_path / "folder")[0])
@@ -295,3 +300,140 @@ def test_dataset_that_is_not_there_is_told_from_one_that_breaks_off(monkeypatch)
     monkeypatch.setattr(datasets, "load_dataset", breaks_off)
     with pytest.raises(BadData, match=r"owner/chats: .*reset by peer"):
         list(read_conversations("owner/chats")[0])
+
+
+PAIR = (("user", "hi"), ("assistant", "hello"))
+TURNS = [HUMAN, GPT]
+HELD = b"".join(b'{"id": "%d", "conversations": %s}\n' % (n, json.dumps(TURNS).encode())
+                for n in range(3))  # fmt: skip
+AS_LIST = json.dumps([{"id": str(n), "conversations": TURNS} for n in range(3)])
+
+
+def zstd_file(data):
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    "name,data",
+    [
+        ("a.json", AS_LIST.encode()),
+        ("one-line.jsonl", AS_LIST.encode()),
+        ("indented.jsonl", json.dumps(json.loads(AS_LIST), indent=1).encode()),
+        ("a.JSONL", HELD),
+        ("gzip-named.jsonl", gzip.compress(HELD)),
+        ("a.json.gz", gzip.compress(AS_LIST.encode())),
+        ("a.jsonl.zst", zstd_file(HELD)),
+        ("boms.jsonl", b"\xef\xbb\xbf" + HELD.replace(b"\n", b"\n\xef\xbb\xbf")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_are_known_by_their_content(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    found, report = read_conversations(tmp_path / name)
+    assert [(each.id, each.turns) for each in found] == [(str(n), PAIR) for n in range(3)]
+    assert report.rejected == 0
+
+
+def test_long_lists_are_read_row_by_row(tmp_path):
+    path = tmp_path / "a.json"
+    rows = [{"id": n, "conversations": [{"from": "human", "value": "é" * 900}, GPT]}
+            for n in range(20_000)]  # fmt: skip
+    path.write_text(json.dumps(rows, ensure_ascii=False, indent=1))
+    del rows
+    tracemalloc.start()
+    found, _ = read_conversations(path)
+    assert [int(each.id) for each in found] == list(range(20_000))
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+def test_lists_that_break_off_and_utf16_are_refused(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(AS_LIST[:-30])
+    with pytest.raises(BadData, match=r"a JSON list, whose row 3 .*jq -c"):
+        list(read_conversations(path)[0])
+    path.write_bytes(HELD.decode().encode("utf-16"))
+    with pytest.raises(BadData, match=r"UTF-16, wanted UTF-8: iconv"):
+        list(read_conversations(path)[0])
+
+
+def test_lines_of_bare_turns(tmp_path):
+    path = write(tmp_path / "a.jsonl", [json.dumps(TURNS).encode()] * 2)
+    assert [each.turns for each in read_conversations(path)[0]] == [PAIR] * 2
+
+
+KEPT_ROWS = {
+    "upper": row({"from": "USER", "value": "hi"}, {"from": "ASSISTANT", "value": "hello"}),
+    **{side: row(HUMAN, {"role": side, "content": "hello"})
+       for side in ("model", "bot", "chatgpt", "bing", "bard")},
+    "empty-beside-good": row(messages=TURNS),
+    "from-content": row({"from": "human", "content": "hi"}, {"role": "gpt", "value": "hello"}),
+    "singular": json.dumps({"conversation": TURNS}).encode(),
+    "struct": b'{"messages": {"from": ["human", "gpt"], "value": ["hi", "hello"]}}',
+    "json-text": json.dumps({"conversations": json.dumps(TURNS)}).encode(),
+    "parts": row({"role": "user", "content": [{"type": "text", "text": "h"},
+                                              {"type": "text", "text": "i"}]}, GPT),
+    "gpt-first": row(GPT, HUMAN, GPT),
+    "human-last": row(HUMAN, GPT, HUMAN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT_ROWS)
+def test_rows_of_every_spelling(tmp_path, name):
+    found, _ = read_conversations(write(tmp_path / "a.jsonl", [KEPT_ROWS[name]]))
+    assert [each.turns for each in found] == [PAIR]
+
+
+def test_system_of_row_and_developer(tmp_path):
+    lines = [row(HUMAN, GPT, system="S"), row({"role": "developer", "content": "S"}, HUMAN, GPT)]
+    found, _ = read_conversations(write(tmp_path / "a.jsonl", lines))
+    assert [each.turns for each in found] == [(("system", "S"), *PAIR)] * 2
+
+
+def test_masked_turns_are_told_and_moved_with_what_is_trimmed(tmp_path):
+    lines = [
+        row(GPT, HUMAN, {**GPT, "weight": 0}, HUMAN, GPT),
+        row(HUMAN, {**GPT, "train": False}, HUMAN, {**GPT, "train": True}, system="S"),
+    ]
+    found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
+    assert [each.masked for each in found] == [{1}, {2}]
+    assert report.notes == {
+        "assistant turns without loss": 2, "leading assistant turn dropped": 1
+    }  # fmt: skip
+
+
+def test_report_names_roles_changes_and_keys_passed_over(tmp_path):
+    narrator = row({"from": "Narrator", "value": "x"}, GPT)
+    lines = [
+        narrator, narrator, row(HUMAN, GPT, HUMAN, source="web"), row(HUMAN, {**GPT, "name": "B"}),
+        b'{"id": "d", "conversations": %s, "id": "e"}' % json.dumps(TURNS).encode(),
+    ]  # fmt: skip
+    found, report = read_conversations(write(tmp_path / "a.jsonl", lines))
+    list(found)
+    assert "roles met: 2 'narrator'" in str(report)
+    assert "1 trailing user turn dropped" in str(report)
+    assert "1 duplicate keys, the last counts" in str(report)
+    assert "keys passed over: 1 source, 1 turn.name" in str(report)
+
+
+def test_repeated_ids_are_numbered(tmp_path):
+    path = write(tmp_path / "a.jsonl", [GOOD, GOOD, GOOD])
+    for _ in range(2):
+        found, report = read_conversations(path)
+        assert [each.id for each in found] == ["g", "g#2", "g#3"]
+    assert report.notes == {"repeated ids numbered": 2}
+
+
+def test_links_to_devices_and_pipes_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    (tmp_path / "b.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(BadData, match=r"b\.jsonl: not a regular file"):
+        list(read_conversations(tmp_path)[0])
+    os.mkfifo(tmp_path / "c.jsonl")
+    with pytest.raises(BadData, match=r"c\.jsonl: neither a regular file"):
+        list(read_conversations(tmp_path / "c.jsonl")[0])

@@ -312,3 +312,16 @@ def test_strict_reaches_the_reader(paths, tmp_path):
     assert module(paths, train=str(path)).reports[0].rejected == 1
     with pytest.raises(BadData, match=rf"bad\.jsonl:{NUM_CHATS + 1}: not JSON"):
         module(paths, train=str(path), strict=True)
+
+
+def test_masked_turns_carry_no_loss():
+    from stree_pipelines.data.conversations import Conversation
+    from stree_pipelines.data.datamodule import _without_masked
+
+    turns = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    spoken = np.array([False, True, True, False, True])
+    mask = _without_masked(Conversation("x", turns, frozenset({1})), spoken)
+    assert mask.tolist() == [False, False, False, False, True]
+    assert spoken.tolist() == [False, True, True, False, True]
+    with pytest.raises(BadData, match="x: the chat template marks 1 answers"):
+        _without_masked(Conversation("x", turns, frozenset({1})), spoken[:3])

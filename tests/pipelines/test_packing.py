@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stree_pipelines.data.packing import TokenTable, make_batch, pack
+from stree_pipelines.data.packing import TokenTable, make_batch, pack, shared_out
 
 PAD = -7
 
@@ -105,3 +105,13 @@ def test_a_sample_whose_only_assistant_token_is_its_first_is_left_out():
 def test_rows_of_one_token_are_refused():
     with pytest.raises(ValueError, match="at least 2, got 1"):
         pack(random_table(0), 1, [0])
+
+
+@pytest.mark.parametrize("share,taken", [(2.6, 1), (3.2, 2), (4.6, 2), (5.4, 3)])
+def test_mixing_takes_the_nearest_whole_sample(share, taken):
+    """`share` tokens are wanted of samples of two: the nearest number of samples is taken."""
+    table, other = table_of([2] * 5), table_of([2] * 5)
+    order = np.arange(5)
+    mixed, whole = shared_out([table, other], [share / 10, 1.0], [order, order])
+    assert (len(mixed), len(whole)) == (taken, 5)
+    assert mixed.tokens.tolist() == table.tokens[: 2 * taken].tolist()
