@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -44,16 +45,16 @@ from stree.last_used import LastUsed
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import PLAIN, Modes, deepest_of, largest_of, trees_of
-from stree.prefill import Prefill
+from stree.prefill import PREFILL_CHUNK, Prefill
 from stree.prefixes import Prefixes
-from stree.prompts import one_prompt
+from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.requests import Launch, Prepared, Progress, Report, Request, SampleRequest, requests_of
 from stree.room import Room
 from stree.rows import Rows
 from stree.serving import Served, serve
-from stree.settings import settings_of
+from stree.settings import asked_of_texts, settings_of
 from stree.step import Step
-from stree.timing import context_of, measure_costs
+from stree.timing import context_of, measure_costs, row_counts
 from stree.tokenizer import eos_token_ids
 from stree.tree import BeamTree, TokenTree, as_tree
 from stree.verifiers import Verifier
@@ -101,6 +102,9 @@ class BatchDecoder:
         backtracking: "replay" of what the target's last call has kept, or "joint": the accepted
             path is fed again ahead of the next trees (`stree.models.joint`), which takes less
             memory and more rows of each product.
+        prompt_tokens_per_step: Prompt tokens that a step reads at most while other rows decode, in
+            pieces of up to 512 a row, the piece that passes the limit included; None reads one
+            piece of each row. Fewer let streams go on while many prompts arrive.
 
     Raises:
         UsageError: When target, drafter and verifier do not fit each other.
@@ -120,11 +124,15 @@ class BatchDecoder:
         verifier: str | Verifier = "coupled",
         num_prefixes: int = 0,
         backtracking: str = "replay",
+        prompt_tokens_per_step: int | None = None,
     ) -> None:
         require_target(target)
         require_whole("max_length", max_length)
         require_whole("num_rows", num_rows)
         require_whole("num_prefixes", num_prefixes, least=0)
+        if prompt_tokens_per_step is not None:
+            require_whole("prompt_tokens_per_step", prompt_tokens_per_step)
+        self.prompt_tokens_per_step = prompt_tokens_per_step
         if tree is None:
             tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
         else:
@@ -216,21 +224,37 @@ class BatchDecoder:
         """How many more requests can be admitted now."""
         return self.num_rows - len(self._sequences)
 
+    def check(self, request: Request) -> None:
+        """Raise the `UsageError` that `admit` would, but for rows that are taken.
+
+        A server asks before a request waits for a row. Nothing is changed.
+        """
+        self._progress_of(request)
+
     @_one_at_a_time
     def admit(self, request: Request) -> int:
         """Give a request a row; the steps that follow read its prompt and go on after it.
 
-        Raises `UsageError` when no row is free, or for a request that cannot be served.
+        Raises `UsageError` when no row is free, or for a request that cannot be served (`check`).
         """
-        if not isinstance(request, Request):
-            raise UsageError(
-                f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
-            )
         free = (row for row in range(self.num_rows) if row not in self._sequences)
         row = next(free, None)
         if row is None:
             raise UsageError(
                 f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
+            )
+        sequence = self._progress_of(request)
+        self._require_same_models()
+        self._follow_weights()
+        self.prefill.admit(row, sequence)
+        self._sequences[row] = sequence  # last: whatever fails before, the row is still free
+        return row
+
+    def _progress_of(self, request: Request) -> Progress:
+        """Return a request's host side. Raises `UsageError` when it cannot be served."""
+        if not isinstance(request, Request):
+            raise UsageError(
+                f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
             )
         tree, ids = request.tree, one_prompt(request.prompt_ids)
         tree = None if tree is None else as_tree(tree)
@@ -259,13 +283,8 @@ class BatchDecoder:
         require_room(prompt, generation, deepest, self.target.config, self.max_length)
         stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
         stats = DecodingStats(tree_max_depth=deepest.max_depth)
-        self._require_same_models()
-        self._follow_weights()
         shared = request.shared if isinstance(request, SampleRequest) else None
-        sequence = Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
-        self.prefill.admit(row, sequence)
-        self._sequences[row] = sequence  # last: whatever fails before, the row is still free
-        return row
+        return Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
 
     @_one_at_a_time
     @torch.no_grad()
@@ -300,7 +319,12 @@ class BatchDecoder:
                 self._launch(decoding, trees)
             if decoding:
                 self._choose_ahead(decoding)
+            left = self.prompt_tokens_per_step if decoding else None
             for row, each in reading.items():
+                if left is not None:
+                    if left <= 0:
+                        break  # those admitted first are read first
+                    left -= min(PREFILL_CHUNK, len(each.prompt) - each.num_read)
                 begun = recorded(self.target.device)
                 self._read(row, each, whole=not decoding)
                 self._readings.append((begun, recorded(self.target.device)))
@@ -395,6 +419,63 @@ class BatchDecoder:
         requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
         answers = {served.number: served for served in self.serve(requests)}
         return [answers[number].release() for number in range(len(requests))]
+
+    def complete(
+        self, text: str | Sequence[str], generation_config: Any = None, **options: Any
+    ) -> list[GenerationOutput]:
+        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        several = isinstance(text, list | tuple)
+        return self._generate_of(text_ids, text, several, generation_config, options)
+
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        generation_config: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or each of several, as `Decoder.chat` does, all at once."""
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        several = is_several_chats(messages)
+        return self._generate_of(encode, messages, several, generation_config, options)
+
+    def _generate_of(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        given: Any,
+        several: bool,
+        generation_config: Any,
+        options: Mapping[str, Any],
+    ) -> list[GenerationOutput]:
+        asked, _ = asked_of_texts(
+            encode, given, several, generation_config, options, self.tokenizer
+        )
+        requests = [Request(prompt, generation) for prompt, generation in asked]
+        return self.generate(requests) if requests else []
+
+    @_one_at_a_time
+    def warm_up(self, request: Request) -> None:
+        """Make ready kernels, buffers and graphs for such requests, in any number of rows.
+
+        As many such requests as there are rows are served; nothing is learned or kept of them.
+        Raises `UsageError` while rows are taken.
+        """
+        self._require_free()
+        request = replace(request, keep_prompt=False)
+        with self.forgetting():
+            self.generate([request] * self.num_rows)
+            for count in row_counts(self.num_rows):
+                rows = [self.admit(request) for _ in range(count)]
+                try:
+                    self.prepare()
+                finally:  # graphs may not fit in memory, and others decode with it then
+                    for row in rows:
+                        self.release(row)
 
     def serve(
         self,

@@ -23,9 +23,9 @@ from stree.generation import GenerationConfig, GenerationOutput
 from stree.growths import as_growth
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes, largest_of
-from stree.prompts import chat_ids, one_prompt, text_ids
+from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
 from stree.requests import Request, samples_of
-from stree.settings import Asked, asked_for, end_of
+from stree.settings import Asked, asked_for, asked_of_texts, end_of
 from stree.tree import TokenTree
 from stree.verifiers import Verifier
 from stree_kernels import ops
@@ -170,9 +170,7 @@ class Decoder:
         """
         variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
         encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
-        several = isinstance(messages, list | tuple) and any(
-            isinstance(each, list | tuple | str) for each in messages
-        )
+        several = is_several_chats(messages)
         return self._serve(
             partial(self._read, encode, messages, several, generation_config, options), streamer
         )
@@ -186,11 +184,7 @@ class Decoder:
         options: dict[str, Any],
     ) -> Asked:
         """As `asked_for`, for what the tokenizer encodes first."""
-        if self.tokenizer is None:
-            raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
-        ids = [encode(self.tokenizer, each) for each in (given if several else [given])]
-        asked, _ = asked_for(ids, generation_config, None, options, self.tokenizer)
-        return asked, several
+        return asked_of_texts(encode, given, several, generation_config, options, self.tokenizer)
 
     def _serve(self, read: Callable[[], Asked], streamer: Any) -> Any:
         with ExitStack() as stack:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Never
+from typing import NamedTuple, Never, overload
 
 import torch
 
+from stree.batch import BatchDecoder
 from stree.checkpoint_identity import checkpoint_sha256
 from stree.costs import Costs
 from stree.description import counted, device_name, dtype_name
@@ -32,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+@overload
 def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | None = None,
@@ -44,8 +47,44 @@ def load(
     verifier: str | Verifier | None = None,
     backtracking: str | None = None,
     num_prefixes: int = 0,
+    num_rows: None = None,
     **unknown: Never,
-) -> Decoder:
+) -> Decoder: ...
+
+
+@overload
+def load(
+    target: str | os.PathLike[str],
+    drafter: str | os.PathLike[str] | None = None,
+    *,
+    num_rows: int,
+    tree: TokenTree | Modes | str | None = None,
+    temperature: float = 0.0,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = torch.float32,
+    max_length: int = 2048,
+    verifier: str | Verifier | None = None,
+    backtracking: str | None = None,
+    num_prefixes: int = 0,
+    **unknown: Never,
+) -> BatchDecoder: ...
+
+
+def load(
+    target: str | os.PathLike[str],
+    drafter: str | os.PathLike[str] | None = None,
+    *,
+    tree: TokenTree | Modes | str | None = None,
+    temperature: float = 0.0,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = torch.float32,
+    max_length: int = 2048,
+    verifier: str | Verifier | None = None,
+    backtracking: str | None = None,
+    num_prefixes: int = 0,
+    num_rows: int | None = None,
+    **unknown: Never,
+) -> Decoder | BatchDecoder:
     """A `Decoder` from checkpoint folders (or names on the Hugging Face hub), tokenizer included.
 
     Args:
@@ -76,6 +115,8 @@ def load(
             tree, else replay.
         num_prefixes: How many prefixes are kept; of a conversation two, its last prompt, and that
             with the answer.
+        num_rows: How many sequences at once: with a number, a `BatchDecoder` is returned, which
+            has the same tree, verifier and tokenizer.
 
     Raises:
         UsageError: For a value out of range, before anything is read.
@@ -88,6 +129,8 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device, dtype = find_device(device), _floating_point(dtype)
     require_whole("max_length", max_length)
+    if num_rows is not None:
+        require_whole("num_rows", num_rows)
     verifier = None if verifier is None else named(verifier)
     if backtracking is not None:
         require_backtracking(backtracking)
@@ -126,12 +169,15 @@ def load(
             f"{target}: neither its config nor its tokenizer names an EOS, so answers end at "
             "max_new_tokens; name one with GenerationConfig(eos_token_id=…)"
         )
-    decoder = Decoder(
+    make = Decoder if num_rows is None else partial(BatchDecoder, num_rows=num_rows)
+    decoder: Decoder | BatchDecoder = make(
         model, drafting, tree, max_length=max_length, tokenizer=tokenizer,
         verifier=verifier or "coupled", backtracking=backtracking or "replay",
         num_prefixes=num_prefixes,
     )  # fmt: skip
-    if isinstance(tree, Modes) and (misfit := tree.costs.misfit(model, tree.trees, temperature)):
+    if isinstance(tree, Modes) and (
+        misfit := tree.costs.misfit(model, tree.trees, temperature, num_rows or 1)
+    ):
         if tree.costs.seconds:
             remark = f"costs of steps are given, but {misfit}: they are measured here"
             warn(remark)

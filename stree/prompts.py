@@ -115,6 +115,13 @@ def chat_ids(tokenizer: Any, messages: Any, **variables: Any) -> list[int]:
         raise UsageError(str(error)) from error
 
 
+def is_several_chats(messages: Any) -> bool:
+    """Return True for a list of conversations (texts, or lists of messages), False for one."""
+    return isinstance(messages, list | tuple) and any(
+        isinstance(each, list | tuple | str) for each in messages
+    )
+
+
 def _is_message(given: Any) -> bool:
     has_turn = isinstance(given, Mapping) and not given.keys().isdisjoint(("content", "tool_calls"))
     return has_turn and "role" in given

@@ -121,6 +121,25 @@ def asked_for(
     return [(prompt, settings.after(prompt)) for prompt in prompts], several
 
 
+def asked_of_texts(
+    encode: Callable[[Any, Any], list[int]],
+    given: Any,
+    several: bool,
+    generation_config: Any,
+    options: Mapping[str, Any],
+    tokenizer: Any,
+) -> Asked:
+    """Return what `asked_for` does, for texts or conversations that a tokenizer encodes first.
+
+    Args: encode, of the tokenizer and one of them; several, whether `given` is a list of them.
+    """
+    if tokenizer is None:
+        raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
+    ids = [encode(tokenizer, each) for each in (given if several else [given])]
+    asked, _ = asked_for(ids, generation_config, None, options, tokenizer)
+    return asked, several
+
+
 def end_of(streamer: Any) -> Callable[[], Any]:
     """What ends a streamer. Raises `UsageError` for an object that is none."""
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):

@@ -473,3 +473,42 @@ def test_serve_refuses_rows_that_another_has_admitted_meanwhile():
     decoder.admit(Request([2], GenerationConfig(9)))
     with pytest.raises(UsageError, match="admitted by another caller"):
         list(reports)
+
+
+def test_a_request_is_checked_before_it_waits_for_a_row():
+    decoder = BatchDecoder(tiny_model(1), num_rows=1, max_length=32)
+    decoder.admit(Request([1], GenerationConfig(2)))
+    decoder.check(Request([1], GenerationConfig(2)))
+    with pytest.raises(UsageError, match="max_length of 41"):
+        decoder.check(Request([1] * 30, GenerationConfig(10)))
+    with pytest.raises(UsageError, match="all rows"):
+        decoder.admit(Request([1], GenerationConfig(2)))
+
+
+def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
+    monkeypatch.setattr("stree.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batch.PREFILL_CHUNK", 4)
+    target = tiny_model(1)
+    prompts = [[each] * 9 for each in range(1, 6)]
+    wanted = [
+        Decoder(target, max_length=96).generate(each, GenerationConfig(4)) for each in prompts
+    ]
+    for limit, most in ((None, 20), (8, 11), (1, 4)):
+        decoder = BatchDecoder(target, num_rows=6, max_length=96, prompt_tokens_per_step=limit)
+        decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
+        decoder.step()
+        rows = [decoder.admit(Request(each, GenerationConfig(4))) for each in prompts]
+        read, done = [], set()
+        while len(done) < len(rows):
+            before = sum(each.num_read for each in decoder._sequences.values())
+            reports = decoder.step()
+            read.append(sum(each.num_read for each in decoder._sequences.values()) - before)
+            done |= {each.row for each in reports if each.finish_reason}
+        assert 4 <= max(read) <= most
+        assert [decoder.release(row).tokens for row in rows] == [each.tokens for each in wanted]
+
+
+def test_a_warm_up_leaves_rows_and_prefixes_free():
+    decoder = BatchDecoder(tiny_model(1), num_rows=3, max_length=64, num_prefixes=2)
+    decoder.warm_up(Request([1, 2, 3], GenerationConfig(4), keep_prompt=True))
+    assert decoder.num_free_rows == 3 and decoder.num_reusable([1, 2, 3, 4, 5, 6, 7, 8]) == 0

@@ -498,3 +498,28 @@ def test_a_name_that_no_file_can_have_is_one_that_is_not_there(name):
         stree.load(shipped, f"ngram:4,{name}", device="cpu")
     with pytest.raises(NotFound, match="no tree"):
         stree.load(shipped, "ngram:4", tree=name, device="cpu")
+
+
+def test_rows_get_what_the_profile_recommends(workspace, drafter):
+    give_profile(workspace, drafter, recommendation(WIDE))
+    options = dict(device="cpu", max_length=64)
+    with warnings.catch_warnings(action="ignore"):
+        one = stree.load(workspace / "target", drafter, **options)
+        batch = stree.load(workspace / "target", drafter, num_rows=3, **options)
+    assert isinstance(batch, stree.BatchDecoder) and batch.num_rows == 3
+    assert batch.tree.parents == one.tree.parents == WIDE.parents
+    texts = ["json", "a list"]
+    outputs = batch.complete(texts, max_new_tokens=5)
+    assert [each.text for each in outputs] == [
+        one.complete(each, max_new_tokens=5).text for each in texts
+    ]
+    with pytest.raises(UsageError, match="num_rows is 0"):
+        stree.load("nowhere", device="cpu", num_rows=0)
+
+
+def test_rows_decode_plainly_where_the_profile_says_so(workspace, drafter):
+    give_profile(workspace, drafter, recommendation(None))
+    with warnings.catch_warnings(action="ignore"):
+        batch = stree.load(workspace / "target", drafter, num_rows=2, device="cpu", max_length=64)
+    assert batch.drafter is None
+    assert len(batch.complete("json", max_new_tokens=5)[0].tokens) == 5
