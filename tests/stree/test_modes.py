@@ -769,3 +769,50 @@ def test_what_cannot_pay_is_not_tried_first():
     modes = Modes([CHAIN, WIDE], costs(plain=1.0, chain=3.0, wide=3.1))
     used, _ = simulated(modes, 1, 40, rates=[0.9])
     assert set(used) == {PLAIN}
+
+
+class Told(Modes):
+    """Keeps what it is told of requests."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.told: list[str] = []
+
+    def learn_tokens(self, num_tokens: int) -> None:
+        self.told.append("tokens")
+        super().learn_tokens(num_tokens)
+
+    def learn_answer(self, *read_s: float | None) -> None:
+        self.told.append("answer")
+        super().learn_answer(*read_s)
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_steps", "told"),
+    [(None, 0, []), (None, 1, ["tokens", "answer"]), (CHAIN, 1, []), (CHAIN, 9, [])],
+    ids=["unread", "cut-short", "own-tree-cut-short", "own-tree"],
+)
+def test_which_requests_teach_how_long_answers_are(tree, num_steps, told):
+    target = tiny_model(1)
+    modes = Told([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = BatchDecoder(target, right_now_and_then(target), modes, num_rows=1, max_length=64)
+    row = decoder.admit(Request([1, 2], GenerationConfig(5), tree))
+    for _ in range(num_steps):
+        decoder.step()
+    decoder.release(row)
+    assert modes.told == told
+
+
+def test_all_rows_pay_for_their_prompts():
+    modes = Modes([CHAIN], costs(1.0, 1.5, 9.0))
+    modes.learn_tokens(10)
+    modes.learn_answer(reading_s=2.0)
+    assert modes._speed_of(4, CHAIN, 2.0) == pytest.approx(2.0 / (1.5 + 4 * 2.0 * 2.0 / 10))
+
+
+def test_observations_of_many_rows_fade_as_one_step():
+    modes = Modes([CHAIN], costs(1.0, 1.1, 9.0, rows=4))
+    modes.choose(4)
+    for _ in range(4):
+        modes.learn(CHAIN, 1)
+    assert modes.rates._weight == pytest.approx(1 / 0.99)

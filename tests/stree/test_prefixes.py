@@ -283,3 +283,15 @@ def test_nothing_is_kept_of_a_row_whose_weights_changed_while_it_was_under_way()
     tokens = decoder.release(row, keep=True).tokens
     decoder.release(other)
     assert decoder.num_reusable([*SYSTEM, *tokens, 4]) == 0
+
+
+def test_nothing_is_kept_of_a_row_that_ends_with_an_error():
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.head_weight.fill_(torch.nan)
+    decoder = BatchDecoder(target, num_rows=1, max_length=64, num_prefixes=2)
+    row = decoder.admit(Request(SYSTEM, GenerationConfig(4)))
+    (report,) = decoder.step()
+    assert report.error is not None
+    decoder.release(row, keep=True)
+    assert decoder.num_reusable([*SYSTEM, 4, 4, 4]) == 0
