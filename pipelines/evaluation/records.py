@@ -286,15 +286,16 @@ def samples_label(name: str) -> str:
 def append_row(path: Path, row: BaseModel) -> None:
     """Add one line in a single write and wait until the disk has it.
 
-    A torn last line, which a killed writer may have left, is cut off first: the new row must not
-    be glued to it. Raises CannotWrite when the disk or folder refuses.
+    A last line without a newline gets one when it is whole, and is cut off when a killed writer
+    left it torn: the new row must not be glued to it. Raises CannotWrite when the disk or folder
+    refuses.
     """
     line = row.model_dump_json().encode() + b"\n"
     with reporting_refusals(path, needed_bytes=len(line), codes=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            _cut_torn_line(descriptor)
+            _end_last_line(descriptor)
             if os.write(descriptor, line) < len(line):  # what a disk that fills up does first
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
@@ -303,12 +304,16 @@ def append_row(path: Path, row: BaseModel) -> None:
 
 
 def read_rows(path: Path, row_type: type[Row]) -> list[Row]:
-    """All whole rows of a file, packed (`.gz`) or not, none if it does not exist. An incomplete
-    last line is what a kill leaves and is ignored; a bad line elsewhere raises BadData with its
-    number, and so does a packed file that is damaged."""
+    """Return all whole rows of a file, packed (`.gz`) or not; none if it does not exist.
+
+    A last line needs no newline. One that is no whole JSON is what a kill leaves and is ignored; a
+    bad line elsewhere raises BadData with its number, and so does a packed file that is damaged.
+    """
     if not os.path.exists(path):  # nor where a name is too long for a file
         return []
-    *lines, _torn = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).split(b"\n")
+    *lines, last = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).split(b"\n")
+    if _is_json(last):
+        lines.append(last)
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -472,9 +477,23 @@ def _unpacked(path: Path) -> bytes:
     return content
 
 
-def _cut_torn_line(descriptor: int) -> None:
+def _end_last_line(descriptor: int) -> None:
+    """End a file's last line: add a newline to whole JSON, cut a torn line off."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return
     content = os.pread(descriptor, size, 0)
-    os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+    start = content.rfind(b"\n") + 1
+    if _is_json(content[start:]):
+        os.write(descriptor, b"\n")
+    else:
+        os.ftruncate(descriptor, start)
+
+
+def _is_json(line: bytes) -> bool:
+    """Say whether a line is a whole JSON value; no torn part of a row is one."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

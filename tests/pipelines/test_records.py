@@ -96,7 +96,7 @@ def test_a_row_is_one_line_and_one_write(tmp_path, monkeypatch):
     assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 1
 
 
-@pytest.mark.parametrize("torn_at", [1, 40, -1])
+@pytest.mark.parametrize("torn_at", [1, 40, -2])
 def test_a_torn_last_line_is_ignored_and_never_glued_to_the_next(tmp_path, torn_at):
     path = tmp_path / "s.jsonl"
     append_row(path, sample("a"))
@@ -105,6 +105,16 @@ def test_a_torn_last_line_is_ignored_and_never_glued_to_the_next(tmp_path, torn_
     assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a"]
     append_row(path, sample("b"))
     assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+
+
+def test_a_whole_last_row_without_a_newline_is_read_and_kept(tmp_path):
+    path = tmp_path / "s.jsonl"
+    append_row(path, sample("a"))
+    append_row(path, sample("b"))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b"]
+    append_row(path, sample("c"))
+    assert [row.prompt_id for row in read_rows(path, SampleRow)] == ["a", "b", "c"]
 
 
 def test_a_file_that_is_all_torn_line_starts_anew(tmp_path):
