@@ -31,7 +31,7 @@ config_case("that trusts code", r"trust_remote_code", trust_remote_code=True)
 config_case(
     "with an integer of 4000 digits", r"wanted a whole number", num_attention_heads=10**4000
 )
-config_case("with a number of 400 digits", r"more than a number", rope_theta=10**400)
+config_case("with a number of 400 digits", r"wanted a number", rope_theta=10**400)
 config_case("with an endless epsilon", r"rms_norm_eps", rms_norm_eps=float("inf"))
 mixer_case("of 10^9 layers", r"num_hidden_layers 1000000000, wanted at most 1000", n_layer=10**9)
 mixer_case("of 2^31 numbers each", r"no possible model|does not hold", d_model=2**31 - 1,
