@@ -184,6 +184,13 @@ def plan(options: dict[str, Any], progress: EvaluationProgress) -> Generation:
         for remark in identity.remarks(target, options["max_length"]):
             progress.say(remark)
         growth = as_growth(options["tree"], input_path)
+        tosses = not getattr(named(verifier), "any_growth", False)
+        if isinstance(growth, Modes) and tosses and max(options["temperatures"]) > 0:
+            raise UsageError(
+                f"--verifier {verifier} tosses coins by the tree of a step, which --tree {growth} "
+                "chooses by what other rows do, so answers would differ by --num_rows: take the "
+                "verifier coupled, or name one tree"
+            )
         for each in trees_of(growth):
             require_tree(named(verifier), each)
         require_fillable(tree_of(growth), identity.name)
