@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:  # two of them would set up the same environment
 
-.PHONY: help install quickstart chat test test-long check docs clean
+.PHONY: help install quickstart chat test test-long check docs packages clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,10 +55,7 @@ test-long: $(VENV)/ready-dev  ## these and the long ones: faults at many more mo
 check: $(VENV)/ready-dev  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p build/packages
-	ln -sfn ../../stree build/packages/stree
-	ln -sfn ../../kernels build/packages/stree_kernels
-	ln -sfn ../../pipelines build/packages/stree_pipelines
+	$(PACKAGES)
 	MYPYPATH=build/packages $(BIN)/mypy -p stree -p stree_kernels -p stree_pipelines
 
 $(VENV)/ready: pyproject.toml
@@ -73,8 +70,7 @@ $(VENV)/ready-dev: pyproject.toml
 
 docs: $(VENV)/ready  ## the documentation as a site, in build/site/index.html
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	mkdir -p build/packages
-	ln -sfn ../../stree build/packages/stree
+	$(PACKAGES)
 	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment, runs, data and build folders

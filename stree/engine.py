@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from stree import threads
 from stree.batch import BatchDecoder
@@ -85,6 +86,54 @@ class Decoder:
         ends = ends_of(self.eos_token_ids)
         return f"Decoder({models}, max_length {self.max_length}, {ends}, {placed(self.target)})"
 
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[int],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput | list[GenerationOutput]: ...
+
     def generate(
         self,
         inputs: Any = None,
@@ -93,7 +142,7 @@ class Decoder:
         attention_mask: Any = None,
         streamer: Any = None,
         **options: Any,
-    ) -> Any:
+    ) -> GenerationOutput | list[GenerationOutput]:
         """Generate after a prompt, or after several, one after the other.
 
         Args:
@@ -108,8 +157,8 @@ class Decoder:
                 generation_config.
 
         Returns:
-            A `GenerationOutput`; a list of them for several prompts, and where
-            `num_return_sequences` asks for several answers, which follow one another.
+            A `GenerationOutput`; a list of them for several prompts, and with
+            `num_return_sequences`, whose answers to a prompt follow one another.
 
         Raises:
             UsageError: When the prompt does not fit, and for what cannot be honoured (num_beams,
@@ -123,6 +172,39 @@ class Decoder:
 
         return self._serve(read, streamer)
 
+    @overload
+    def complete(
+        self,
+        text: str,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def complete(
+        self,
+        text: Sequence[str],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def complete(
+        self,
+        text: str | Sequence[str],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
     def complete(
         self,
         text: str | Sequence[str],
@@ -130,12 +212,57 @@ class Decoder:
         *,
         streamer: Any = None,
         **options: Any,
-    ) -> Any:
+    ) -> GenerationOutput | list[GenerationOutput]:
         """Go on after a text, or after each of a list, as `generate` does after tokens."""
         several = isinstance(text, list | tuple)
         return self._serve(
             partial(self._read, text_ids, text, several, generation_config, options), streamer
         )
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[str | Sequence[Mapping[str, Any]]],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Any,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
 
     def chat(
         self,
@@ -148,7 +275,7 @@ class Decoder:
         enable_thinking: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> GenerationOutput | list[GenerationOutput]:
         """Answer a conversation in the form of the tokenizer's chat template, or several.
 
         Args:
@@ -186,7 +313,9 @@ class Decoder:
         """As `asked_for`, for what the tokenizer encodes first."""
         return asked_of_texts(encode, given, several, generation_config, options, self.tokenizer)
 
-    def _serve(self, read: Callable[[], Asked], streamer: Any) -> Any:
+    def _serve(
+        self, read: Callable[[], Asked], streamer: Any
+    ) -> GenerationOutput | list[GenerationOutput]:
         with ExitStack() as stack:
             if streamer is not None:
                 stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
@@ -264,6 +393,66 @@ class Decoder:
         return self.batch.num_reusable(prompt)
 
 
+@overload
+def generate(
+    target: Any,
+    inputs: Sequence[int],
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> GenerationOutput: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Any,
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: int,
+    **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Any,
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> GenerationOutput | list[GenerationOutput]: ...
+
+
 def generate(
     target: Any,
     inputs: Any,
@@ -274,7 +463,7 @@ def generate(
     tokenizer: Any = None,
     streamer: Any = None,
     **options: Any,
-) -> Any:
+) -> GenerationOutput | list[GenerationOutput]:
     """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
     with ExitStack() as stack:
         if streamer is not None:

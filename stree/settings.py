@@ -108,7 +108,8 @@ def settings_of(given: Any, options: Mapping[str, Any] | None = None) -> Setting
 def asked_for(
     inputs: Any, given: Any, attention_mask: Any, options: Mapping[str, Any], tokenizer: Any
 ) -> Asked:
-    """Each prompt (T,) of a call of `generate` with its settings, and whether there are several."""
+    """Return each prompt (T,) of a call of `generate` with its settings, and whether a list of
+    outputs is wanted."""
     options = dict(options)
     if "input_ids" in options:
         if inputs is not None:
@@ -118,7 +119,8 @@ def asked_for(
     ends = (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None))
     pad = getattr(tokenizer, "pad_token_id", None)
     prompts, several = prompts_of(inputs, attention_mask, None if pad in ends else pad)
-    return [(prompt, settings.after(prompt)) for prompt in prompts], several
+    asked = [(prompt, settings.after(prompt)) for prompt in prompts]
+    return asked, several or options.get("num_return_sequences") is not None
 
 
 def asked_of_texts(
@@ -137,7 +139,7 @@ def asked_of_texts(
         raise UsageError("the decoder has no tokenizer for texts: make it with tokenizer=…")
     ids = [encode(tokenizer, each) for each in (given if several else [given])]
     asked, _ = asked_for(ids, generation_config, None, options, tokenizer)
-    return asked, several
+    return asked, several or options.get("num_return_sequences") is not None
 
 
 def end_of(streamer: Any) -> Callable[[], Any]:

@@ -158,7 +158,9 @@ class TransformersDecoder:
         why; None before the first. A call with more, or longer ones, makes larger buffers."""
         return None if self._batch is None else self._batch.room
 
-    def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Any:
+    def generate(
+        self, inputs: Any = None, generation_config: Any = None, **arguments: Any
+    ) -> Tensor:
         """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
         padded with the padding token; greedy, the same tokens.
 
@@ -417,7 +419,7 @@ def generate(
     backtracking: str = "replay",
     num_prefixes: int = 0,
     **arguments: Any,
-) -> Any:
+) -> Tensor:
     """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
     the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
     next call with the same ones."""
