@@ -17,9 +17,16 @@ QUICK := OMP_NUM_THREADS=1
 # many containers, or every process would compile it anew
 export PYTHONDONTWRITEBYTECODE :=
 
+# The packages under their import names. Editors and type checkers follow a path in the environment,
+# not the hook of an editable installation
+PACKAGES = mkdir -p build/packages && for each in stree:stree kernels:stree_kernels \
+  pipelines:stree_pipelines; do ln -sfn $(CURDIR)/$${each%%:*} build/packages/$${each\#\#*:}; done
+SHOW_PACKAGES = $(PACKAGES) && echo $(CURDIR)/build/packages > \
+  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/stree_packages.pth"
+
 .NOTPARALLEL:  # two of them would set up the same environment
 
-.PHONY: help install quickstart chat test test-long check docs packages clean
+.PHONY: help install quickstart chat test test-long check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,11 +68,13 @@ check: $(VENV)/ready-dev  ## lint and types
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable .
+	$(SHOW_PACKAGES)
 	touch $@
 
 $(VENV)/ready-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --editable '.[dev]'
+	$(SHOW_PACKAGES)
 	touch $@
 
 docs: $(VENV)/ready  ## the documentation as a site, in build/site/index.html

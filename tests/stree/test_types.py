@@ -1,0 +1,79 @@
+"""What a type checker knows of the doors, from a file outside of the repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """\
+from stree import Decoder, from_transformers, generate, load
+from stree_kernels import ops
+
+decoder: Decoder = load("checkpoint")
+question = [{"role": "user", "content": "a"}]
+reveal_type(decoder.generate([1, 2, 3]))  # one
+reveal_type(decoder.generate([[1, 2, 3], [4]]))  # list
+reveal_type(decoder.generate([1, 2, 3], num_return_sequences=3))  # list
+reveal_type(decoder.complete("a"))  # one
+reveal_type(decoder.complete(["a", "b"]))  # list
+reveal_type(decoder.complete("a", num_return_sequences=2))  # list
+reveal_type(decoder.chat("a", temperature=1.0))  # one
+reveal_type(decoder.chat(question))  # one
+reveal_type(decoder.chat(["a", question]))  # list
+reveal_type(decoder.chat("a", num_return_sequences=2, enable_thinking=False))  # list
+reveal_type(generate(decoder.target, [1, 2]))  # one
+reveal_type(generate(decoder.target, [[1, 2]]))  # list
+reveal_type(from_transformers(None).generate())  # tensor
+reveal_type(ops.current)  # known
+"""
+TYPES = {
+    "one": "stree.generation.GenerationOutput",
+    "list": "list[stree.generation.GenerationOutput]",
+    "tensor": "torch._tensor.Tensor",
+    "known": "def (device: torch._C.device) -> torch.cuda.device",
+}
+
+
+def test_what_says_that_types_are_there_ships():
+    listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for package, folder in (("stree", "stree"), ("stree_kernels", "kernels")):
+        assert (ROOT / folder / "py.typed").is_file()
+        assert re.search(rf'^"{package}" = \[.*"py.typed"', listed, re.M)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_an_environment_that_make_has_set_up_tells_types_anywhere(tmp_path):
+    pytest.importorskip("mypy")
+    recipe = subprocess.run(
+        ["make", "-n", "-W", "pyproject.toml", "install"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    links = next(line for line in recipe.splitlines() if "stree_packages.pth" in line)
+    subprocess.run(["sh", "-c", links.split(" && echo ")[0]], cwd=ROOT, check=True)
+    (told,) = re.findall(r"&& echo (\S+) >", links)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "program.py"],
+        cwd=tmp_path, env={"MYPYPATH": told, "PATH": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    got = re.findall(r'note: Revealed type is "(.*)"', checked.stdout)
+    assert got == [TYPES[each] for each in re.findall("# (.*)", PROGRAM)], checked.stdout
+
+
+def test_a_call_that_asks_for_answers_by_number_gives_a_list():
+    from toys import tiny_model
+
+    from stree import Decoder, generate
+
+    target = tiny_model(1)
+    for door in (
+        Decoder(target, max_length=32).generate,
+        lambda *a, **k: generate(target, *a, **k),
+    ):
+        (one,) = door([1, 2], max_new_tokens=3, num_return_sequences=1)
+        assert one.tokens == door([1, 2], max_new_tokens=3).tokens
