@@ -816,3 +816,21 @@ def test_observations_of_many_rows_fade_as_one_step():
     for _ in range(4):
         modes.learn(CHAIN, 1)
     assert modes.rates._weight == pytest.approx(1 / 0.99)
+
+
+def test_a_tree_that_was_chosen_for_other_rows_is_chosen_again():
+    target = tiny_model(1)
+    modes = Modes([CHAIN], costs(1.0, 1.1, 9.0))
+    decoder = BatchDecoder(target, right_now_and_then(target), modes, num_rows=2, max_length=64)
+    chosen, choose, launch = [], modes.choose, decoder.executor.launch
+    modes.choose = lambda num_rows: chosen.append(num_rows) or choose(num_rows)
+    decoder.executor.launch = lambda rows, *rest: (
+        launched.append((chosen[-1], len(rows.active))) or launch(rows, *rest)
+    )
+    launched: list = []
+    for each in range(2):
+        decoder.admit(Request([1 + each], GenerationConfig(20)))
+        for _ in range(3):
+            decoder.step()
+    assert {took for _, took in launched} == {1, 2}
+    assert all(told == took for told, took in launched)
