@@ -28,11 +28,12 @@ from rich.text import Text
 
 import stree
 from stree.batch import BatchDecoder
-from stree.description import described, ends_of, placed
+from stree.description import ends_of
 from stree.drafters.naming import DRAFTERS
 from stree.errors import UsageError, exit_with_reason
 from stree.generation import DecodingStats, GenerationConfig
 from stree.growths import GROWTHS, as_growth
+from stree.model_words import described, placed
 from stree.prompts import chat_ids, text_ids
 from stree.requests import Request
 from stree.text import shown

@@ -19,9 +19,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from stree import threads, verifiers
+from stree.build_trees import tree_batch
+from stree.checks import not_finite, require_partners, require_room, require_target
 from stree.clock import PhaseClock, recorded
 from stree.costs import Costs
-from stree.description import counted, described, placed
+from stree.description import counted
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing, ModelDrafter
 from stree.drafters.ngram import NGram
@@ -34,14 +36,11 @@ from stree.generation import (
     GenerationConfig,
     GenerationOutput,
     StopRule,
-    not_finite,
-    require_partners,
-    require_room,
-    require_target,
     require_whole,
 )
 from stree.growths import as_growth, require_growth_of
 from stree.last_used import LastUsed
+from stree.model_words import described, placed
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking
 from stree.modes import PLAIN, Modes, deepest_of, largest_of, trees_of
@@ -660,7 +659,7 @@ class BatchDecoder:
         generations = [each.generation for each in decoding.values()]
         prepared = self._prepared.get(idle)
         if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
-            forest = Forest.of(grown, self.target.device)
+            forest = tree_batch(grown, self.target.device)
             rows = self.rows.narrow(0, batch, generations)
             self._prepared[idle] = prepared = Prepared(grown, generations, rows, forest)
         prepared.generations = generations  # those of now are told from the next ones at a glance

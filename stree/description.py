@@ -1,19 +1,12 @@
-"""What decodes, in a few words, as decoders' reprs have it; counts with their nouns, and
-sizes."""
+"""Counts with their nouns, sizes, and names of devices and dtypes, as people read them."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-
-from stree.tree import TokenTree
-
-if TYPE_CHECKING:
-    from stree.modes import Modes
 
 _CPU_NAME = "CPU: "
 
@@ -30,22 +23,6 @@ def size(num_bytes: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
-    """The models' sizes, and the tree between them, or among which it is chosen."""
-    if drafter is None:
-        return f"the target alone, {_size(target)}"
-    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", None) or drafter
-    tree = f"tree {growth}"
-    if isinstance(growth, TokenTree):
-        tree = f"tree {growth.name} of {growth.num_nodes} nodes"
-    return f"{_size(target)}, drafter {_size(model)}, {tree}"
-
-
-def placed(model: Any) -> str:
-    """Its dtype and where it is."""
-    return f"{dtype_name(model.dtype)} on {model.device}"
 
 
 def ends_of(eos_token_ids: Sequence[int]) -> str:
@@ -71,12 +48,3 @@ def device_name(device: torch.device) -> str:
 def is_cpu_name(name: str) -> bool:
     """Whether a record's device, as `device_name` calls it, is a CPU."""
     return name.startswith(_CPU_NAME)
-
-
-def _size(model: Any) -> str:
-    """Of a model; anything else has its type."""
-    if not hasattr(model, "parameters"):
-        return type(model).__name__
-    num_parameters = sum(each.numel() for each in model.parameters())
-    layers = counted(model.config.num_layers, "layer")
-    return f"{num_parameters / 1e6:.1f} M parameters in {layers}"

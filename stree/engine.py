@@ -14,7 +14,7 @@ from stree import threads
 from stree.batch import BatchDecoder
 from stree.clock import PAUSED, PhaseClock
 from stree.costs import Costs
-from stree.description import described, ends_of, placed
+from stree.description import ends_of
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing
 from stree.drafters.ngram import NGram
@@ -22,6 +22,7 @@ from stree.drafters.retokenised import Retokenised
 from stree.errors import UsageError, naming_what_does_not_fit
 from stree.generation import GenerationConfig, GenerationOutput
 from stree.growths import as_growth
+from stree.model_words import described, placed
 from stree.models.hybrid import HybridModel
 from stree.modes import Modes, largest_of
 from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids

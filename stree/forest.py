@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.last_used import kept_by_trees
-from stree.tree import BeamTree, TokenTree
+from stree.tree import TokenTree
 from stree_kernels.contracts import Topology
 
 if TYPE_CHECKING:
@@ -71,16 +71,6 @@ class Forest:
     drawn_by: Tensor
     levels: tuple[Level, ...]
     device: torch.device
-
-    @classmethod
-    def of(cls, trees: Sequence[TokenTree], device: torch.device) -> Forest:
-        """Where one of the trees grows, all rows grow such a tree."""
-        if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
-            from stree.grown import grown_forest
-
-            (tree,) = grown
-            return grown_forest(tree, len(trees), device)
-        return _forest(tuple(trees), device)
 
     def static(self) -> StaticForest:
         """One of its own tensors, which may `hold` other forests of the shape."""
@@ -167,7 +157,7 @@ class Forest:
 
 
 @kept_by_trees
-def _forest(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
+def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
     size = max(tree.num_nodes for tree in trees)
     widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
     parents = [_padded(tree.parents, size, -2) for tree in trees]

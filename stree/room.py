@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from stree.description import counted, size
 from stree.free_resources import free_memory_bytes
 from stree_kernels import ops
 
-if TYPE_CHECKING:
-    from stree.batch import BatchDecoder
+
+class WithCaches(Protocol):
+    """A decoder of several rows, as a `BatchDecoder`: its models, caches and their sizes."""
+
+    target: Any
+    drafter: Any
+    cache: Any
+    num_rows: int
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Room:
     free_bytes: int
 
     @classmethod
-    def of(cls, decoders: Sequence[BatchDecoder]) -> Room:
+    def of(cls, decoders: Sequence[WithCaches]) -> Room:
         """Of decoders that have a row for each sequence, as the methods of an evaluation have."""
         device, parts = decoders[0].target.device, Counter[str]()
         for decoder in decoders:

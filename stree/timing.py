@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stree.build_trees import tree_batch
 from stree.costs import Costs
 from stree.description import device_name, dtype_name
 from stree.errors import UsageError
@@ -19,12 +20,24 @@ from stree.models.cache import SavedPrefix
 from stree.rows import Rows
 from stree.tree import TokenTree
 
-if TYPE_CHECKING:
-    from stree.batch import BatchDecoder
-
 NUM_TIMINGS = 5
 NUM_UNTIMED = 2  # first steps of a timing
 MOST_CONTEXT = 32  # tokens before it, unless told
+
+
+class Timed(Protocol):
+    """A decoder whose steps can be timed, as a `BatchDecoder` with no row taken."""
+
+    target: Any
+    drafter: Any
+    cache: Any
+    rows: Rows
+    executor: Any
+    prefill: Any
+    num_rows: int
+    max_length: int
+
+    def now(self) -> float: ...
 
 
 def row_counts(most: int) -> list[int]:
@@ -49,7 +62,7 @@ def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
 
 @torch.no_grad()
 def measure_costs(
-    decoder: BatchDecoder,
+    decoder: Timed,
     trees: Sequence[TokenTree],
     context: int,
     num_steps: int,
@@ -88,7 +101,7 @@ def measure_costs(
                 )
             timed = min(num_steps, room) if turn else 0
             readings.append(_begin_after(decoder, count, prefix, tokens, generation))
-            forest = Forest.of([tree] * count, decoder.target.device)
+            forest = tree_batch([tree] * count, decoder.target.device)
             rows = decoder.rows.narrow(0, count, [generation])
             _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
             started = decoder.now()
@@ -102,9 +115,7 @@ def measure_costs(
     return costs
 
 
-def _run_steps(
-    decoder: BatchDecoder, rows: Rows, forest: Forest, context: int, steps: range
-) -> None:
+def _run_steps(decoder: Timed, rows: Rows, forest: Forest, context: int, steps: range) -> None:
     """The host is ahead of them, as it is where its reading is hidden."""
     longest = forest.max_depth + 1
     for step in steps:
@@ -114,7 +125,7 @@ def _run_steps(
 
 
 def _begin_after(
-    decoder: BatchDecoder,
+    decoder: Timed,
     count: int,
     prefix: SavedPrefix,
     tokens: Tensor,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from stree.batch import BatchDecoder
-from stree.description import described, placed
 from stree.drafters import Drafter
 from stree.drafters.model import Drawing
 from stree.drafters.naming import DrafterName
@@ -28,6 +27,7 @@ from stree.errors import UsageError, one_line
 from stree.generation import GenerationConfig, GenerationOutput, require_whole
 from stree.growths import as_growth, refuse_unknown
 from stree.loading import checkpoint_folder
+from stree.model_words import described, placed
 from stree.models.convert import load_model
 from stree.models.hybrid import HybridModel
 from stree.models.joint import require_backtracking

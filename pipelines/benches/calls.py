@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stree.batch import BatchDecoder
+from stree.build_trees import tree_batch
 from stree.drafters.model import ModelDrafter
-from stree.forest import Forest
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel, read_row
@@ -99,7 +99,7 @@ def draft_lengths(
         for (kind, drafter), name in itertools.product(drafters.items(), trees):
             tree, each = as_tree(name), f"{kind}, {name}"
             functions[each] = _drafts(drafter, tree, context)["draft"]
-            levels = Forest.of([tree], drafter.device).levels
+            levels = tree_batch([tree], drafter.device).levels
             # As large as the one that is drafted with
             cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
             rows[each] = dict(
@@ -140,7 +140,7 @@ def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Ca
     """Drafts of a tree after so many tokens, greedy and sampled."""
     model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
     model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
-    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), Forest.of([tree], drafter.device)
+    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), tree_batch([tree], drafter.device)
     rows.begin(0, context, 1)
     longest, bound = tree.max_depth + 1, model.cache.num_slots
     sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)

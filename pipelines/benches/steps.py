@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stree.batch import BatchDecoder
+from stree.build_trees import tree_batch
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.engine import Decoder
@@ -157,7 +158,7 @@ def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> C
         decoder.rows.set(row, generation)
         decoder.rows.begin(row, context, 1)
     rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
-    forest = Forest.of([decoder.tree] * decoder.num_rows, decoder.target.device)
+    forest = tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
     longest = decoder.tree.max_depth + 1
 
     def launch() -> None:

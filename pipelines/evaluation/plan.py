@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from stree.checkpoint_identity import checkpoint_sha256
+from stree.checks import require_vocabulary_of
 from stree.drafters.naming import DrafterName
 from stree.drafters.retokenised import require_tokens_alone
 from stree.errors import NotFound, UsageError
 from stree.files import MANIFEST_NAME, verify_manifest
-from stree.generation import GenerationConfig, require_vocabulary_of
+from stree.generation import GenerationConfig
 from stree.growths import as_growth
 from stree.models.convert import load_config
 from stree.models.features import require_features_of

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.build_trees import tree_batch
 from stree.drafters import Drawn, Proposal
 from stree.forest import Forest, Level
 from stree.models.features import FeatureInput
@@ -227,7 +228,7 @@ class ModelDrafter:
     def _chains_of(self, batch: int, length: int) -> Topology:
         """As many chains, which certain tokens are read as."""
         if (batch, length) not in self._chains:
-            forest = Forest.of([TokenTree.chain(length - 1)] * batch, self.model.device)
+            forest = tree_batch([TokenTree.chain(length - 1)] * batch, self.model.device)
             self._chains[batch, length] = forest.topology(self.model.config.d_conv)
         return self._chains[batch, length]
 

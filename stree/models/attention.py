@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import AttentionCache
+from stree.models.norm import RMSNorm
 from stree.models.parts import (
     Extension,
     Part,
-    RMSNorm,
     Sequences,
     TreeCall,
     project,

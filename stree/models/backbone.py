@@ -11,7 +11,7 @@ from torch import nn
 from stree.models.config import HybridConfig
 from stree.models.features import FeatureInput
 from stree.models.layer import Layer, SharedTransformer
-from stree.models.parts import RMSNorm
+from stree.models.norm import RMSNorm
 
 
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.build_trees import tree_batch
 from stree.errors import UsageError
-from stree.forest import Forest
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.layer_caches import (
@@ -91,7 +91,7 @@ class HybridCache:
         self.longest_path: int | None = None  # what the host knows of path_length: the most
         self.last_tree: LastTree | None = None
         if require_backtracking(backtracking) == "joint":
-            path = Forest.of([TokenTree.chain(max_nodes - 1)], self.parity.device)
+            path = tree_batch([TokenTree.chain(max_nodes - 1)], self.parity.device)
             self.last_tree = LastTree.empty(batch, path.topology(config.d_conv), self.parity)
         rotary = None
         if config.attn_layers:

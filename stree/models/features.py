@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stree.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.parts import RMSNorm
+from stree.models.norm import RMSNorm
 from stree_kernels import ops
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import GatedDeltaCache
+from stree.models.norm import RMSNorm
 from stree.models.parts import (
     Extension,
     Part,
-    RMSNorm,
     Sequences,
     TreeCall,
     lay_channels_together,

@@ -11,7 +11,8 @@ from stree.models.config import MIXERS, Block, HybridConfig
 from stree.models.gated_delta import GatedDeltaNet
 from stree.models.mamba import Mamba2
 from stree.models.mlp import MLP, Experts
-from stree.models.parts import RMSNorm, Sequences
+from stree.models.norm import RMSNorm
+from stree.models.parts import Sequences
 from stree.models.short_conv import ShortConv
 from stree.models.side_by_side import SideBySide
 from stree_kernels.contracts import Stream

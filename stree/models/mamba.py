@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from stree.models.ahead import Ahead, Scanned, convolved, scanned_ahead
 from stree.models.config import HybridConfig
 from stree.models.layer_caches import MambaCache
+from stree.models.norm import RMSNorm
 from stree.models.parts import (
     Extension,
     Part,
-    RMSNorm,
     Sequences,
     TreeCall,
     lay_channels_together,

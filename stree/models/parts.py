@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stree_kernels import naive, ops
+from stree.models.norm import RMSNorm
+from stree_kernels import ops
 from stree_kernels.contracts import Added, Gated, Steering, Stream, Topology
 
 if TYPE_CHECKING:
@@ -35,19 +36,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def has_products_in_8_bits(device: torch.device) -> bool:
     """All but GPUs from before compute capability 8.9."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over groups of channels, in fp32 or wider."""
-
-    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-        self.groups = groups
-
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        return naive.rms_norm(x, self.weight, self.eps, self.groups, gate)
 
 
 # Passes

@@ -10,8 +10,8 @@ from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
+from stree.build_trees import tree_batch
 from stree.drafters.model import ModelDrafter
-from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model
@@ -126,7 +126,7 @@ def test_drafts_of_a_small_model(fused, sampled):
         if name.endswith("proj.weight"):
             weight.mul_(6)
     model.model.embed_tokens.weight.normal_()
-    forest = Forest.of([tree] * 2, model.device)
+    forest = tree_batch([tree] * 2, model.device)
 
     def drafts(model):
         drafter = ModelDrafter(model, 2, 64, tree.num_nodes)

@@ -10,10 +10,11 @@ from lanes import quick_first
 from toys import TableDrafter, TableTarget, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
+from stree.build_trees import tree_batch
 from stree.drafters import Drawn, Proposal
 from stree.drafters.model import ModelDrafter
 from stree.errors import InvariantBroken, OutOfMemory, UsageError
-from stree.forest import FAR, Forest
+from stree.forest import FAR
 from stree.models.config import HybridConfig
 from stree.rows import Rows
 from stree.tree import balanced
@@ -138,7 +139,7 @@ def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
     drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
     drafter.read(0, torch.tensor(sequence))
     generation = GenerationConfig(temperature=temperature, seed=4)
-    rows, forest = Rows.new(1, 32), Forest.of([tree], torch.device("cpu"))
+    rows, forest = Rows.new(1, 32), tree_batch([tree], torch.device("cpu"))
     rows.set(0, generation)
     rows.active[0] = True
     rows = rows.narrow(0, 1, [generation])

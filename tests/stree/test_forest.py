@@ -4,11 +4,12 @@ import torch
 from toys import tiny_config
 
 from stree import TokenTree
-from stree.forest import Forest, StaticForest
+from stree.build_trees import tree_batch
+from stree.forest import StaticForest
 
 
 def test_a_forest_pads_what_its_smaller_trees_lack():
-    forest = Forest.of([TokenTree.chain(0), TokenTree((-1, 0, 1, 0))], torch.device("cpu"))
+    forest = tree_batch([TokenTree.chain(0), TokenTree((-1, 0, 1, 0))], torch.device("cpu"))
     assert forest.parents.tolist() == [[-1, -2, -2, -2], [-1, 0, 1, 0]]
     assert forest.children[1].tolist() == [[1, 3], [2, -1], [-1, -1], [-1, -1]]
     assert [level.nodes.tolist() for level in forest.levels] == [[[-1], [0]], [[-1], [1]]]
@@ -22,7 +23,7 @@ def test_trees_of_one_shape_take_each_other_s_place():
     first = [TokenTree((-1, 0, 0, 1, 1)), TokenTree((-1, 0, 0, 2, 1))]
     second = [TokenTree((-1, 0, 0, 2, 2)), TokenTree((-1, 0, 0, 1, 2))]
     device, width = torch.device("cpu"), tiny_config().d_conv
-    static, other = StaticForest(Forest.of(first, device)), Forest.of(second, device)
+    static, other = StaticForest(tree_batch(first, device)), tree_batch(second, device)
     assert static.shape == other.shape
 
     def tensors(forest):
@@ -33,7 +34,7 @@ def test_trees_of_one_shape_take_each_other_s_place():
             yield from (topology.ancestors, topology.depths, topology.windows)
 
     before = [(each.data_ptr(), each.clone()) for each in tensors(static)]
-    originals = [each.clone() for each in tensors(Forest.of(first, device))]
+    originals = [each.clone() for each in tensors(tree_batch(first, device))]
     static.hold(other)
     differ = 0
     for (address, old), mine, theirs in zip(before, tensors(static), tensors(other), strict=True):
@@ -41,5 +42,5 @@ def test_trees_of_one_shape_take_each_other_s_place():
         assert torch.equal(mine, theirs)
         differ += not torch.equal(mine, old)
     assert differ > 4
-    for mine, theirs in zip(originals, tensors(Forest.of(first, device)), strict=True):
+    for mine, theirs in zip(originals, tensors(tree_batch(first, device)), strict=True):
         assert torch.equal(mine, theirs)  # the constants stay as they were

@@ -17,13 +17,13 @@ from toys import (
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree.build_trees import tree_batch
 from stree.costs import Costs
 from stree.drafters import Proposal
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
 from stree.executors import new_report
-from stree.forest import Forest
 from stree.grown import GrownForest
 from stree.modes import PLAIN
 from stree.rows import Rows
@@ -80,7 +80,7 @@ def test_the_tree_is_the_best_by_the_drafter(name, layers):
     texts = [[4, 9, 2, 7], [8, 1, 3]]
     everyone = Rows.new(2, tree.num_nodes)
     drafter = ModelDrafter(model, 2, 64, max(tree.num_nodes, tree.num_inner))
-    forest, shapes = Forest.of([tree, TokenTree.chain(0)], CPU), []
+    forest, shapes = tree_batch([tree, TokenTree.chain(0)], CPU), []
     for turn in range(2):  # in the second, what the first has left must not matter
         for row, text in enumerate(texts):
             everyone.set(row, settings[row])
@@ -217,7 +217,7 @@ def block_distribution(
         rows, forest = everyone.narrow(0, 1, [setting]), GrownForest(tree, 1, CPU)
         step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
         proposal = step.draft(rows, forest, 1, 8)
-        static = Forest.of(forest.trees, CPU)
+        static = tree_batch(forest.trees, CPU)
         logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
         for node, children in enumerate(static.trees[0].children):
             if children:

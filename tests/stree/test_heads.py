@@ -25,10 +25,10 @@ from toys import (
 )
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree.build_trees import tree_batch
 from stree.drafters.model import ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import CheckpointRefused, UsageError
-from stree.forest import Forest
 from stree.models.config import HybridConfig
 from stree.models.convert import load_model, save_model
 from stree.models.hybrid import HybridModel
@@ -225,7 +225,7 @@ def test_a_draft_waits_for_nothing(keep_logits):
     tree = TokenTree.paper()
     drafter = ModelDrafter(own, 1, 32, tree.num_nodes)
     drafter.read(0, torch.tensor([1, 2, 3]))
-    everyone, forest = Rows.new(1, 8), Forest.of([tree], own.device)
+    everyone, forest = Rows.new(1, 8), tree_batch([tree], own.device)
     setting = GenerationConfig(temperature=0.9, top_k=5)
     everyone.set(0, setting)
     everyone.begin(0, 3, 4)

@@ -7,9 +7,9 @@ import torch
 from toys import mixed_requests, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.build_trees import tree_batch
 from stree.errors import UsageError
 from stree.executors import Graphs
-from stree.forest import Forest
 from stree.tree import balanced
 from stree_kernels import ops
 from stree_kernels.contracts import Steering
@@ -64,7 +64,7 @@ def test_states_after_commits_are_those_of_the_committed_tokens():
         model.prefill(torch.tensor([line]), cache.at(row))
     for _ in range(6):
         trees = [rng.choice(TREES) for _ in lines]
-        forest = Forest.of(trees, model.device)
+        forest = tree_batch(trees, model.device)
         tokens = torch.randint(61, (4, forest.num_nodes), generator=generator)
         for layer in cache.layers:
             if hasattr(layer, "rows"):  # nothing of what a call has computed is left to the next
@@ -101,7 +101,7 @@ def test_the_fused_kernels_do_it_too(layers, monkeypatch):
     kinds = KINDS | dict(layer_types=layers, num_layers=len(layers))
     model = tiny_model(3, torch.float32, **kinds)
     trees = [TokenTree((-1, 0, 0, 1, 3)), TokenTree.chain(2)]
-    forest = Forest.of(trees, model.device)
+    forest = tree_batch(trees, model.device)
 
     def calls():
         cache = model.new_cache(32, 5, 2, backtracking="joint")

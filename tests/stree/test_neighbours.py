@@ -10,7 +10,7 @@ import torch
 from kernel_cases import DEVICE
 from toys import random_tree, tiny_model
 
-from stree.forest import Forest
+from stree.build_trees import tree_batch
 from stree.models.hybrid import HybridModel
 from stree.models.layer_caches import AttentionCache
 from stree_kernels import ops
@@ -72,7 +72,7 @@ def logits_of(kernels, model, trees, contents, max_length=LONGEST):
                 )
                 kept.fill_(torch.nan)
     first, second = torch.stack(tokens, dim=1)
-    forest, bound = Forest.of(trees, torch.device(DEVICE)), cache.num_slots
+    forest, bound = tree_batch(trees, torch.device(DEVICE)), cache.num_slots
     kernels["on"] = True
     model.forest_forward(first, forest, cache, bound)
     for row, tree in enumerate(trees):

@@ -10,9 +10,9 @@ from captures import NothingWaits
 from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.build_trees import tree_batch
 from stree.drafters.ngram import NGram, Text
 from stree.errors import UsageError
-from stree.forest import Forest
 from stree.modes import PLAIN, Modes
 from stree.rows import Rows
 from stree.tree import balanced
@@ -30,7 +30,7 @@ def drafted(text: list[int], tree: TokenTree, corpus=(), context: int = 3) -> li
     drafter.read(1, torch.tensor(text[3:-2]))
     rows.begin(1, len(text) - 1, 0)
     rows.block[1, :3] = torch.tensor([2, *text[-2:]])
-    forest = Forest.of([TokenTree.chain(2), tree], target.device)
+    forest = tree_batch([TokenTree.chain(2), tree], target.device)
     with NothingWaits():
         proposal = drafter.draft(rows, forest, 2, 64, False)
     return proposal.tokens[1, : tree.num_nodes].tolist()
@@ -199,7 +199,7 @@ def test_the_roots_last_child_and_what_is_below_are_n_grams():
             each.read(row, torch.tensor([7, 8, 9, 7]))
         rows.set(row, GenerationConfig())
         rows.begin(row, 4, 8)
-    forest = Forest.of(trees, target.device)
+    forest = tree_batch(trees, target.device)
     got = drafter.draft(rows, forest, 1, 64, True)
     models = super(type(alone), alone).draft(rows, forest, 1, 64, True)
     grafted = [[], [2, 4, 6], [3, 6], [2]]

@@ -15,11 +15,12 @@ from lanes import quick_first
 from toys import TableTarget, mixed_requests, right_now_and_then, tiny_model, with_head
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.build_trees import tree_batch
 from stree.drafters import Drawn
 from stree.drafters.model import Drawing, ModelDrafter
 from stree.drafters.ngram import NGram
 from stree.errors import UsageError
-from stree.forest import FAR, Forest, Level
+from stree.forest import FAR, Level
 from stree.rows import Rows
 from stree.tree import balanced
 from stree.verifiers.block import Block
@@ -139,7 +140,7 @@ def drafts_of_seeds(siblings: Drawn, unshared: bool, batch: int = 2000):
         rows.set(row, replace(setting, seed=row, temperature=0.0 if row % 2 else 1.4))
         rows.begin(row, 1, CONTEXT[1])
         drafter.read(row, torch.tensor(CONTEXT[:1]))
-    forest = Forest.of([FORKED] * batch, torch.device("cpu"))
+    forest = tree_batch([FORKED] * batch, torch.device("cpu"))
     proposal = drafter.draft(rows.narrow(0, batch, [setting]), forest, 1, 8, unshared)
     with torch.no_grad():
         return proposal, model(torch.tensor([CONTEXT]))[0, -1]
@@ -314,7 +315,7 @@ def test_a_tree_of_best_tokens_is_one_whatever_the_seed():
     for temperature, seed in ((0.0, 0), (0.5, 1), (1.5, 2)):
         setting = GenerationConfig(temperature=temperature, seed=seed, top_p=0.5)
         drafter = Drawing(model, POINT).for_decoder(model, 1, 64, 10)
-        rows, forest = Rows.new(1, 10), Forest.of([tree], torch.device("cpu")).own()
+        rows, forest = Rows.new(1, 10), tree_batch([tree], torch.device("cpu")).own()
         rows.set(0, setting)
         drafter.read(0, torch.tensor([3, 1]))
         rows.begin(0, 2, 4)

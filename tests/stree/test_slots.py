@@ -17,10 +17,10 @@ from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
 from stree import grown as grown_trees
+from stree.build_trees import tree_batch
 from stree.drafters.model import ModelDrafter
 from stree.errors import UsageError
 from stree.executors import new_report
-from stree.forest import Forest
 from stree.grown import SlotForest
 from stree.rows import Rows
 from stree.step import Step
@@ -249,7 +249,7 @@ def test_a_drafter_of_a_model_says_what_its_drafts_were_drawn_from():
     """`drawn_by` names, for each node with children, the row of logits after its path."""
     model, tree = tiny_model(3, attn_layers=()), SlotTree.of(3, 3, 8)
     setting, drafter = GenerationConfig(temperature=1.3, seed=5), ModelDrafter(model, 1, 64, 9)
-    rows, forest, text = Rows.new(1, 8), Forest.of([tree], CPU).own(), [4, 9, 2, 7]
+    rows, forest, text = Rows.new(1, 8), tree_batch([tree], CPU).own(), [4, 9, 2, 7]
     rows.set(0, setting)
     drafter.read(0, torch.tensor(text[:-1]))
     rows.begin(0, len(text) - 1, text[-1])

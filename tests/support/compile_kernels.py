@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from stree.forest import Forest, topology_of
+from stree.build_trees import tree_batch
+from stree.forest import topology_of
 from stree.grown import GrownForest
 from stree.models.config import HybridConfig
 from stree.models.hybrid import HybridModel
@@ -161,7 +162,7 @@ def gated_delta(num_nodes: int, dtype: torch.dtype) -> None:
 
 def verification(tree: TokenTree, logits: torch.Tensor, *committed: torch.Tensor) -> None:
     """All rules on a tree, whose drafts were drawn from logits (1, N, V)."""
-    forest = Forest.of([tree], torch.device("cpu"))
+    forest = tree_batch([tree], torch.device("cpu"))
     one, active = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
     drafts = Drafts(
         torch.zeros(1, tree.num_nodes, dtype=torch.long), forest.parents, forest.children,

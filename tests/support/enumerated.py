@@ -15,9 +15,9 @@ import torch
 from toys import TableDrafter, Undrawn, drawing_in_turn, exact_distribution, total_variation
 
 from stree import GenerationConfig, TokenTree
+from stree.build_trees import tree_batch
 from stree.drafters import Drawn, Proposal
 from stree.executors import new_report
-from stree.forest import Forest
 from stree.rows import Rows
 from stree.step import Step
 from stree.verifiers.judging import Judging
@@ -126,7 +126,7 @@ def block_distribution(
     same."""
     settings = [setting, GREEDY]
     trees = [tree, beside]
-    forest, neighbours = Forest.of(trees, torch.device("cpu")), set()
+    forest, neighbours = tree_batch(trees, torch.device("cpu")), set()
 
     def run(choose):
         everyone, cache = Rows.new(2, 4), target.new_cache(16, 4, 2)

@@ -15,7 +15,7 @@ import triton.language as tl
 from kernel_cases import DEVICE
 from torch import Tensor
 
-from stree.forest import Forest
+from stree.build_trees import tree_batch
 from stree.tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.contracts import Drafts, Sampling
@@ -65,7 +65,7 @@ def case(
     tokens: Tensor, points: Tensor | None = None, independent: bool = False,
 ) -> Case:  # fmt: skip
     """Rows that all decode, from seeds 0, 1, … at position 7."""
-    forest, batch = Forest.of(trees, torch.device(DEVICE)), len(trees)
+    forest, batch = tree_batch(trees, torch.device(DEVICE)), len(trees)
     levels = tuple((level.nodes, level.places) for level in forest.levels)
     drafts = Drafts(
         tokens,
@@ -128,7 +128,7 @@ def draw_tree(tree, target, drawn, points, independent, choose) -> Tensor:
     """A tree's tokens: siblings without replacement or independent, points the target's worst
     tokens."""
     tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
-    drawn_by = Forest.of([tree], torch.device("cpu")).drawn_by[0]
+    drawn_by = tree_batch([tree], torch.device("cpu")).drawn_by[0]
     for node, children in enumerate(tree.children):
         left = None if drawn is None else drawn[drawn_by[node]].softmax(-1)
         for rank, child in enumerate(children):
@@ -215,7 +215,7 @@ def distributions(seed: int, tree: TokenTree, relation: str = "random", vocabula
 
 def sampled_tree(trees, logits, drawn, temperature) -> Tensor:
     """Tokens (B, N) of trees as a drafter draws them, by the product's op."""
-    forest = Forest.of(trees, torch.device(DEVICE))
+    forest = tree_batch(trees, torch.device(DEVICE))
     batch = len(trees)
     tokens = torch.zeros(batch, forest.num_nodes, dtype=torch.long, device=DEVICE)
     seeds = torch.arange(batch, device=DEVICE) + 100

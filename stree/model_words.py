@@ -1,0 +1,34 @@
+"""Models and trees in a few words, as decoders' reprs have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stree.description import counted, dtype_name
+from stree.modes import Modes
+from stree.tree import TokenTree
+
+
+def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:
+    """Return the models' sizes with their tree, or with the trees to choose among."""
+    if drafter is None:
+        return f"the target alone, {_size(target)}"
+    model = drafter if hasattr(drafter, "config") else getattr(drafter, "model", None) or drafter
+    tree = f"tree {growth}"
+    if isinstance(growth, TokenTree):
+        tree = f"tree {growth.name} of {growth.num_nodes} nodes"
+    return f"{_size(target)}, drafter {_size(model)}, {tree}"
+
+
+def placed(model: Any) -> str:
+    """Return a model's dtype and device."""
+    return f"{dtype_name(model.dtype)} on {model.device}"
+
+
+def _size(model: Any) -> str:
+    """Return the size of a model; of anything else its type."""
+    if not hasattr(model, "parameters"):
+        return type(model).__name__
+    num_parameters = sum(each.numel() for each in model.parameters())
+    layers = counted(model.config.num_layers, "layer")
+    return f"{num_parameters / 1e6:.1f} M parameters in {layers}"
