@@ -549,7 +549,9 @@ def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
 def test_the_other_settings_of_load(granite):
     """What `stree.load` is told of a decoder and transformers' generate is not."""
     taken = inspect.signature(stree.load).parameters.keys()
-    of_the_model_or_call = {"target", "device", "dtype", "max_length", "temperature", "unknown"}
+    of_the_model_or_call = {
+        "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",
+    }  # fmt: skip
     for door in (stree.from_transformers, generate):
         offered = inspect.signature(door).parameters.keys()
         assert taken - of_the_model_or_call <= offered
