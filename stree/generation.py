@@ -167,8 +167,10 @@ class DecodingStats:
 
     num_new_tokens leaves out the prefill's token and whatever a stop dropped;
     accepted_per_call counts kept draft tokens, end_node_per_call has the tree's node at which they
-    end (0, the root: none was kept); num_reused_tokens of the prompt were read before; time_ms are
-    totals over the calls; calls_by_tree, where each step's tree was chosen, says how often which.
+    end (0, the root: none was kept); depth_per_call has the depth of each call's tree (0: a plain
+    step), tree_max_depth the deepest that a call may have; num_reused_tokens of the prompt were
+    read before; time_ms are totals over the calls; calls_by_tree, where each step's tree was
+    chosen, says how often which.
     """
 
     num_new_tokens: int = 0
@@ -176,6 +178,7 @@ class DecodingStats:
     num_nodes: int = 0
     accepted_per_call: list[int] = field(default_factory=list)
     end_node_per_call: list[int] = field(default_factory=list)
+    depth_per_call: list[int] = field(default_factory=list)
     tree_max_depth: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -203,6 +206,7 @@ class DecodingStats:
         self.num_nodes += tree.num_nodes
         self.num_new_tokens += num_kept
         self.accepted_per_call.append(num_accepted)
+        self.depth_per_call.append(tree.max_depth)
         self.end_node_per_call.append(tree.end_of(path))
         return num_accepted
 

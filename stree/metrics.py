@@ -66,6 +66,10 @@ class PromptCounts(Timing, Protocol):
     @property
     def tree_max_depth(self) -> int: ...
     @property
+    def depth_per_call(self) -> Sequence[int] | None:
+        """Depth of each call's tree where trees are chosen; None elsewhere or if not recorded."""
+
+    @property
     def calls_by_tree(self) -> Mapping[str, int]:
         """Where each step's tree was chosen among several; empty elsewhere."""
 
@@ -100,16 +104,31 @@ def end_nodes(prompts: Sequence[PromptCounts]) -> dict[int, int]:
 
 
 def depth_accept_rates(prompts: Sequence[PromptCounts]) -> dict[int, float]:
-    """For each depth d: calls that accepted ≥ d drafts over those that accepted ≥ d − 1
-    and whose tree had a node of depth d. Depths that no call reached are left out."""
+    """Divide, for each depth d, the calls that accepted ≥ d drafts by those that could have.
+
+    These accepted ≥ d − 1 and had a tree with a node of depth d. Depths that no call reached are
+    left out; all are where some prompt does not say how deep its calls' trees were.
+    """
     reached: Counter[int] = Counter()
     passed: Counter[int] = Counter()
     for prompt in prompts:
-        for accepted in prompt.accepted_per_call:
-            for depth in range(1, min(accepted + 1, prompt.tree_max_depth) + 1):
+        depths = call_depths(prompt)
+        if depths is None:
+            return {}
+        for accepted, deepest in zip(prompt.accepted_per_call, depths, strict=True):
+            for depth in range(1, min(accepted + 1, deepest) + 1):
                 reached[depth] += 1
                 passed[depth] += accepted >= depth
     return {depth: passed[depth] / reached[depth] for depth in sorted(reached)}
+
+
+def call_depths(prompt: PromptCounts) -> Sequence[int] | None:
+    """Return the depth of each call's tree; None where trees were chosen and it was not kept."""
+    if prompt.depth_per_call is not None:
+        return prompt.depth_per_call
+    if prompt.calls_by_tree:
+        return None
+    return [prompt.tree_max_depth] * len(prompt.accepted_per_call)
 
 
 def expected_acceptance_length(acceptance: float, num_drafts: int) -> float:

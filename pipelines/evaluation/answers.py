@@ -236,6 +236,9 @@ class Answerer:
             if isinstance(job.tree, ChosenTree)
             else tuple(node for s in stats for node in s.end_node_per_call),
             tree_max_depth=job.tree.max_depth if job.tree else 0,
+            depth_per_call=tuple(depth for s in stats for depth in s.depth_per_call)
+            if isinstance(job.tree, ChosenTree)
+            else None,
             calls_by_tree=sum((s.calls_by_tree for s in stats), Counter[str]()),
             call_share=sum(shares) if shares else None,
             num_reused_tokens=sum(s.num_reused_tokens for s in stats),

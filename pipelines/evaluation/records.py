@@ -207,6 +207,8 @@ class SampleRow(Record):
     accepted_per_call: tuple[Node, ...]
     end_node_per_call: tuple[Node, ...] | None = None
     tree_max_depth: Node
+    # Where trees are chosen; None elsewhere, and in samples from before it was recorded
+    depth_per_call: tuple[Node, ...] | None = None
     calls_by_tree: dict[str, Count] = Field(default_factory=dict)
     call_share: NonNegative | None = None
     num_reused_tokens: Count = 0  # of earlier turns, which were not read again

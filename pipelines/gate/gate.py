@@ -32,7 +32,7 @@ from stree_pipelines.comparison.answers import (
     tokens_per_second,
 )
 from stree_pipelines.comparison.repeats import repeats
-from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, ChosenTree, Job
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
 from stree_pipelines.evaluation.records import SampleRow
 from stree_pipelines.reports.run_data import POOLED
 
@@ -173,12 +173,6 @@ def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> 
                 f"--fail_below {threshold.text!r}: depth {threshold.depth} is below the tree, "
                 f"whose depth is {deepest}"
             )
-        if threshold.depth is not None and any(isinstance(tree, ChosenTree) for tree in trees):
-            raise UsageError(
-                f"--fail_below {threshold.text!r}: steps whose tree is chosen do not say how deep "
-                "it was, so plain and shallow ones would count as rejections: give one tree, or "
-                "another metric"
-            )
         compared = any(job.method == AUTOREGRESSIVE for job in jobs)
         if threshold.metric in RELATIVE_SPEEDS and not compared:
             raise UsageError(
@@ -255,6 +249,11 @@ def _judge_one(
             f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
             "none: evaluate again with autoregressive among the methods and --overwrite"
         )
+    if threshold.depth is not None and None in map(metrics.call_depths, (*mine, *theirs)):
+        raise BadData(
+            f"{threshold.name} of {method}: some samples were decoded with chosen trees and do not "
+            "say how deep each was: evaluate again with --overwrite"
+        )
     circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}
     new, old = (each.without(circles.__contains__) for each in (new, old))
     figure = FIGURES[threshold.metric]
@@ -316,7 +315,6 @@ def _counted(threshold: Threshold) -> dict[str, Count]:
 
 def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
     """Calls that accepted `depth` drafts, and calls that could have."""
-    if depth > sample.tree_max_depth:
-        return 0, 0
-    reached = [accepted for accepted in sample.accepted_per_call if accepted >= depth - 1]
+    calls = zip(sample.accepted_per_call, metrics.call_depths(sample) or (), strict=False)
+    reached = [each for each, deepest in calls if depth <= deepest and each >= depth - 1]
     return sum(accepted >= depth for accepted in reached), len(reached)

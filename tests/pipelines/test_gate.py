@@ -460,10 +460,15 @@ def test_answers_that_go_in_circles_are_left_out():
     assert not repeats(sample(0, (1,), turns=(turn((1, 2, 3) * 9),))), "too short to say"
 
 
-def test_depths_are_not_judged_where_trees_are_chosen(world):
-    more = ["--tree", "chain-2 or chain-3", "--fail_below", "depth_accept_rates[1]=-5%"]
-    with pytest.raises(UsageError, match="do not say how deep"):
-        benchmark_checkpoint(arguments(world, "fair", *more))
+def test_a_depth_is_judged_by_the_calls_whose_tree_has_it():
+    chosen = {"calls_by_tree": {"plain": 2, "chain-2": 2}}
+    deep = [sample(q, (2, 1, 2, 2)) for q in range(8)]
+    mixed = [sample(q, (0, 2, 0, 2), depth_per_call=(0, 2, 0, 2), **chosen) for q in range(8)]
+    finding = judge("depth_accept_rates[1]=-5%", mixed, deep)
+    assert finding.checkpoint == 1 and finding.verdict == gate.PASS
+    unknown = [sample(q, (0, 2, 0, 2), **chosen) for q in range(8)]
+    with pytest.raises(BadData, match="how deep"):
+        judge("depth_accept_rates[1]=-5%", unknown, deep)
 
 
 def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline():

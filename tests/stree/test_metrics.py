@@ -22,6 +22,7 @@ class Counts:
     decode_s: float = 1.0
     time_ms: dict[str, float] = field(default_factory=dict)
     end_node_per_call: list[int] | None = None
+    depth_per_call: list[int] | None = None
     call_share: float | None = None
     calls_by_tree: dict[str, int] = field(default_factory=dict)
 
@@ -91,6 +92,14 @@ def test_depth_rates_leave_out_calls_whose_tree_ends_above():
     shallow = Counts(4, 2, [1, 1], tree_max_depth=1)
     deep = Counts(4, 2, [1, 1], tree_max_depth=2)
     assert metrics.depth_accept_rates([shallow, deep]) == {1: 1.0, 2: 0.0}
+
+
+def test_depth_rates_count_no_plain_step_as_a_rejection():
+    calls = {"calls_by_tree": {"plain": 2, "chain-2": 1}}
+    chosen = Counts(5, 3, [0, 2, 0], depth_per_call=[0, 2, 0], **calls)
+    assert metrics.depth_accept_rates([chosen]) == {1: 1.0, 2: 1.0}
+    unknown = Counts(5, 3, [0, 2, 0], **calls)
+    assert metrics.depth_accept_rates([chosen, unknown]) == {}
 
 
 def test_a_chains_expected_length_is_the_geometric_sum():

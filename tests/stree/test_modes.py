@@ -664,6 +664,9 @@ def test_each_choice_is_a_step(rows, captured_on_cpu):
         full, rest = divmod(sum(calls.values()), 12)
         assert full >= 3
         assert calls[CHAIN.name] == 4 * full + max(0, rest - 8)
+        depths = output.stats.depth_per_call
+        assert depths.count(0) == calls["plain"] and len(depths) == output.stats.num_calls
+        assert depths.count(CHAIN.max_depth) == calls[CHAIN.name]
 
 
 def test_released_and_forgotten_rows_leave_no_tokens():
