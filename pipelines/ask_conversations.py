@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stree.chat_encoding import chat_encoder
-from stree.errors import NotFound, UsageError, exit_with_reason
-from stree.files import make_directory, sha256_of_file, write_atomically
-from stree.tokenizer import fingerprint, load_tokenizer
-from stree_pipelines.data.asked import prompts_asked, prompts_asked_after
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.common.errors import NotFound, UsageError, exit_with_reason
+from stree.common.files import make_directory, sha256_of_file, write_atomically
+from stree_pipelines.console.command_line import PlainParser, input_path, typed_command
+from stree_pipelines.data.held_out_prompts import prompts_asked, prompts_asked_after
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import describe_code
-from stree_pipelines.terminal.command_line import PlainParser, input_path, typed_command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,18 +15,18 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from stree.drafters.naming import DRAFTERS, DrafterName
-from stree.errors import UsageError, exit_with_reason
+from stree.common.errors import UsageError, exit_with_reason
+from stree.drafters.names import DRAFTERS, DrafterName
+from stree_pipelines.comparison.gate import gate, summary
+from stree_pipelines.comparison.gate.baseline import Baseline, folder_of, names_form
+from stree_pipelines.comparison.gate.measuring import Comparison, compare, stored_rows
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.console.input_checks import drafter, of_evaluation, require_there
 from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.estimates import describe_evaluation
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, TREE, EvaluationSettings
-from stree_pipelines.gate import gate, summary
-from stree_pipelines.gate.baseline import Baseline, folder_of, names_form
-from stree_pipelines.gate.comparison import Comparison, compare, stored_rows
-from stree_pipelines.terminal.command_line import CommandParser
-from stree_pipelines.terminal.inputs import drafter, of_evaluation, require_there
 
 EXAMPLE = (
     "benchmark_checkpoint.py runs/new/drafter/latest --baseline runs/old/drafter/latest --target T "

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 import torch
 
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.description import size
-from stree.errors import exit_with_reason
-from stree.free_resources import free_disk_bytes
-from stree.models.convert import load_config, load_model
-from stree.tokenizer import fingerprint
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.tokenizer import fingerprint
+from stree.common.device_memory import free_disk_bytes
+from stree.common.errors import exit_with_reason
+from stree.common.words import size
+from stree_pipelines.console.input_checks import of_training, require_there
 from stree_pipelines.data.datamodule import ConversationDataModule
 from stree_pipelines.distill import DistillCLI
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device
@@ -34,14 +35,13 @@ from stree_pipelines.resources.dry_run import (
     require_writable,
 )
 from stree_pipelines.resources.estimates import forward_memory
-from stree_pipelines.terminal.inputs import of_training, require_there
 from stree_pipelines.training.distillation import Distillation, require_own_target
-from stree_pipelines.training.float8 import require_float8, round_products
-from stree_pipelines.training.frozen_target import held_dtype, loaded_dtype
-from stree_pipelines.training.parser import TrainingParser
-from stree_pipelines.training.precision import supported_precision
-from stree_pipelines.training.teacher_cache import CacheSpec
-from stree_pipelines.training.teacher_cache_writer import CacheWriter
+from stree_pipelines.training.parallel.float8 import require_float8, round_products
+from stree_pipelines.training.parallel.precision import supported_precision
+from stree_pipelines.training.run.parser import TrainingParser
+from stree_pipelines.training.teachers.cache import CacheSpec
+from stree_pipelines.training.teachers.cache_writer import CacheWriter
+from stree_pipelines.training.teachers.frozen_target import held_dtype, loaded_dtype
 
 # Of what the YAML files of a distillation may hold.
 READ = {

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree.errors import exit_with_reason
-from stree.files import write_atomically
+from stree.common.errors import exit_with_reason
+from stree.common.files import write_atomically
+from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.evaluation.arms import Comparison, read_comparison
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.evaluation.needs import describe_comparison
+from stree_pipelines.evaluation.estimates import describe_comparison
 from stree_pipelines.evaluation.options import DRAFTING, OPTIONS, add_options
 from stree_pipelines.reports import arms, plots
 from stree_pipelines.reports.rendering import markdown_page, render_page
-from stree_pipelines.terminal.command_line import PlainParser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 import torch
 
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.errors import exit_with_reason
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config, weights_fingerprint
+from stree.checkpoints.partners import TARGET_WEIGHTS
+from stree.checkpoints.tokenizer import fingerprint, require_same_tokenizer
+from stree.common.errors import exit_with_reason
 from stree.models.config import HybridConfig
-from stree.models.convert import load_config, weights_fingerprint
-from stree.partners import TARGET_WEIGHTS
-from stree.tokenizer import fingerprint, require_same_tokenizer
-from stree_pipelines.training.cli import TrainingCLI
-from stree_pipelines.training.console import say
 from stree_pipelines.training.distillation import (
     Distillation,
     drafter_config_of,
@@ -36,11 +34,13 @@ from stree_pipelines.training.drafter_head import (
     coverage_of,
     most_frequent,
 )
-from stree_pipelines.training.features import features_of
-from stree_pipelines.training.frozen_target import held_dtype, require_placeable
-from stree_pipelines.training.needs import ModelPlan
-from stree_pipelines.training.parser import TrainingParser
-from stree_pipelines.training.teacher_cache import TeacherCache
+from stree_pipelines.training.hidden_states import features_of
+from stree_pipelines.training.run.cli import TrainingCLI
+from stree_pipelines.training.run.console import say
+from stree_pipelines.training.run.estimates import ModelPlan
+from stree_pipelines.training.run.parser import TrainingParser
+from stree_pipelines.training.teachers.cache import TeacherCache
+from stree_pipelines.training.teachers.frozen_target import held_dtype, require_placeable
 
 
 class DistillCLI(TrainingCLI):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stree.errors import UsageError, exit_with_reason
-from stree.models.convert import load_config
+from stree.checkpoints.load_save import load_config
+from stree.common.errors import UsageError, exit_with_reason
+from stree_pipelines.console.command_line import PlainParser, input_path
 from stree_pipelines.resources import machine_checks as machine
-from stree_pipelines.terminal.command_line import PlainParser, input_path
 
 OPTIONAL = ("cuda", "mamba-ssm", "nccl", "gloo", "slurm")
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from stree.drafters.naming import DRAFTERS
-from stree.errors import CannotWrite, StreeError, exit_with_reason
+from stree.common.errors import CannotWrite, StreeError, exit_with_reason
+from stree.drafters.names import DRAFTERS
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.console.input_checks import of_evaluation, require_there
 from stree_pipelines.evaluation.context import Workers
+from stree_pipelines.evaluation.estimates import describe_evaluation
 from stree_pipelines.evaluation.evaluate import Evaluation
-from stree_pipelines.evaluation.needs import describe_evaluation
 from stree_pipelines.evaluation.options import DEFAULTS, add_options
 from stree_pipelines.evaluation.plan import resolve
-from stree_pipelines.terminal.command_line import CommandParser
-from stree_pipelines.terminal.inputs import of_evaluation, require_there
 
 
 def build_parser() -> CommandParser:

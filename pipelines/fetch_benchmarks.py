@@ -14,11 +14,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from stree.errors import BadData, StreeError, UsageError, exit_with_reason
-from stree.files import reporting_refusals, sweep_leftovers
+from stree.common.errors import BadData, StreeError, UsageError, exit_with_reason
+from stree.common.files import reporting_refusals, sweep_leftovers
+from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_DIRECTORY
 from stree_pipelines.evaluation.sources import HOST, MOST_BYTES, SOURCES, add, is_there
-from stree_pipelines.terminal.command_line import PlainParser
 
 ATTEMPTS = 3
 PAUSE_S = 1.0  # before the second attempt, then twice as long

@@ -15,25 +15,30 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 import torch
 
-from stree.batch import BatchDecoder
-from stree.checkpoint_identity import checkpoint_sha256
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.step_timing import context_of, room_to_time
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config, load_model
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.common.errors import UsageError, exit_with_reason
+from stree.drafters.cross_tokenizer import Retokenised
 from stree.drafters.model import Drawing
-from stree.drafters.naming import DRAFTERS, DrafterName
+from stree.drafters.names import DRAFTERS, DrafterName
 from stree.drafters.ngram import NGram
-from stree.drafters.retokenised import Retokenised
-from stree.errors import UsageError, exit_with_reason
-from stree.growths import GROWTHS, as_growth
-from stree.models.convert import load_config, load_model
-from stree.modes import Modes, deepest_of, largest_of, trees_of
-from stree.timing import context_of, room_to_time
-from stree.tokenizer import fingerprint, load_tokenizer
-from stree.tree import TokenTree
+from stree.tree_policy.adaptive import Modes, deepest_of, largest_of, trees_of
+from stree.tree_policy.names import GROWTHS, as_growth
+from stree.trees.token_tree import TokenTree
 from stree.verifiers import NAMES as VERIFIERS
 from stree.verifiers import named, require_tree
+from stree_pipelines.console.command_line import CommandParser, input_path
+from stree_pipelines.console.input_checks import drafter as drafter_there
+from stree_pipelines.console.input_checks import folder, require_there, source, template
+from stree_pipelines.console.input_checks import tree as tree_there
+from stree_pipelines.console.progress import EvaluationProgress, measured_costs
 from stree_pipelines.data.answering import Generation, Tally, prompts_sha256, read_prompts, that_fit
 from stree_pipelines.data.generated import GenerationSpec, num_answer_tokens
 from stree_pipelines.evaluation.context import Workers, describe_code, pick_device, pick_dtype
@@ -45,11 +50,6 @@ from stree_pipelines.resources.dry_run import (
     require_writable,
 )
 from stree_pipelines.resources.estimates import cache_bytes, head_in_8_bits_bytes, num_parameters
-from stree_pipelines.terminal.command_line import CommandParser, input_path
-from stree_pipelines.terminal.inputs import drafter as drafter_there
-from stree_pipelines.terminal.inputs import folder, require_there, source, template
-from stree_pipelines.terminal.inputs import tree as tree_there
-from stree_pipelines.terminal.progress import EvaluationProgress, measured_costs
 
 SMALLER = "lower --num_rows or --max_length, or use --dtype bfloat16"
 

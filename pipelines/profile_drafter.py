@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree.checkpoint_identity import CURVE_NAME, checkpoint_sha256
-from stree.errors import StreeError, UsageError, exit_with_reason
-from stree.files import add_files, sweep_leftovers
-from stree.partners import partner_remarks
+from stree.checkpoints.identity import CURVE_NAME, checkpoint_sha256
+from stree.checkpoints.partners import partner_remarks
+from stree.common.errors import StreeError, UsageError, exit_with_reason
+from stree.common.files import add_files, sweep_leftovers
 from stree.speculation_profile import PROFILE_NAME, SpeculationProfile
-from stree_pipelines.reports.drafter_profile import profile_of, run_at_last_place
-from stree_pipelines.reports.model_card import CARD_NAME, may_write_card, model_card
+from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.reports.plots import tau_vs_step, to_svg
+from stree_pipelines.reports.profiles.drafter_profile import profile_of, run_at_last_place
+from stree_pipelines.reports.profiles.model_card import CARD_NAME, may_write_card, model_card
 from stree_pipelines.reports.run_data import RunData, open_results
 from stree_pipelines.reports.settings import SHOW_HELP
-from stree_pipelines.terminal.command_line import CommandParser
 
 
 def write_profile(

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import stree.threads  # noqa: F401  (before other libraries are loaded)
+import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
 from matplotlib.figure import Figure
 
-from stree.errors import UsageError, exit_with_reason
-from stree.files import make_directory, write_atomically
+from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import make_directory, write_atomically
+from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.records import (
     ARCHIVE_NAME,
     READINGS_NAME,
@@ -30,9 +31,7 @@ from stree_pipelines.evaluation.records import (
     write_archive,
     write_rows,
 )
-from stree_pipelines.reports import by_length_tables, plots, runs_plots, runs_tables
-from stree_pipelines.reports.findings import Findings
-from stree_pipelines.reports.lossless import lossless_markdown, lossless_sentence
+from stree_pipelines.reports import plots, runs_plots, runs_tables
 from stree_pipelines.reports.page import page_context, runs_context
 from stree_pipelines.reports.rendering import markdown_page, render_page
 from stree_pipelines.reports.run_data import (
@@ -48,9 +47,11 @@ from stree_pipelines.reports.runs import Runs, load_runs
 from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.settings import SHOW_HELP
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.table_rows import as_csv, table6_json, table_rows
-from stree_pipelines.reports.tables import in_lines, table6_markdown, to_latex
-from stree_pipelines.terminal.command_line import CommandParser
+from stree_pipelines.reports.tables import by_length_tables
+from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.lossless import lossless_markdown, lossless_sentence
+from stree_pipelines.reports.tables.table_rows import as_csv, table6_json, table_rows
+from stree_pipelines.reports.tables.tables import in_lines, table6_markdown, to_latex
 
 
 def write_report(data: RunData, out: str | Path | None = None) -> tuple[list[Path], str]:

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import stree.threads  # noqa: F401  (before other libraries are loaded)
+import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
 import yaml
 
-from stree.errors import UsageError, exit_with_reason
-from stree.files import write_atomically
+from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import write_atomically
 from stree.speculation_profile import SuggestedTree
+from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.records import ResultRow, ResultStore
+from stree_pipelines.reports.profiles.tree_suggestion import fastest, suggest
 from stree_pipelines.reports.run_data import open_results, without_replaced
 from stree_pipelines.reports.settings import SHOW_HELP, chosen, require_one
-from stree_pipelines.reports.tree_suggestion import fastest, suggest
-from stree_pipelines.terminal.command_line import CommandParser
 
 
 def rows_of_step(

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stree.chat_encoding import TEMPLATES
-from stree.errors import UsageError, exit_with_reason
-from stree.files import publish_directory
+from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import publish_directory
+from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
-from stree_pipelines.terminal.command_line import PlainParser
 
 PAD, END = "<|pad|>", "<|end|>"
 CONTROL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")

@@ -14,18 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from stree.errors import UsageError, exit_with_reason
-from stree.tokenizer import load_tokenizer
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import UsageError, exit_with_reason
 from stree_pipelines.tokenizer_training import texts_of, train_tokenizer
-from stree_pipelines.training.cli import TrainingCLI
-from stree_pipelines.training.console import say
 from stree_pipelines.training.module import TargetTraining, require_whole_vocabulary
-from stree_pipelines.training.needs import ModelPlan
-from stree_pipelines.training.parser import TrainingParser
+from stree_pipelines.training.run.cli import TrainingCLI
+from stree_pipelines.training.run.console import say
+from stree_pipelines.training.run.estimates import ModelPlan
+from stree_pipelines.training.run.parser import TrainingParser
 
 TOKENIZER_DEADLINE_S = 1800.0
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import stree.threads  # noqa: F401  (before torch is loaded)
+import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 __version__ = "0.1.0"
 
@@ -31,34 +31,34 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from stree.bandit import Bandit
-    from stree.batch import BatchDecoder
-    from stree.costs import Costs
-    from stree.engine import Decoder, generate
+    from stree.batching.batch_decoder import BatchDecoder
+    from stree.batching.sequences import Request
+    from stree.decoder import Decoder, generate
     from stree.generation import GenerationConfig, GenerationOutput
+    from stree.hf_model import TransformersDecoder, from_transformers
     from stree.loading import load
     from stree.models.config import HybridConfig
-    from stree.models.hybrid import HybridModel
-    from stree.modes import Modes
-    from stree.requests import Request
-    from stree.transformers_decoder import TransformersDecoder, from_transformers
-    from stree.tree import TokenTree
+    from stree.models.model import HybridModel
+    from stree.tree_policy.adaptive import Modes
+    from stree.tree_policy.bandit import Bandit
+    from stree.tree_policy.step_times import Costs
+    from stree.trees.token_tree import TokenTree
 else:
     _PLACES = {
-        "Bandit": "bandit",
-        "BatchDecoder": "batch",
-        "Costs": "costs",
-        "Decoder": "engine",
+        "Bandit": "tree_policy.bandit",
+        "BatchDecoder": "batching.batch_decoder",
+        "Costs": "tree_policy.step_times",
+        "Decoder": "decoder",
         "GenerationConfig": "generation",
         "GenerationOutput": "generation",
         "HybridConfig": "models.config",
-        "HybridModel": "models.hybrid",
-        "Modes": "modes",
-        "Request": "requests",
-        "TokenTree": "tree",
-        "TransformersDecoder": "transformers_decoder",
-        "from_transformers": "transformers_decoder",
-        "generate": "engine",
+        "HybridModel": "models.model",
+        "Modes": "tree_policy.adaptive",
+        "Request": "batching.sequences",
+        "TokenTree": "trees.token_tree",
+        "TransformersDecoder": "hf_model",
+        "from_transformers": "hf_model",
+        "generate": "decoder",
         "load": "loading",
     }
 

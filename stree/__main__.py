@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from stree import __version__
-from stree.errors import UsageError, exit_with_reason
+from stree.common.errors import UsageError, exit_with_reason
 
 
 class Entry(NamedTuple):
@@ -22,9 +22,9 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "chat": Entry("terminal_chat", "chat with a target, and see what its drafter saves"),
+    "chat": Entry("chat", "chat with a target, and see what its drafter saves"),
     "doctor": Entry("doctor", "say what works on this machine, and what to do about the rest"),
-    "corpus": Entry("corpus", "make a small corpus of this interpreter's documentation"),
+    "corpus": Entry("lab.corpus", "make a small corpus of this interpreter's documentation"),
     "tokenizer": Entry("tokenizer_training", "train a tokenizer"),
     "train": Entry("train_target", "train a target", "fit"),
     "distil": Entry("distill", "distil a drafter from a target", "fit"),
@@ -38,9 +38,11 @@ COMMANDS = {
     "tree": Entry("suggest_tree", "suggest a tree from what a run measured"),
     "report": Entry("report", "write the tables, figures and page of a run, or of several"),
     "compare": Entry("compare", "compare drafters, trees and verifiers on one target"),
-    "project": Entry("project_speed", "work out what drafts are worth at another target's times"),
-    "study": Entry("study", "train drafters that differ in one thing each, and compare them"),
-    "papers": Entry("paper_tables", "print the papers' tables with our numbers beside theirs"),
+    "project": Entry(
+        "lab.project_speed", "work out what drafts are worth at another target's times"
+    ),
+    "study": Entry("lab.study", "train drafters that differ in one thing each, and compare them"),
+    "papers": Entry("lab.paper_tables", "print the papers' tables with our numbers beside theirs"),
     "gate": Entry("benchmark_checkpoint", "fail where a checkpoint is worse than its baseline"),
 }
 _WIDTH = max(map(len, COMMANDS))
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entry = COMMANDS[name]
     if entry.subcommand and rest[:1] != [entry.subcommand]:
         rest = [entry.subcommand, *rest]
-    from stree_pipelines.terminal.command_line import typed_as
+    from stree_pipelines.console.command_line import typed_as
 
     module = importlib.import_module(f"stree_pipelines.{entry.module}")
     with typed_as(f"stree {name}", f"{entry.module.replace('.', '/')}.py"):

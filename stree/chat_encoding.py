@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stree.errors import BadData, CheckpointRefused, NotFound, UsageError, one_line
-from stree.plain_data import read_text
-from stree.tokenizer import refusing_panics
+from stree.checkpoints.tokenizer import refusing_panics
+from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError, one_line
+from stree.common.plain_data import read_text
 
 STREE_CHAT = """\
 {%- for message in messages -%}

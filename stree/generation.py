@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stree.description import counted
-from stree.errors import UsageError
-from stree.tree import TokenTree
+from stree.common.errors import UsageError
+from stree.common.words import counted
+from stree.trees.token_tree import TokenTree
 
 _NUMBERS = {
     "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,

@@ -11,23 +11,23 @@ from typing import NamedTuple, Never, overload
 
 import torch
 
-from stree.batch import BatchDecoder
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.costs import Costs
-from stree.description import counted, device_name, dtype_name
-from stree.drafters.naming import DrafterName
-from stree.engine import Decoder
-from stree.errors import NotFound, UsageError, naming_what_does_not_fit, warn
+from stree.batching.batch_decoder import BatchDecoder
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_model
+from stree.checkpoints.partners import partner_remarks
+from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
+from stree.common.errors import NotFound, UsageError, naming_what_does_not_fit, warn
+from stree.common.words import counted, device_name, dtype_name
+from stree.decoder import Decoder
+from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig, require_whole
-from stree.growths import as_growth, choice_of, refuse_unknown
-from stree.models.convert import load_model
 from stree.models.joint import require_backtracking
-from stree.models.parts import has_products_in_8_bits
-from stree.modes import Modes, largest_of, trees_of
-from stree.partners import partner_remarks
+from stree.models.layers.part import has_products_in_8_bits
 from stree.speculation_profile import FOLDER, load_profile
-from stree.tokenizer import eos_token_ids, load_tokenizer, require_same_tokenizer
-from stree.tree import BeamTree, TokenTree
+from stree.tree_policy.adaptive import Modes, largest_of, trees_of
+from stree.tree_policy.names import as_growth, choice_of, refuse_unknown
+from stree.tree_policy.step_times import Costs
+from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import Verifier, named
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -91,8 +91,8 @@ def load(
         target: A checkpoint's folder, or a name on the hub.
         drafter: The same; or n-grams, alone or with a checkpoint: `ngram`, `ngram:CONTEXT`,
             `ngram:CONTEXT,FILE`, `FOLDER+ngram` (`stree.drafters.ngram`); or `text:FOLDER`, a
-            checkpoint with another tokenizer (`stree.drafters.retokenised`). Ahead of a name with a
-            folder, `float8:` has the model draft with its head in 8 bits, `independent:` has it
+            checkpoint with another tokenizer (`stree.drafters.cross_tokenizer`). Before a name with
+            a folder, `float8:` has the model draft with its head in 8 bits, `independent:` has it
             draw each sibling from all of its distribution, and `top:` has it draft its best tokens
             (`stree.drafters.model.Drawing`). None decodes plainly.
         tree: A tree or its name; or several, of which each step has one: by measured cost, "A or B"

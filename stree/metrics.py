@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.errors import InvariantBroken
+from stree.common.errors import InvariantBroken
 
 Interval = tuple[float, float]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from stree.description import counted, dtype_name
-from stree.modes import Modes
-from stree.tree import TokenTree
+from stree.common.words import counted, dtype_name
+from stree.tree_policy.adaptive import Modes
+from stree.trees.token_tree import TokenTree
 
 
 def described(target: Any, drafter: Any, growth: TokenTree | Modes) -> str:

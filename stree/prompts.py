@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.errors import BadData, UsageError
-from stree.tokenizer import refusing_panics
+from stree.checkpoints.tokenizer import refusing_panics
+from stree.common.errors import BadData, UsageError
 
 _WANTED = "wanted token ids: of one sequence, as a list or a tensor, or of several"
 # Arguments of transformers' `apply_chat_template` that are no variables of a template

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from stree.errors import UsageError, one_line
+from stree.common.errors import UsageError, one_line
 from stree.generation import GenerationConfig, require_whole
 from stree.prompts import prompts_of
 

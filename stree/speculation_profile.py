@@ -12,16 +12,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stree.errors import CheckpointRefused
-from stree.files import require_own_files
-from stree.plain_data import read_text
-from stree.tree import BeamTree, TokenTree
+from stree.common.errors import CheckpointRefused
+from stree.common.files import require_own_files
+from stree.common.plain_data import read_text
+from stree.trees.token_tree import BeamTree, TokenTree
 
 PROFILE_NAME = "speculation_profile.json"
 PROFILE_VERSION = 1
 
 Interval = tuple[float, float]  # 95 %, bootstrap over prompts
-# A drafter's name (`stree.drafters.naming`) where its folder is called so: the profile lies in it.
+# A drafter's name (`stree.drafters.names`) where its folder is called so: the profile lies in it.
 # It names no other file to read.
 FOLDER = "FOLDER"
 Form = Annotated[
@@ -44,7 +44,7 @@ class Record(BaseModel):
 
 class Tree(Record):
     """A token tree: its name and, as its shape, every node's parent. Of a choice among several,
-    whose name is all of theirs (`stree.growths`), a shape that holds them."""
+    whose name is all of theirs (`stree.tree_policy.names`), a shape that holds them."""
 
     name: str
     parents: tuple[int, ...]
@@ -62,8 +62,10 @@ class StepTimes(Record):
 
 
 class CostsRecord(Record):
-    """`stree.costs.Costs` as they are saved: what steps take, on which device, in which dtype, at
-    which temperature; catch_up_s, a row's that a drafter takes to read what plain decoding left."""
+    """Saved step times (`stree.tree_policy.step_times`), with device, dtype and temperature.
+
+    catch_up_s: seconds that a drafter takes to read, for one row, what plain steps left.
+    """
 
     device: str
     dtype: str

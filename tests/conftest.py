@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
     interpreted.do_once_what_comes_out_the_same()
 
-from stree.executors import Graphs
+from stree.batching.runners import Graphs
 
 LONGEST = (
     "test_slurm.py",
@@ -83,9 +83,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def captured_on_cpu(monkeypatch):
     """Steps are graphs, as on a GPU: captured functions simply run whenever they are replayed."""
-    monkeypatch.setattr("stree.executors.Capture", Replayed)
-    monkeypatch.setattr("stree.batch.executor_of", Graphs)
-    monkeypatch.setattr("stree.readers.LEAST_READ", 2)  # padding takes time without a GPU
+    monkeypatch.setattr("stree.batching.runners.Capture", Replayed)
+    monkeypatch.setattr("stree.batching.batch_decoder.executor_of", Graphs)
+    monkeypatch.setattr(
+        "stree.batching.prefillers.LEAST_READ", 2
+    )  # padding takes time without a GPU
     monkeypatch.setattr(torch.cuda, "Event", Event)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))

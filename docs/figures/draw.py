@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
 
 HERE = Path(__file__).parent
 INK, GREY, KEPT, LOST, STATE = "#1f2328", "#8b949e", "#2da44e", "#b9c0c8", "#2f81d6"

@@ -28,7 +28,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from stree.files import write_atomically
+from stree.common.files import write_atomically
 
 DPI = 80
 RICH = {"_repr_html_": "text/html", "_repr_markdown_": "text/markdown"}

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stree.batch import BatchDecoder
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request
 from stree.chat_encoding import chat_encoder
-from stree.errors import BadData, UsageError
-from stree.files import make_directory, publish_directory, sweep_leftovers, write_atomically
+from stree.common.errors import BadData, UsageError
+from stree.common.files import make_directory, publish_directory, sweep_leftovers, write_atomically
+from stree.common.plain_data import parse_json
 from stree.generation import GenerationConfig, GenerationOutput
-from stree.modes import Modes
-from stree.plain_data import parse_json
-from stree.requests import Request
-from stree.tree import TokenTree
+from stree.tree_policy.adaptive import Modes
+from stree.trees.token_tree import TokenTree
+from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.data.conversations import LINE_SUFFIXES, Turn, read_conversations
 from stree_pipelines.data.generated import (
     SPEC_NAME,
@@ -32,7 +33,6 @@ from stree_pipelines.data.generated import (
 )
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.context import Workers
-from stree_pipelines.terminal.progress import EvaluationProgress
 
 COMPARED_TOKENS = 64  # of each answer, when speeds are compared
 

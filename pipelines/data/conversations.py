@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from stree.errors import BadData, NotFound
+from stree.common.errors import BadData, NotFound
 
 Turn = tuple[str, str]  # (role, text), role one of "system", "user", "assistant"
 

@@ -22,14 +22,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
 from stree.chat_encoding import ChatEncoder
-from stree.errors import BadData, CheckpointRefused, UsageError
-from stree.tokenizer import fingerprint, load_tokenizer
+from stree.checkpoints.tokenizer import fingerprint, load_tokenizer
+from stree.common.errors import BadData, CheckpointRefused, UsageError
 from stree_pipelines.data.conversations import Conversation, ReadReport, read_conversations
 from stree_pipelines.data.generated import is_generated, read_answers
 from stree_pipelines.data.loss_mask import show_mask
 from stree_pipelines.data.micro_batches import Batch, MicroBatches, as_tensors, permutation
 from stree_pipelines.data.packing import Packing, TokenTable, joined, make_batch, pack, shared_out
-from stree_pipelines.training.teacher_cache import CachedTargets, TeacherCache
+from stree_pipelines.training.teachers.cache import CachedTargets, TeacherCache
 
 CHUNK = 1024  # conversations encoded together
 MIX_STREAM = 1 << 40  # of random numbers; passes over the data have the small ones

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.errors import BadData, CheckpointRefused, UsageError
-from stree.files import verify_manifest
-from stree.models.checked_json import LARGEST
-from stree.plain_data import read_json
+from stree.checkpoints.checked_json import LARGEST
+from stree.common.errors import BadData, CheckpointRefused, UsageError
+from stree.common.files import verify_manifest
+from stree.common.plain_data import read_json
 from stree.verifiers import named
 from stree_pipelines.evaluation.records import config_hash
 

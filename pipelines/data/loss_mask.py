@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from stree.chat_encoding import ChatEncoder
-from stree.errors import UsageError
-from stree.text import shown
+from stree.common.errors import UsageError
+from stree.common.text import shown
+from stree_pipelines.console.command_line import PlainParser
 from stree_pipelines.data.conversations import read_conversations
-from stree_pipelines.terminal.command_line import PlainParser
 
 
 def show_mask(
@@ -41,7 +41,7 @@ def show_mask(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from stree.tokenizer import load_tokenizer
+    from stree.checkpoints.tokenizer import load_tokenizer
 
     parser = PlainParser("loss_mask.py", description="Print conversations with their loss mask.")
     parser.add_argument("data", help="JSONL(.gz), Parquet or a datasets name")

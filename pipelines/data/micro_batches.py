@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from stree_pipelines.data.packing import Packing, TokenTable, count_rows, make_batch
-from stree_pipelines.training.teacher_cache import CachedTargets
+from stree_pipelines.training.teachers.cache import CachedTargets
 
 Batch = dict[str, Any]
 

@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stree.description import device_name
-from stree.drafters.naming import DrafterName
-from stree.errors import UsageError
-from stree.growths import GROWTH_IS_TREE
+from stree.common.errors import UsageError
+from stree.common.words import device_name
+from stree.drafters.names import DrafterName
+from stree.tree_policy.names import GROWTH_IS_TREE
+from stree_pipelines.console import input_checks as inputs
+from stree_pipelines.console.command_line import input_path, read_yaml
+from stree_pipelines.console.input_checks import require_there
 from stree_pipelines.evaluation.benchmarks import Benchmark
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import (
@@ -25,9 +28,6 @@ from stree_pipelines.evaluation.plan import (
 )
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.terminal import inputs
-from stree_pipelines.terminal.command_line import input_path, read_yaml
-from stree_pipelines.terminal.inputs import require_there
 
 _KEYS = ("name", "drafter", "tree", "verifier", "backtracking")
 TUNED = "chain-tuned"  # the tree of an arm whose chain is as long as is fastest

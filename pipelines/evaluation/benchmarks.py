@@ -7,15 +7,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from stree.errors import BadData, NotFound, UsageError
-from stree.plain_data import parse_json
+from stree.common.errors import BadData, NotFound, UsageError
+from stree.common.plain_data import parse_json
 from stree_pipelines.data.conversations import Turn
 from stree_pipelines.evaluation.records import config_hash
 
 DEFAULT_DIRECTORY = Path("data/benchmarks")  # where fetch_benchmarks.py writes
 SHIPPED = Path(__file__).with_name("prompts")
 DEFAULT_BENCHMARKS = ("starter",)  # which ships
-# What pipelines/corpus.py writes: its file, the prefix of its rows' ids, and the benchmark's name.
+# pipelines/lab/corpus.py's file, the prefix of its rows' ids, and the benchmark's name
 CORPUS_PROMPTS = "prompts.jsonl"
 CORPUS_PREFIX = "python-docs-"
 CORPUS_BENCHMARK = "python_docs"

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stree.description import device_name
-from stree.errors import CheckpointRefused, UsageError
+from stree.checkpoints.checked_json import LARGEST
+from stree.common.errors import CheckpointRefused, UsageError
+from stree.common.plain_data import read_json
+from stree.common.words import device_name
 from stree.loading import find_device
-from stree.models.checked_json import LARGEST
-from stree.plain_data import read_json
+from stree_pipelines.console.command_line import typed_command
 from stree_pipelines.evaluation.records import Environment
-from stree_pipelines.terminal.command_line import typed_command
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "stree-spec")

@@ -20,23 +20,25 @@ from typing import Any
 
 from stree import metrics
 from stree.chat_encoding import resolve_template
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.description import device_name
-from stree.errors import (
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.common.errors import (
     InvariantBroken,
     OutOfMemory,
     StreeError,
     UsageError,
     naming_what_does_not_fit,
 )
-from stree_pipelines.evaluation import garbage
-from stree_pipelines.evaluation.answers import Answerer, timing_of
+from stree.common.words import device_name
+from stree_pipelines.console.progress import EvaluationProgress
+from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.answering.answers import Answerer, timing_of
+from stree_pipelines.evaluation.answering.drafter_readings import read_answer
+from stree_pipelines.evaluation.answering.interleave import answers_in_turns
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt, load_benchmark
 from stree_pipelines.evaluation.context import (
     Workers,
     describe_environment,
 )
-from stree_pipelines.evaluation.in_turns import answers_in_turns
 from stree_pipelines.evaluation.plan import (
     AUTOREGRESSIVE,
     DrafterIdentity,
@@ -45,7 +47,6 @@ from stree_pipelines.evaluation.plan import (
     Round,
     make_job,
 )
-from stree_pipelines.evaluation.reading import read_answer
 from stree_pipelines.evaluation.records import (
     Lossless,
     Reading,
@@ -57,7 +58,6 @@ from stree_pipelines.evaluation.records import (
     Tree,
 )
 from stree_pipelines.evaluation.sampling import sampling_of, told_sampling
-from stree_pipelines.terminal.progress import EvaluationProgress
 
 # Logits by which a target's first choice may lead where two exact decodings part, by dtype.
 LARGEST_TIE = {"float32": 1e-3, "float64": 1e-9}

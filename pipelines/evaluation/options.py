@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from stree.growths import GROWTHS
+from stree.tree_policy.names import GROWTHS
 from stree.verifiers import NAMES as VERIFIERS
+from stree_pipelines.console.command_line import CommandParser, PlainParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS, EvaluationSettings
-from stree_pipelines.terminal.command_line import CommandParser, PlainParser
 
 # By name: the type, of each value where it takes several, and the help
 OPTIONS: dict[str, tuple[Any, str]] = {

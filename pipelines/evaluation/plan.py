@@ -8,28 +8,28 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.checks import require_vocabulary_of
-from stree.drafters.naming import DrafterName
-from stree.drafters.retokenised import require_tokens_alone
-from stree.errors import NotFound, UsageError
-from stree.files import MANIFEST_NAME, verify_manifest
+from stree.batching.checks import require_vocabulary_of
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config
+from stree.checkpoints.partners import partner_remarks
+from stree.checkpoints.tokenizer import require_same_tokenizer
+from stree.common.errors import NotFound, UsageError
+from stree.common.files import MANIFEST_NAME, verify_manifest
+from stree.common.plain_data import read_json
+from stree.drafters.cross_tokenizer import require_tokens_alone
+from stree.drafters.names import DrafterName
 from stree.generation import GenerationConfig
-from stree.growths import as_growth
-from stree.models.convert import load_config
-from stree.models.features import require_features_of
+from stree.models.hidden_states import require_features_of
 from stree.models.joint import require_backtracking
-from stree.modes import Modes
-from stree.partners import partner_remarks
-from stree.plain_data import read_json
-from stree.tokenizer import require_same_tokenizer
-from stree.tree import BeamTree, TokenTree
+from stree.tree_policy.adaptive import Modes
+from stree.tree_policy.names import as_growth
+from stree.trees.token_tree import BeamTree, TokenTree
 from stree.verifiers import named, require_tree
+from stree_pipelines.console.command_line import input_path
 from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
 from stree_pipelines.evaluation.context import checkpoint_step
 from stree_pipelines.evaluation.records import ResultKey, SampleKey, config_hash, packed_samples
 from stree_pipelines.evaluation.sampling import sampling_of, switched_on
-from stree_pipelines.terminal.command_line import input_path
 
 AUTOREGRESSIVE, CHAIN, TREE = METHODS = ("autoregressive", "vanilla_sd", "stree")
 NUM_FIRST_PROMPTS = 4  # or as many as are answered at once

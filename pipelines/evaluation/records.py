@@ -26,10 +26,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from stree.errors import BadData
-from stree.files import reporting_refusals, sweep_leftovers, write_atomically
+from stree.common.errors import BadData
+from stree.common.files import reporting_refusals, sweep_leftovers, write_atomically
 from stree.speculation_profile import CostsRecord, Record, Tree, first_fault
-from stree.tree import MAX_NODES
+from stree.trees.token_tree import MAX_NODES
 
 SCHEMA_VERSION = 1
 RESULTS_NAME = "results.jsonl"

@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from stree.errors import BadData
-from stree.files import write_atomically
-from stree.plain_data import parse_json, read_json
+from stree.common.errors import BadData
+from stree.common.files import write_atomically
+from stree.common.plain_data import parse_json, read_json
 from stree.speculation_profile import Record
 from stree_pipelines.evaluation.benchmarks import Benchmark, load_benchmark, parse_prompts
 

@@ -18,7 +18,7 @@ from stree_pipelines.evaluation.records import ResultRow, ResultStore, Tree
 from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import Cell, drafter_label, told_shares
 from stree_pipelines.reports.settings import sampling_note
-from stree_pipelines.reports.tables import Table, figure, speed_ratio
+from stree_pipelines.reports.tables.tables import Table, figure, speed_ratio
 
 PLAIN = "plain decoding"
 HEADS = (

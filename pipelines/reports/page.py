@@ -8,12 +8,13 @@ from typing import Any
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.evaluation.sampling import told_sampling
-from stree_pipelines.reports import by_length_tables, runs_tables
-from stree_pipelines.reports.findings import Findings
+from stree_pipelines.reports import runs_tables
 from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
 from stree_pipelines.reports.runs_tables import RunsFindings
 from stree_pipelines.reports.simulation import parting_sentence
-from stree_pipelines.reports.tables import Table
+from stree_pipelines.reports.tables import by_length_tables
+from stree_pipelines.reports.tables.findings import Findings
+from stree_pipelines.reports.tables.tables import Table
 
 MAX_SAMPLES_PER_BENCHMARK = 3
 MAX_DIVERGENCES_SHOWN = 50

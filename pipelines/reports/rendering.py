@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from stree.text import shown
+from stree.common.text import shown
 
 # A tag of HTML as CommonMark has it, but for the ones that our pages use
 _TAG = re.compile(r"<(?=[A-Za-z/!?])(?!/?(?:details|summary)>)")

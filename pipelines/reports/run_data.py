@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from stree import metrics
-from stree.drafters.naming import DrafterName
-from stree.errors import BadData, UsageError
+from stree.common.errors import BadData, UsageError
+from stree.common.plain_data import read_json
+from stree.drafters.names import DrafterName
 from stree.metrics import Timing
-from stree.plain_data import read_json
 from stree_pipelines.evaluation.evaluate import summarise_lossless
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
 from stree_pipelines.evaluation.records import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from stree.errors import BadData, UsageError
-from stree.plain_data import parse_yaml, read_text
+from stree.common.errors import BadData, UsageError
+from stree.common.plain_data import parse_yaml, read_text
 from stree_pipelines.comparison.answers import Answers
 from stree_pipelines.evaluation.records import ResultRow
 from stree_pipelines.reports import settings
@@ -200,7 +200,7 @@ def _columns(runs: dict[str, RunData], notes: list[str]) -> list[Column]:
 
 def recipe_of(folder: Path) -> Recipe | None:
     """Of the training that made the run; None where the folder has no config of one."""
-    from stree_pipelines.training.run_folder import fixed_config  # Lightning: not for one run
+    from stree_pipelines.training.run.run_folder import fixed_config  # Lightning: not for one run
 
     path = folder / CONFIG_NAME
     if not path.is_file():

@@ -19,8 +19,8 @@ from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
 from stree_pipelines.reports.run_data import checkpoint_title, method_label
 from stree_pipelines.reports.runs import Column, Runs
 from stree_pipelines.reports.settings import common_setting, sampling_note
-from stree_pipelines.reports.table_rows import QUANTILES, as_json, of_gain
-from stree_pipelines.reports.tables import (
+from stree_pipelines.reports.tables.table_rows import QUANTILES, as_json, of_gain
+from stree_pipelines.reports.tables.tables import (
     MISSING,
     Table,
     bracket,

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 from stree.verifiers import NAMES as VERIFIERS
 from stree_pipelines.evaluation.plan import CHAIN, TREE
 from stree_pipelines.evaluation.records import ResultRow

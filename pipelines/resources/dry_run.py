@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import yaml
 
-from stree.description import counted, size
-from stree.errors import CannotWrite, OutOfMemory
-from stree.free_resources import free_disk_bytes, free_memory_bytes
+from stree.common.device_memory import free_disk_bytes, free_memory_bytes
+from stree.common.errors import CannotWrite, OutOfMemory
+from stree.common.words import counted, size
 from stree.models.config import HybridConfig
 from stree_pipelines.resources.estimates import itemised, num_parameters
 

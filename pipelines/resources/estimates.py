@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stree.description import size
+from stree.common.words import size
 from stree.models.cache import HybridCache
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
 from stree.models.layer_caches import AttentionCache
-from stree.models.rotary import rotary_angles
-from stree_pipelines.training.float8 import round_products
-from stree_pipelines.training.losses import chunk_rows
+from stree.models.layers.rotary import rotary_angles
+from stree.models.model import HybridModel
+from stree_pipelines.training.losses.distillation_loss import chunk_rows
 from stree_pipelines.training.optimization import OptimizerKind, num_moments
-from stree_pipelines.training.precision import AUTOCAST
+from stree_pipelines.training.parallel.float8 import round_products
+from stree_pipelines.training.parallel.precision import AUTOCAST
 
 GRADIENT_BYTES = 4  # a weight
 AVERAGE_BYTES = 4  # a weight, in memory and in a checkpoint

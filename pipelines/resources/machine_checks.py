@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stree.description import counted, size
-from stree.free_resources import free_memory_bytes
+from stree.common.device_memory import free_memory_bytes
+from stree.common.words import counted, size
 from stree.models.config import HybridConfig
 from stree.models.slicing import drafter_config_from
 from stree_kernels.mamba.chunk_scan import mamba_ssm_kernel

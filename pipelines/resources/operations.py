@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 
 # Of bf16 products without sparsity a second, by NVIDIA's data sheets, of the SXM modules
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stree.errors import UsageError
+from stree.checkpoints.load_save import load_config, load_model
+from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.convert import load_config, load_model
-from stree.models.features import Features, require_features_of
-from stree.models.hybrid import HybridModel
+from stree.models.hidden_states import Features, require_features_of
+from stree.models.model import HybridModel
 from stree.models.slicing import (
     Layers,
     drafter_config_from,
@@ -22,26 +22,26 @@ from stree.models.slicing import (
     with_random_head,
 )
 from stree_pipelines.training.drafter_head import HeadConfig
-from stree_pipelines.training.features import FeatureConfig, features_of
-from stree_pipelines.training.frozen_target import (
+from stree_pipelines.training.hidden_states import FeatureConfig, features_of
+from stree_pipelines.training.losses.config import LossConfig
+from stree_pipelines.training.losses.distillation_loss import (
+    LossTerms,
+    chunked_distillation_loss,
+    live_teacher,
+    measure_rows,
+)
+from stree_pipelines.training.losses.token_weights import token_weights
+from stree_pipelines.training.module import Batch, Training, shift_left
+from stree_pipelines.training.optimization import OptimizerConfig
+from stree_pipelines.training.parallel.sharding import own_part
+from stree_pipelines.training.teachers.frozen_target import (
     FrozenTarget,
     Placement,
     TargetDtype,
     TargetInputs,
     loaded_dtype,
 )
-from stree_pipelines.training.loss_config import LossConfig
-from stree_pipelines.training.losses import (
-    LossTerms,
-    chunked_distillation_loss,
-    live_teacher,
-    measure_rows,
-)
-from stree_pipelines.training.module import Batch, Training, shift_left
-from stree_pipelines.training.optimization import OptimizerConfig
-from stree_pipelines.training.sharding import own_part
-from stree_pipelines.training.teachers import Teacher, TopK
-from stree_pipelines.training.token_weights import token_weights
+from stree_pipelines.training.teachers.teachers import Teacher, TopK
 
 
 class Distillation(Training):

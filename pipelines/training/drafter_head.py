@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 from stree_pipelines.data.packing import TokenTable
 
 

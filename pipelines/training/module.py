@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from stree.errors import InvariantBroken, UsageError
+from stree.common.errors import InvariantBroken, UsageError
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
-from stree_pipelines.training.host_memory import keep_freed_memory
-from stree_pipelines.training.losses import LossTerms, chunked_cross_entropy
+from stree.models.model import HybridModel
+from stree_pipelines.training.checkpoints.weight_average import WeightAverage
+from stree_pipelines.training.losses.distillation_loss import LossTerms, chunked_cross_entropy
 from stree_pipelines.training.optimization import OptimizerConfig, learning_rate, make_optimizer
-from stree_pipelines.training.sharding import own_part, shard, whole
-from stree_pipelines.training.weight_average import WeightAverage
+from stree_pipelines.training.parallel.host_memory import keep_freed_memory
+from stree_pipelines.training.parallel.sharding import own_part, shard, whole
 
 Batch = dict[str, Any]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 
 OptimizerKind = Literal["adamw", "muon"]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.forest import Forest
-from stree.rows import Rows
+from stree.batching.state import Rows
+from stree.trees.tree_batch import Forest
 
 
 class Drawn(Enum):

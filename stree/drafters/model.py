@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.build_trees import tree_batch
+from stree.batching.state import Rows
 from stree.drafters import Drawn, Proposal
-from stree.forest import Forest, Level
-from stree.models.features import FeatureInput
-from stree.models.hybrid import HybridModel, last_of, read_row
+from stree.models.chunk_pass import PieceRoom
+from stree.models.hidden_states import FeatureInput
 from stree.models.layer_caches import Which
-from stree.models.reading import PieceRoom
-from stree.rows import Rows
-from stree.tree import TokenTree
+from stree.models.model import HybridModel, last_of, read_row
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree
+from stree.trees.tree_batch import Forest, Level
 from stree_kernels import ops
 from stree_kernels.contracts import Sampling, Stream, Topology
 
@@ -45,8 +45,8 @@ class ModelDrafter:
 
     It first reads the tokens that became certain since its last draft, as a chain, then the inner
     nodes of the trees as trees of their own that grow level by level. Nothing of a draft but the
-    certain tokens reaches its states. A model that reads features (`stree.models.features`) has
-    those of the target at certain tokens, further down the draft its own hidden states or none.
+    certain tokens reaches its states. A model that reads features (`stree.models.hidden_states`)
+    has those of the target at certain tokens, further down its own hidden states or none.
 
     At temperature 0 siblings are its most probable tokens, however they are drawn else.
     """

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.batching.state import Rows
 from stree.drafters import Drawn, Proposal
 from stree.drafters.model import ModelDrafter
-from stree.forest import Forest
 from stree.generation import require_whole
-from stree.models.hybrid import HybridModel
 from stree.models.layer_caches import Which, fill
-from stree.rows import Rows
+from stree.models.model import HybridModel
+from stree.trees.tree_batch import Forest
 
 NOTHING = -1  # a slot of no token
 NUM_PLACES = 16  # of a corpus, for each count of tokens that match, at which a step looks

@@ -1,6 +1,6 @@
 """Decoder models: one readable file a model, all key renaming in `convert`."""
 
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 
 __all__ = ["HybridConfig", "HybridModel"]

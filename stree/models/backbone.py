@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from stree.models.config import HybridConfig
-from stree.models.features import FeatureInput
-from stree.models.layer import Layer, SharedTransformer
-from stree.models.norm import RMSNorm
+from stree.models.hidden_states import FeatureInput
+from stree.models.layers.layer import Layer, SharedTransformer
+from stree.models.layers.norm import RMSNorm
 
 
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:

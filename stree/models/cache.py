@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.build_trees import tree_batch
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
 from stree.models.joint import LastTree, require_backtracking
 from stree.models.layer_caches import (
@@ -33,8 +32,9 @@ from stree.models.layer_caches import (
     Which,
     fill,
 )
-from stree.models.rotary import rotary_angles
-from stree.tree import TokenTree
+from stree.models.layers.rotary import rotary_angles
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree
 from stree_kernels import naive, ops
 from stree_kernels.contracts import Steering
 

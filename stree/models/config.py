@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 from stree_kernels.contracts import GatedDeltaShape, MixerShape
 
 MAX_LAYERS = 1000  # a slip of the finger above it would be built for hours before it is noticed

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
-from stree.models.gated_delta import GatedDeltaNet
-from stree.models.mamba import Mamba2
-from stree.models.mlp import Experts
+from stree.models.layers.gated_delta import GatedDeltaNet
+from stree.models.layers.mamba import Mamba2
+from stree.models.layers.mlp import Experts
 
 
 @torch.no_grad()

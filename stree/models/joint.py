@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stree.errors import UsageError
-from stree.models.parts import TreeCall, rows_of
+from stree.common.errors import UsageError
+from stree.models.layers.part import TreeCall, rows_of
 from stree_kernels.contracts import Steering, Stream, Topology
 
 BACKTRACKING = ("replay", "joint")

@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
-from stree.errors import UsageError
+from stree.common.errors import UsageError
 from stree.models.config import HybridConfig
-from stree.models.features import FeatureInput
-from stree.models.hybrid import HybridModel
+from stree.models.hidden_states import FeatureInput
 from stree.models.initialisation import initialise
+from stree.models.model import HybridModel
 
 Layers = Sequence[int] | Literal["first"] | None  # of a target, see `drafter_config_from`
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from stree.batching.state import Rows
+from stree.common.errors import UsageError
 from stree.drafters import Drafter, Drawn, Proposal
-from stree.errors import UsageError
-from stree.forest import Forest
-from stree.rows import Rows
-from stree.tree import BeamTree, TokenTree
+from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.tree_batch import Forest
 
 NAMES = ("coupled", "naive", "multi_step", "block", "traversal")
 

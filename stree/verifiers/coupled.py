@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from stree.batching.state import Rows
 from stree.drafters import Drawn, Proposal
-from stree.forest import Forest
-from stree.rows import Rows
+from stree.trees.tree_batch import Forest
 from stree_kernels import ops
 
 

@@ -7,7 +7,7 @@ judges a draft before it looks at the next; on trees with siblings `coupled` acc
 
 from __future__ import annotations
 
-from stree.verifiers.judging import Judging
+from stree.verifiers.rejection import Judging
 
 
 class MultiStep(Judging):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stree.verifiers.judging import Judging
+from stree.verifiers.rejection import Judging
 
 
 class Naive(Judging):

@@ -10,7 +10,7 @@ sampling does not: siblings of different nodes, and of different steps, drawn in
 
 from __future__ import annotations
 
-from stree.verifiers.judging import Judging
+from stree.verifiers.rejection import Judging
 
 
 class Traversal(Judging):

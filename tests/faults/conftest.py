@@ -22,7 +22,7 @@ class Training:
     forks: forked.Forks
     workspace: Path
     whole: Path
-    lines_of_saves: tuple[int, ...]  # of stree/files.py, executed by each of its saves
+    lines_of_saves: tuple[int, ...]  # of stree/common/files.py, executed by each of its saves
     steps: int = STEPS
     interval: int = INTERVAL
 
@@ -30,7 +30,7 @@ class Training:
         return arguments_of(self.workspace, run_dir)
 
     def start(self, run_dir: Path, output: Path | None = None, **options) -> forked.Command:
-        # These faults come in rows that tests/pipelines/test_restarts.py is about.
+        # These faults come in rows that tests/pipelines/training/run/test_restarts.py is about.
         if (run_dir / "restarts.json").exists() and os.access(run_dir, os.W_OK):
             (run_dir / "restarts.json").unlink()
         output = output or run_dir.with_name(f"{run_dir.name}.out")

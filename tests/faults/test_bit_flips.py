@@ -17,11 +17,11 @@ import torch
 from damage import flip_bit
 from tiny_run import make_workspace
 
-from stree.errors import CheckpointRefused
-from stree.files import MANIFEST_NAME
-from stree.models.convert import load_model, save_model
-from stree.tokenizer import load_tokenizer
-from stree_pipelines.training.checkpointing import STATE_KEYS, SafeCheckpointIO, latest_valid
+from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import CheckpointRefused
+from stree.common.files import MANIFEST_NAME
+from stree_pipelines.training.checkpoints.saving import STATE_KEYS, SafeCheckpointIO, latest_valid
 
 FLIPS = 100
 

@@ -1,6 +1,6 @@
 """Two commands on one folder: evaluations take turns, trainings do not mix, readers see the whole.
 
-Two evaluations of different checkpoints are in tests/pipelines/test_evaluation.py.
+Two evaluations of different checkpoints are in tests/pipelines/evaluation/test_evaluate.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 from run_checks import assert_same_run, steps_in, table_without_timings
 from tiny_run import distill_arguments
 
-from stree.models.convert import load_model
+from stree.checkpoints.load_save import load_model
 from stree_pipelines.evaluation.plan import DrafterIdentity
-from stree_pipelines.training.checkpointing import latest_valid
+from stree_pipelines.training.checkpoints.saving import latest_valid
 
 
 def test_an_evaluation_takes_over_when_the_one_before_it_is_killed(evaluation, tmp_path):
@@ -36,7 +36,7 @@ def test_a_second_training_in_a_folder_is_refused(training, tmp_path):
     run_dir = tmp_path / "run"
     first = training.start(run_dir, before=("planted:pause", {"at_step": 4}))
     forked.wait_until(lambda: bool(steps_in(run_dir / "checkpoints")), lambda: str(first))
-    patience = {"name": "stree_pipelines.training.run_folder:LOCK_PATIENCE_S", "value": 0.5}
+    patience = {"name": "stree_pipelines.training.run.run_folder:LOCK_PATIENCE_S", "value": 0.5}
     second = training.run(
         run_dir, output=tmp_path / "second.out", before=("planted:set_to", patience)
     )

@@ -21,9 +21,9 @@ from run_checks import (
 from small_disk import mounted
 from tiny_run import distill_arguments
 
-from stree.files import verify_manifest
+from stree.common.files import verify_manifest
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.training.checkpointing import latest_valid
+from stree_pipelines.training.checkpoints.saving import latest_valid
 
 pytestmark = pytest.mark.timeout(1200)
 FULL = (

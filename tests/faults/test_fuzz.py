@@ -22,8 +22,8 @@ from mutations import ODD_VALUES, damaged_bytes, damaged_value
 from parsed import ParseOnly
 
 from stree.chat_encoding import ChatEncoder
-from stree.errors import BadData, StreeError, UsageError
-from stree.tree import TokenTree
+from stree.common.errors import BadData, StreeError, UsageError
+from stree.trees.token_tree import TokenTree
 from stree_pipelines import eval_spec
 from stree_pipelines.data.conversations import REASONS, Conversation, read_conversations
 from stree_pipelines.distill import DistillCLI

@@ -1,7 +1,7 @@
 """SIGKILL at random moments: the same command again ends with what an undisturbed run ends with.
 
 Moments come from a seeded generator. A third of training's kills fall inside a save, at a random
-line of stree/files.py; the others at a random time behind a random step (or behind the start).
+line of stree/common/files.py; the others at a random time after a random step (or the start).
 Each seed is a chain of five kills: what one leaves is what the next starts from.
 """
 
@@ -96,30 +96,32 @@ def die(call: str, naming: str = "", when: str = "before", nth: int = 1) -> tupl
 
 
 SAVING = {
-    "tensors are written": die("stree_pipelines.training.checkpointing:save_file", when="after"),
-    "before the manifest": die("stree.files:_write_manifest", "checkpoints"),
-    "behind the manifest": die("stree.files:_write_manifest", "checkpoints", "after"),
-    "before the rename": die("stree.files:_put_in_place", "checkpoints"),
-    "behind the rename": die("stree.files:_put_in_place", "checkpoints", "after"),
-    "before the oldest goes": die("stree_pipelines.training.checkpointing:remove_directory"),
+    "tensors are written": die(
+        "stree_pipelines.training.checkpoints.saving:save_file", when="after"
+    ),
+    "before the manifest": die("stree.common.files:_write_manifest", "checkpoints"),
+    "behind the manifest": die("stree.common.files:_write_manifest", "checkpoints", "after"),
+    "before the rename": die("stree.common.files:_put_in_place", "checkpoints"),
+    "behind the rename": die("stree.common.files:_put_in_place", "checkpoints", "after"),
+    "before the oldest goes": die("stree_pipelines.training.checkpoints.saving:remove_directory"),
     # The first is the clean-up of the save itself.
     "renamed, not deleted": die("shutil:rmtree", "checkpoints/.tmp-", nth=2),
     "half deleted": die("os:unlink", "state.", nth=2),
 }
 EXPORTING = {
-    "weights are written": die("stree.models.convert:save_file", when="after"),
-    "before the rename": die("stree.files:_put_in_place", "drafter"),
-    "behind the rename": die("stree.files:_put_in_place", "drafter", "after"),
+    "weights are written": die("stree.checkpoints.load_save:save_file", when="after"),
+    "before the rename": die("stree.common.files:_put_in_place", "drafter"),
+    "behind the rename": die("stree.common.files:_put_in_place", "drafter", "after"),
     "the new link is not in place": die("os:replace", "drafter/latest"),
     "the new link is in place": die("os:replace", "drafter/latest", "after"),
 }
 RESUMING = {
     "step 8": die("stree_pipelines.training.module:Training.on_validation_epoch_start", nth=2),
-    "before leftovers go": die("stree_pipelines.training.checkpointing:sweep_leftovers"),
+    "before leftovers go": die("stree_pipelines.training.checkpoints.saving:sweep_leftovers"),
     "config.yaml is not in place": die("os:replace", "config.yaml"),
     "command.json is in place": die("os:replace", "command.json", "after"),
     "the state is read": die(
-        "stree_pipelines.training.checkpointing:SafeCheckpointIO.load_checkpoint", when="after"
+        "stree_pipelines.training.checkpoints.saving:SafeCheckpointIO.load_checkpoint", when="after"
     ),
     "metrics.csv is not in place": die("os:replace", "metrics.csv"),
     "metrics.csv is in place": die("os:replace", "metrics.csv", "after"),

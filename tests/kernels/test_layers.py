@@ -10,14 +10,14 @@ from families import FAMILIES, random_reference
 from kernel_cases import DEVICE, comb, relative_error
 from lanes import quick_first
 
-from stree.build_trees import tree_batch
+from stree.batching.state import Rows
+from stree.checkpoints.load_save import load_model
 from stree.drafters.model import ModelDrafter
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
-from stree.models.convert import load_model
-from stree.models.hybrid import HybridModel
-from stree.rows import Rows
-from stree.tree import TokenTree
+from stree.models.model import HybridModel
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree
 from stree_kernels import ops
 
 SEEDS = {"nemotron": 3, "granite": 3, "zamba": 1, "qwen3_5": 1}

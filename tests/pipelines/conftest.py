@@ -20,7 +20,7 @@ def little_own_text():
     """What a training ends with would take half the time of a tiny one; test_own_text.py has all
     of it."""
     with pytest.MonkeyPatch.context() as patch:
-        if own_text := sys.modules.get("stree_pipelines.training.own_text"):
+        if own_text := sys.modules.get("stree_pipelines.training.teachers.on_policy_check"):
             patch.setattr(own_text, "NUM_ROWS", 2)
             patch.setattr(own_text, "NEW_TOKENS", 4)
         yield

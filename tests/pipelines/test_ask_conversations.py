@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from stree.errors import BadData, NotFound, UsageError
+from stree.common.errors import BadData, NotFound, UsageError
 from stree_pipelines.ask_conversations import main
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 

@@ -11,15 +11,16 @@ import yaml
 from tiny_evaluation import export, make_world
 
 from stree import metrics
-from stree.batch import BatchDecoder
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.errors import CannotWrite, OutOfMemory, StreeError, UsageError
-from stree.models.convert import load_config, save_model
-from stree.models.hybrid import HybridModel
-from stree.modes import Modes
-from stree.tokenizer import load_tokenizer
-from stree.tree import TokenTree
+from stree.batching.batch_decoder import BatchDecoder
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_config, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import CannotWrite, OutOfMemory, StreeError, UsageError
+from stree.models.model import HybridModel
+from stree.tree_policy.adaptive import Modes
+from stree.trees.token_tree import TokenTree
 from stree_pipelines import compare
+from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.arms import (
     TRIED_CHAINS,
     Comparison,
@@ -31,10 +32,9 @@ from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, EvaluationSettings, tree_named
 from stree_pipelines.evaluation.records import ResultStore
 from stree_pipelines.reports import arms as report
-from stree_pipelines.reports.drafter_profile import profile_of
+from stree_pipelines.reports.profiles.drafter_profile import profile_of
 from stree_pipelines.reports.run_data import Cell
 from stree_pipelines.resources import dry_run
-from stree_pipelines.terminal.progress import EvaluationProgress
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/compare").glob("*.yaml"))
 

@@ -8,20 +8,20 @@ import pytest
 import torch
 from parsed import ParseOnly
 
-from stree.models.ahead import require_ahead
-from stree.models.checkpoint_configs import config_files
+from stree.checkpoints.configs import config_files
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
+from stree.models.multi_step import require_ahead
 from stree.models.slicing import drafter_config_from, headed
 from stree_pipelines.distill import DistillCLI
-from stree_pipelines.studies.plan import StudyRun, read_study
+from stree_pipelines.lab.studies.plan import StudyRun, read_study
 from stree_pipelines.train_target import TargetCLI
+from stree_pipelines.training.checkpoints.export import Exports
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.export import Exports
-from stree_pipelines.training.features import FeatureConfig, default_layers
+from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
 from stree_pipelines.training.module import TargetTraining
 from stree_pipelines.training.optimization import OptimizerConfig
-from stree_pipelines.training.sharding import STRATEGIES
+from stree_pipelines.training.parallel.sharding import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DISTILL = sorted((CONFIGS / "distill").glob("*.yaml"))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_run import ARCHITECTURE, make_workspace
 
-from stree.errors import CheckpointRefused, UsageError
+from stree.common.errors import CheckpointRefused, UsageError
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 from stree_pipelines import doctor
 from stree_pipelines.resources import machine_checks
 from stree_pipelines.resources.estimates import training_memory

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stree.errors import BadData, UsageError
+from stree.common.errors import BadData, UsageError
 from stree_pipelines import fetch_benchmarks
 from stree_pipelines.evaluation import sources
 from stree_pipelines.evaluation.benchmarks import load_benchmark

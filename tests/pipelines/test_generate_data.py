@@ -27,10 +27,10 @@ from tiny_run import distill_arguments, make_workspace, metric_rows, write_conve
 
 from stree import Decoder, GenerationConfig
 from stree.chat_encoding import encode_prompt
-from stree.errors import BadData, CheckpointRefused, NotFound, UsageError
-from stree.models.convert import load_model, save_model
+from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
 from stree.models.slicing import slice_drafter
-from stree.tokenizer import load_tokenizer
 from stree_pipelines import cache_teacher, distill, generate_data
 from stree_pipelines.data import answering
 from stree_pipelines.data.answering import seed_of

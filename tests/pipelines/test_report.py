@@ -13,12 +13,13 @@ from hand_made_run import CALL_S, CALLS, NUM_PROMPTS, STEPS, make_row, make_run,
 from html_pages import require_self_contained
 
 from stree import metrics
-from stree.errors import BadData, CannotWrite, UsageError
+from stree.common.errors import BadData, CannotWrite, UsageError
 from stree_pipelines.evaluation.records import Divergence, ResultStore, Tree, write_rows
 from stree_pipelines.report import main, write_report
-from stree_pipelines.reports import plots, tables
+from stree_pipelines.reports import plots
 from stree_pipelines.reports.run_data import POOLED, load_run
-from stree_pipelines.reports.tables import advise, table6, table6_markdown
+from stree_pipelines.reports.tables import tables
+from stree_pipelines.reports.tables.tables import advise, table6, table6_markdown
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from tiny_run import make_workspace
 
 import stree
 from stree.__main__ import COMMANDS, main
-from stree.errors import UsageError, exit_with_reason
+from stree.common.errors import UsageError, exit_with_reason
+from stree_pipelines.console.command_line import typed_as, typed_command
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.terminal.command_line import typed_as, typed_command
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -100,7 +100,7 @@ import os, sys
 sys.modules["torch"] = None
 import jsonargparse, matplotlib.figure
 from stree.__main__ import COMMANDS, main
-from stree.errors import exit_with_reason
+from stree.common.errors import exit_with_reason
 for name in COMMANDS:
     print(f"{name} says", file=sys.stderr, flush=True)
     if os.fork() == 0:
@@ -151,7 +151,7 @@ def test_the_line_about_a_wrong_python_says_how_to_set_up(tmp_path):
     (tmp_path / "pipelines").mkdir()
     for name in ("stree.py", "corpus.py"):
         shutil.copy(REPOSITORY / "pipelines" / name, tmp_path / "pipelines")
-    script = tmp_path / "pipelines/corpus.py"
+    script = tmp_path / "pipelines/lab/corpus.py"
     told = without_libraries(script).stderr
     assert f"type make install in {tmp_path}, then . .venv/bin/activate" in told
     python = tmp_path / ".venv/bin/python"

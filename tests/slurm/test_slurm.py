@@ -17,7 +17,7 @@ from slurm_cluster import IS_INSTALLED, REPOSITORY, SlurmCluster, running_cluste
 from tiny_run import distill_arguments, make_workspace, metric_rows
 
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.training.run_folder import take_run_folder
+from stree_pipelines.training.run.run_folder import take_run_folder
 
 STEPS = 300
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sh"))

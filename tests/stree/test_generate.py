@@ -13,11 +13,11 @@ from toys import right_now_and_then, tiny_model
 
 from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate, load
 from stree.chat_encoding import ChatEncoder
-from stree.errors import UsageError
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import UsageError
 from stree.generation import DecodingStats
 from stree.prompts import chat_ids
 from stree.settings import settings_of
-from stree.tokenizer import load_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints/python-docs-hybrid"
 PROMPT, OTHER = [5, 6, 7, 8], [9, 10]

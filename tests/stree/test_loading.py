@@ -11,20 +11,20 @@ import torch
 
 import stree
 from stree import Bandit, Costs, Decoder, Modes, loading
-from stree.checkpoint_identity import checkpoint_sha256
-from stree.description import device_name
-from stree.drafters.naming import DrafterName
-from stree.errors import CheckpointRefused, NotFound, UsageError
-from stree.files import add_files
-from stree.models.convert import load_model, save_model
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_model, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import CheckpointRefused, NotFound, UsageError
+from stree.common.files import add_files
+from stree.common.words import device_name
+from stree.drafters.names import DrafterName
 from stree.speculation_profile import (
     PROFILE_NAME,
     Recommendation,
     SpeculationProfile,
     Tree,
 )
-from stree.tokenizer import load_tokenizer
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
 from stree.verifiers.coupled import Coupled
 from stree.verifiers.multi_step import MultiStep
 from stree.verifiers.naive import Naive

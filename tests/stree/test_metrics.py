@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree import metrics
-from stree.errors import InvariantBroken
+from stree.common.errors import InvariantBroken
 
 
 @dataclass

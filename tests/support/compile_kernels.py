@@ -24,12 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from stree.build_trees import tree_batch
-from stree.forest import topology_of
-from stree.grown import GrownForest
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
-from stree.tree import BeamTree, TokenTree, balanced
+from stree.models.model import HybridModel
+from stree.trees.build import tree_batch
+from stree.trees.dynamic import GrownForest
+from stree.trees.token_tree import BeamTree, TokenTree, balanced
+from stree.trees.tree_batch import topology_of
 from stree_kernels import naive, ops
 from stree_kernels.attention import tree_attention
 from stree_kernels.contracts import (

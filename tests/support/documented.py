@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stree_pipelines.terminal.command_line import OneLineErrors
+from stree_pipelines.console.command_line import OneLineErrors
 
 STARTS = ("python", "accelerate", "torchrun", "sbatch", "make", "hf", "pip")
 # What a job script runs, and what it puts before its own arguments.

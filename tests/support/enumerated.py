@@ -15,13 +15,13 @@ import torch
 from toys import TableDrafter, Undrawn, drawing_in_turn, exact_distribution, total_variation
 
 from stree import GenerationConfig, TokenTree
-from stree.build_trees import tree_batch
+from stree.batching.runners import new_report
+from stree.batching.state import Rows
+from stree.batching.step import Step
 from stree.drafters import Drawn, Proposal
-from stree.executors import new_report
-from stree.rows import Rows
-from stree.step import Step
-from stree.verifiers.judging import Judging
+from stree.trees.build import tree_batch
 from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.rejection import Judging
 from stree_kernels import ops
 
 TREES = [

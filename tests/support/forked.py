@@ -165,7 +165,7 @@ def _serve() -> None:
 
     for name in ("distill", "train_target", "eval_spec"):
         importlib.import_module(f"stree_pipelines.{name}")
-    from stree_pipelines.training import own_text
+    from stree_pipelines.training.teachers import on_policy_check as own_text
 
     own_text.NUM_ROWS, own_text.NEW_TOKENS = 2, 4  # or half of a tiny training is its end
     gc.freeze()  # or each command would look through all of it

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from stree.files import MANIFEST_NAME, publish_directory
+from stree.common.files import MANIFEST_NAME, publish_directory
 
 CANARY = "executed"
 CHECKPOINT, DATA, USAGE = 66, 65, 2

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from stree.chat_encoding import encode_prompt
-from stree.costs import Costs
-from stree.errors import exit_with_reason
-from stree.models.convert import load_model
+from stree.checkpoints.load_save import load_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import exit_with_reason
 from stree.speculation_profile import load_profile
-from stree.tokenizer import load_tokenizer
-from stree.tree import TokenTree
+from stree.tree_policy.step_times import Costs
+from stree.trees.token_tree import TokenTree
 from stree_pipelines import distill, eval_spec, report
+from stree_pipelines.comparison.gate.baseline import Baseline
 from stree_pipelines.data.conversations import read_conversations
 from stree_pipelines.data.generated import read_answers
 from stree_pipelines.evaluation.benchmarks import load_benchmark
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.gate.baseline import Baseline
-from stree_pipelines.training.checkpointing import SafeCheckpointIO, latest_valid
+from stree_pipelines.training.checkpoints.saving import SafeCheckpointIO, latest_valid
 
 USAGE = "resources:"
 

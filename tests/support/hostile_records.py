@@ -17,7 +17,7 @@ from hostile_files import (
     written,
 )
 
-from stree.files import publish_directory
+from stree.common.files import publish_directory
 from stree_pipelines.data.generated import (
     SPEC_NAME,
     TABLE_NAME,
@@ -26,7 +26,7 @@ from stree_pipelines.data.generated import (
     shard_path,
     write_table,
 )
-from stree_pipelines.training.checkpointing import STATE_KEYS
+from stree_pipelines.training.checkpoints.saving import STATE_KEYS
 
 # Training state and profiles
 

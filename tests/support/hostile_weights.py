@@ -30,7 +30,7 @@ from hostile_files import (
 )
 from safetensors.torch import load_file, save_file
 
-from stree.files import MANIFEST_NAME, sha256_of_file
+from stree.common.files import MANIFEST_NAME, sha256_of_file
 
 # Pickles
 

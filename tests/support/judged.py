@@ -15,8 +15,8 @@ import triton.language as tl
 from kernel_cases import DEVICE
 from torch import Tensor
 
-from stree.build_trees import tree_batch
-from stree.tree import TokenTree
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.contracts import Drafts, Sampling
 from stree_kernels.sampling import verification

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels.contracts import Steering, Topology
 
 pytest.importorskip("triton")

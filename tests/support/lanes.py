@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
 
 
 def lanes(quick: int, long: int) -> list:

@@ -8,8 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stree_pipelines.training.losses import chunked_distillation_loss, live_teacher
-from stree_pipelines.training.teachers import LiveTeacher, top_k_of
+from stree_pipelines.training.losses.distillation_loss import (
+    chunked_distillation_loss,
+    live_teacher,
+)
+from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
 
 
 def live_loss(student_hidden, student_head, teacher_hidden, teacher_head, mask, **options):

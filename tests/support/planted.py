@@ -96,7 +96,9 @@ def spoil_training(what: str, nth: int) -> None:
         _replace(f"{step}.configure_gradient_clipping", spoil_gradient)
     else:
         # The first callback that a finished update comes to.
-        _replace("stree_pipelines.training.callbacks:LogMetrics.on_train_batch_end", spoil_weight)
+        _replace(
+            "stree_pipelines.training.run.callbacks:LogMetrics.on_train_batch_end", spoil_weight
+        )
 
 
 def spoil_rows(model: str, nth: int) -> None:
@@ -108,7 +110,7 @@ def spoil_rows(model: str, nth: int) -> None:
         return logits
 
     if model == "target":
-        name = "stree.models.hybrid:HybridModel.forest_forward"
+        name = "stree.models.model:HybridModel.forest_forward"
         _replace(name, lambda original: _changed(original, nth, spoil))
     else:
         name = "stree_kernels.ops:choose_children"
@@ -132,7 +134,7 @@ def pause(at_step: int) -> None:
         while not (checkpoints.run_dir / "go on").exists():
             time.sleep(0.01)
 
-    name = "stree_pipelines.training.checkpointing:TrainingCheckpoints.on_train_batch_start"
+    name = "stree_pipelines.training.checkpoints.saving:TrainingCheckpoints.on_train_batch_start"
     _replace(name, lambda original: _preceded(original, at_step, wait))
 
 
@@ -153,7 +155,7 @@ def set_to(name: str, value: Any) -> None:
 
 
 def die_inside_a_save(nth: int, line: int) -> None:
-    """SIGKILL when the nth save has executed so many lines of stree/files.py."""
+    """SIGKILL when the nth save has executed so many lines of stree/common/files.py."""
     lines: list[int] = []
 
     def count(saves: int, executed: int) -> None:
@@ -164,7 +166,7 @@ def die_inside_a_save(nth: int, line: int) -> None:
 
 
 def count_lines_of_saves(path: str) -> None:
-    """Write the lines of stree/files.py that the saves of the run execute, one number a save."""
+    """Write which lines of stree/common/files.py a run's saves execute, one number a save."""
     lines: list[int] = []
 
     def note(saves: int, executed: int) -> None:
@@ -176,7 +178,7 @@ def count_lines_of_saves(path: str) -> None:
 def _watch_saves(
     lines: list[int], at: Callable[[int, int], None], at_each_line: bool = True
 ) -> None:
-    from stree import files
+    from stree.common import files
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename != files.__file__:
@@ -200,7 +202,7 @@ def _watch_saves(
 
         return saving
 
-    _replace("stree_pipelines.training.checkpointing:TrainingCheckpoints._save", instead)
+    _replace("stree_pipelines.training.checkpoints.saving:TrainingCheckpoints._save", instead)
 
 
 def _preceded(original: Callable, nth: int, before: Callable[..., Any]) -> Callable:

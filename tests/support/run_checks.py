@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiny_run import metric_rows
 
-from stree.files import verify_manifest
+from stree.common.files import verify_manifest
 
 # Of a result row and of a sample: what the clock decides, and who measured.
 ROW_TIMINGS = {

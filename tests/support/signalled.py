@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from stree_pipelines.training.checkpointing import TrainingCheckpoints
+from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
 
 AFTER_STEPS = 2
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from stree.engine import Decoder
+from stree.checkpoints.load_save import save_model
+from stree.decoder import Decoder
 from stree.models.config import HybridConfig
-from stree.models.convert import save_model
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
+from stree_pipelines.console.progress import EvaluationProgress
 from stree_pipelines.evaluation.context import Workers
 from stree_pipelines.evaluation.evaluate import Evaluation
 from stree_pipelines.evaluation.plan import EvaluationSettings
 from stree_pipelines.evaluation.records import ResultStore
-from stree_pipelines.terminal.progress import EvaluationProgress
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 TIMINGS = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from stree.checkpoints.load_save import save_model
 from stree.models.config import HybridConfig
-from stree.models.convert import save_model
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 from stree_pipelines.tokenizer_training import train_tokenizer
 
 VOCAB_SIZE = 320

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 from stree_pipelines.training.distillation import Distillation
-from stree_pipelines.training.sharding import own_part
+from stree_pipelines.training.parallel.sharding import own_part
 
 
 def install() -> None:

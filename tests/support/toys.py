@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from stree.batching.sequences import Request
+from stree.batching.state import Rows
 from stree.drafters import Drawn, Proposal
-from stree.forest import Forest
 from stree.generation import GenerationConfig
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
+from stree.models.model import HybridModel
 from stree.models.slicing import with_random_head
-from stree.requests import Request
-from stree.rows import Rows
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
+from stree.trees.tree_batch import Forest
 from stree_kernels import ops
 
 FEATURE_LAYERS = (0, 2)  # that drafters here read of a target

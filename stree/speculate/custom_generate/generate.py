@@ -1,5 +1,5 @@
 """`model.generate(..., custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=True)`."""
 
-from stree.transformers_decoder import generate
+from stree.hf_model import generate
 
 __all__ = ["generate"]

@@ -13,7 +13,7 @@ from kernel_cases import DEVICE, comb, compare_calls, normal, relative_error, st
 from kernel_cases import topology_of as topologies
 from lanes import quick_first
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.conv import short_conv
 

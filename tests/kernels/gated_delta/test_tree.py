@@ -30,7 +30,7 @@ from kernel_cases import (
 from lanes import quick_first
 from toys import random_tree
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.contracts import Derived, GatedDeltaShape, GatedDeltaWeights
 from stree_kernels.gated_delta import chain as gated_delta_chain

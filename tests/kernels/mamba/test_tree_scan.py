@@ -31,7 +31,7 @@ from lanes import quick_first
 from planted import edited_module
 from toys import random_tree
 
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.contracts import Derived, MixerShape, MixerWeights
 from stree_kernels.conv import tree_conv

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, comb, relative_error, star, steering_of, topology_of
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.contracts import GatedDeltaShape, GatedDeltaWeights
 from stree_kernels.gated_delta.scan import flash_linear_attention_kernel, gated_delta_scan

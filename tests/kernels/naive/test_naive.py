@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.index_plan import attention_mask
 

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import DEVICE, comb, star
 from toys import random_tree
 
-from stree.tree import TokenTree
+from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 from stree_kernels.sampling import accept
 

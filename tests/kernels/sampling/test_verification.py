@@ -1,7 +1,7 @@
 """Fused verification has its twin's distribution, and makes its decisions. Planted mistakes are
 caught.
 
-That the twin's output has the target's distribution is proved in tests/stree/test_verifiers.py.
+tests/stree/verifiers/test_verifiers.py proves that the twin's output has the target's distribution.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from judged import Case, case, disagreements, distributions, sampled_tree
 from kernel_cases import DEVICE, normal
 from planted import edited_module
 
-from stree.tree import TokenTree, balanced
+from stree.trees.token_tree import TokenTree, balanced
 from stree_kernels import naive
 from stree_kernels.sampling import verification
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from toys import tiny_config
 
-from stree.errors import CheckpointRefused, UsageError
-from stree.models.checked_json import CheckedJson
-from stree.models.checkpoint_configs import checkpoint_config_of
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.configs import checkpoint_config_of
+from stree.common.errors import CheckpointRefused, UsageError
 from stree.models.config import HybridConfig
 
 

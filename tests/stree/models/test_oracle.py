@@ -12,8 +12,8 @@ from lanes import quick_first
 from torch import nn
 
 from stree.models.config import HybridConfig
-from stree.models.hybrid import HybridModel
-from stree.tree import TokenTree
+from stree.models.model import HybridModel
+from stree.trees.token_tree import TokenTree
 from stree_kernels import naive
 
 CHUNK = 8

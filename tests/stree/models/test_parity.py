@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
-from stree.engine import Decoder
+from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.decoder import Decoder
 from stree.generation import GenerationConfig
-from stree.models.convert import load_config, load_model, save_model
 
 TOLERANCE = 1e-4
 VOCAB = 97

@@ -1,0 +1,320 @@
+"""Whether a checkpoint is worse than its baseline beyond noise: thresholds, and their verdicts.
+
+A threshold says how much of a figure may be lost. Both checkpoints answered the same prompts, so
+the change is bootstrapped over prompts in pairs, and its interval decides: a regression when all
+of it lies below the threshold, a pass when none of it does, and inconclusive in between, or when
+there are too few prompts for an interval to mean anything. The intervals of all thresholds, methods
+and temperatures hold together at 95 %.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree import metrics
+from stree.common.errors import BadData, InvariantBroken, UsageError
+from stree.tree_policy.adaptive import PLAIN
+from stree_pipelines.comparison.answers import (
+    COUNTS,
+    Answers,
+    Count,
+    Figure,
+    acceptance_length,
+    ratio,
+    speedup,
+    speedup_per_tau,
+    tokens_per_second,
+)
+from stree_pipelines.comparison.repeats import repeats
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, Job
+from stree_pipelines.evaluation.records import SampleRow
+from stree_pipelines.reports.run_data import POOLED
+
+PASS, REGRESSION, INCONCLUSIVE = "pass", "regression", "inconclusive"
+NUM_RESAMPLES = 10_000  # the ends of several intervals together lie far out
+DEPTH_RATES = "depth_accept_rates"
+RELATIVE_SPEEDS = ("speedup", "speedup_per_tau")
+# Not tokens_per_second_e2e: prefill is slower for the method that meets a prompt first.
+SPEEDS = (*RELATIVE_SPEEDS, "tokens_per_second")
+FIGURES: dict[str, Figure] = {  # as `stree.metrics` defines them
+    "acceptance_length": acceptance_length,
+    "acceptance_length_prompt_mean": ratio("lengths", "answers"),
+    DEPTH_RATES: ratio("passed", "reached"),
+    "speedup": speedup,
+    "speedup_per_tau": speedup_per_tau,
+    "tokens_per_second": tokens_per_second,
+}
+METRICS = tuple(FIGURES)
+SYNTAX = (
+    "wanted [BENCHMARK.]METRIC=CHANGE such as acceptance_length=-3%, gsm8k.speedup=-5%, "
+    f"{DEPTH_RATES}[1]=-0.02 or speedup=+1%"
+)
+
+_THRESHOLD = re.compile(
+    r"(?:(?P<benchmark>.+)\.)?(?P<metric>\w+)(?:\[(?P<depth>\d+)\])?"
+    r"=(?P<change>[+-]\d+(?:\.\d*)?|0)(?P<percent>%)?"
+)
+
+# (method, temperature, benchmark) → its prompts under both checkpoints, in one order
+Pairs = Mapping[tuple[str, float, str], tuple[Sequence[SampleRow], Sequence[SampleRow]]]
+
+
+class Regression(InvariantBroken):
+    """A checkpoint lost more than was allowed."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The least change of a figure that is allowed.
+
+    Attributes:
+        benchmark: where; None is over the prompts of all benchmarks together.
+        change: relative to the baseline's figure (-0.03 for "-3%"), or the difference.
+    """
+
+    text: str
+    benchmark: str | None
+    metric: str
+    depth: int | None
+    change: float
+    is_relative: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Threshold:
+        """Read `[BENCHMARK.]METRIC[[DEPTH]]=CHANGE[%]`. Raises UsageError saying what is wrong."""
+        found = _THRESHOLD.fullmatch(text)
+        if found is None:
+            raise UsageError(
+                f"--fail_below {text!r} is no threshold: {SYNTAX}; the change has a sign"
+            )
+        metric, depth = found["metric"], found["depth"]
+        if metric not in METRICS:
+            raise UsageError(
+                f"--fail_below {text!r}: no metric {metric!r}, there are {', '.join(METRICS)}"
+            )
+        if (metric == DEPTH_RATES) != (depth is not None) or depth == "0":
+            raise UsageError(
+                f"--fail_below {text!r}: {DEPTH_RATES} wants a depth from 1 in brackets, the other "
+                f"metrics none; {SYNTAX}"
+            )
+        change = float(found["change"]) / (100 if found["percent"] else 1)
+        if found["percent"] and change <= -1:
+            raise UsageError(f"--fail_below {text!r}: nothing can lose all of itself or more")
+        return cls(
+            text, found["benchmark"], metric, int(depth) if depth else None, change,
+            bool(found["percent"]),
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return self.metric if self.depth is None else f"{self.metric}[{self.depth}]"
+
+    def shown(self, change: float | None) -> str:
+        """A change in the threshold's own unit."""
+        if change is None:
+            return "–"
+        return f"{100 * change:+.1f} %" if self.is_relative else f"{change:+.3f}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A threshold's verdict on one method at one temperature.
+
+    Attributes:
+        num_prompts: how many are compared.
+        baseline, checkpoint, change, interval: None where undefined for these prompts.
+        num_repeating: prompts that are left out, since an answer to them repeats itself.
+    """
+
+    threshold: Threshold
+    method: str
+    temperature: float
+    num_prompts: int
+    baseline: float | None
+    checkpoint: float | None
+    change: float | None
+    interval: metrics.Interval | None
+    verdict: str
+    reason: str = ""
+    num_repeating: int = 0
+
+    @property
+    def scope(self) -> str:
+        return self.threshold.benchmark or POOLED
+
+    @property
+    def where(self) -> str:
+        return f"{self.threshold.name} of {self.method} on {self.scope} at T = {self.temperature:g}"
+
+
+def require_measurable(thresholds: Sequence[Threshold], jobs: Sequence[Job]) -> None:
+    """Raise UsageError, before anything is measured, for a threshold that these rows can't meet."""
+    if not thresholds:
+        raise UsageError(f"--fail_below is empty: {SYNTAX}")
+    trees = [job.tree for job in jobs if job.tree is not None]
+    if not trees:
+        raise UsageError("--methods holds nothing that drafts: add stree or vanilla_sd")
+    benchmarks = list(dict.fromkeys(job.benchmark.name for job in jobs))
+    for threshold in thresholds:
+        if threshold.benchmark not in (None, *benchmarks):
+            raise UsageError(
+                f"--fail_below {threshold.text!r}: no benchmark {threshold.benchmark!r} is "
+                f"measured, only {', '.join(benchmarks)}"
+            )
+        deepest = min(tree.max_depth for tree in trees)
+        if threshold.depth is not None and threshold.depth > deepest:
+            raise UsageError(
+                f"--fail_below {threshold.text!r}: depth {threshold.depth} is below the tree, "
+                f"whose depth is {deepest}"
+            )
+        compared = any(job.method == AUTOREGRESSIVE for job in jobs)
+        if threshold.metric in RELATIVE_SPEEDS and not compared:
+            raise UsageError(
+                f"--fail_below {threshold.text!r} compares with autoregressive decoding: add "
+                "autoregressive to --methods"
+            )
+
+
+def judge(thresholds: Sequence[Threshold], pairs: Pairs, seed: int = 0) -> list[Finding]:
+    """Each threshold's verdict for each speculative method and temperature in `pairs`, whose
+    first samples are the checkpoint's and second the baseline's."""
+    groups = dict.fromkeys((method, temperature) for method, temperature, _ in pairs)
+    findings, level = [], level_of(len(thresholds) * len(groups))
+    for threshold in thresholds:
+        for method, temperature in groups:
+            chosen = [
+                pair
+                for (m, t, benchmark), pair in pairs.items()
+                if (m, t) == (method, temperature) and threshold.benchmark in (None, benchmark)
+            ]
+            mine = [sample for ours, _ in chosen for sample in ours]
+            theirs = [sample for _, others in chosen for sample in others]
+            findings.append(_judge_one(threshold, method, temperature, mine, theirs, seed, level))
+    return findings
+
+
+def level_of(num_findings: int) -> float:
+    """Return the level of each interval at which all of them together have 95 % (Bonferroni).
+
+    With a change of just the threshold in all figures, the probability that any of them is called
+    a regression is then at most 2.5 %, however they hang together.
+    """
+    return 1 - (1 - metrics.LEVEL) / max(num_findings, 1)
+
+
+def least_prompts(level: float) -> int:
+    """Return from how many prompts on an interval of this level says something.
+
+    Among fewer not even "all of them got worse" is unlikely enough: 2 · 2^-Q. At 95 % six.
+    """
+    return math.floor(math.log2(2 / (1 - level))) + 1
+
+
+def overall(findings: Sequence[Finding]) -> str:
+    """The gate's verdict: the worst of all."""
+    verdicts = {finding.verdict for finding in findings}
+    return next(each for each in (REGRESSION, INCONCLUSIVE, PASS) if each in verdicts)
+
+
+def is_better(findings: Sequence[Finding]) -> bool:
+    """Whether the checkpoint deserves to be the next baseline: all thresholds pass, something got
+    better beyond noise and nothing worse. Small losses, each within its threshold, would otherwise
+    add up from baseline to baseline."""
+    intervals = [finding.interval for finding in findings if finding.interval is not None]
+    return (
+        overall(findings) == PASS
+        and any(low > 0 for low, _ in intervals)
+        and not any(high < 0 for _, high in intervals)
+    )
+
+
+def _judge_one(
+    threshold: Threshold, method: str, temperature: float,
+    mine: Sequence[SampleRow], theirs: Sequence[SampleRow], seed: int, level: float,
+) -> Finding:  # fmt: skip
+    new, old = (Answers.of([each], _counted(threshold)) for each in (mine, theirs))
+    if new.prompts != old.prompts:
+        raise BadData(
+            f"{threshold.name} of {method}: the samples of checkpoint and baseline are of other "
+            "prompts; one of the folders was changed, evaluate again with --overwrite"
+        )
+    if threshold.metric in RELATIVE_SPEEDS and any(s.baseline is None for s in (*mine, *theirs)):
+        raise BadData(
+            f"{threshold.name} wants the autoregressive run of each prompt, and some samples have "
+            "none: evaluate again with autoregressive among the methods and --overwrite"
+        )
+    if threshold.depth is not None and None in map(metrics.call_depths, (*mine, *theirs)):
+        raise BadData(
+            f"{threshold.name} of {method}: some samples were decoded with chosen trees and do not "
+            "say how deep each was: evaluate again with --overwrite"
+        )
+    circles = {(s.benchmark, s.prompt_id) for s in (*mine, *theirs) if repeats(s)}
+    new, old = (each.without(circles.__contains__) for each in (new, old))
+    figure = FIGURES[threshold.metric]
+    change, interval = new.over(
+        old, figure, _relative if threshold.is_relative else np.subtract,
+        seed=seed, level=level, num_resamples=NUM_RESAMPLES,
+    )  # fmt: skip
+    verdict, reason = _verdict(threshold, change, interval, len(new.prompts), least_prompts(level))
+    if not any(map(_has_drafted, (*mine, *theirs))):
+        verdict, reason = INCONCLUSIVE, "plain decoding was chosen for every step of both"
+    return Finding(
+        threshold, method, temperature, len(new.prompts), old.value(figure), new.value(figure),
+        change, interval, verdict, reason, len(circles),
+    )  # fmt: skip
+
+
+def _relative(new_R: NDArray[np.float64], old_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    return new_R / old_R - 1
+
+
+def _has_drafted(sample: SampleRow) -> bool:
+    """False where the tree of each step was chosen, and none was."""
+    return not sample.calls_by_tree or bool(sample.calls_by_tree.keys() - {PLAIN.name})
+
+
+def _verdict(
+    threshold: Threshold, point: float | None, interval: metrics.Interval | None,
+    num_prompts: int, least: int,
+) -> tuple[str, str]:  # fmt: skip
+    if num_prompts < least:
+        return INCONCLUSIVE, f"too few prompts: {num_prompts}, {least} the least"
+    if point is None or interval is None:
+        return INCONCLUSIVE, "it is undefined for one of the two, or the baseline's is 0"
+    low, high = interval
+    if high < threshold.change:
+        return REGRESSION, ""
+    if low >= threshold.change:
+        return PASS, ""
+    margin = abs(point - threshold.change)
+    if margin == 0:
+        return INCONCLUSIVE, "the change is just the threshold"
+    # An interval shrinks with the square root of the number of prompts.
+    needed = math.ceil(num_prompts * ((high - low) / 2 / margin) ** 2)
+    return INCONCLUSIVE, f"about {max(needed, num_prompts + 1)} prompts would tell"
+
+
+def _counted(threshold: Threshold) -> dict[str, Count]:
+    """Return the counts that a threshold's metric is made of."""
+    depth = threshold.depth
+    more: dict[str, Count] = {
+        "answers": lambda sample: sample.num_calls > 0,
+        "lengths": lambda sample: sample.num_new_tokens / (sample.num_calls or math.inf),
+    }
+    if depth is not None:
+        more["passed"] = lambda sample: _depth_counts(sample, depth)[0]
+        more["reached"] = lambda sample: _depth_counts(sample, depth)[1]
+    return {**COUNTS, **more}
+
+
+def _depth_counts(sample: SampleRow, depth: int) -> tuple[int, int]:
+    """Calls that accepted `depth` drafts, and calls that could have."""
+    calls = zip(sample.accepted_per_call, metrics.call_depths(sample) or (), strict=False)
+    reached = [each for each, deepest in calls if depth <= deepest and each >= depth - 1]
+    return sum(accepted >= depth for accepted in reached), len(reached)

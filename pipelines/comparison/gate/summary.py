@@ -1,0 +1,248 @@
+"""What the gate leaves behind: Markdown for a pull request, and JSON for a trend chart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from stree.common.files import reporting_refusals, write_atomically
+from stree.tree_policy.adaptive import PLAIN
+from stree_pipelines.comparison.gate.gate import (
+    INCONCLUSIVE,
+    PASS,
+    REGRESSION,
+    Finding,
+    level_of,
+    overall,
+)
+from stree_pipelines.console.command_line import typed_command
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.evaluation.records import ResultRow
+from stree_pipelines.evaluation.sampling import told_sampling
+from stree_pipelines.reports.rendering import markdown_page
+from stree_pipelines.reports.run_data import in_batches, told_shares
+from stree_pipelines.reports.tables.tables import MISSING, Table
+
+HEADLINES = {
+    PASS: "no regression",
+    REGRESSION: "regression",
+    INCONCLUSIVE: "inconclusive, the run is too small to tell",
+}
+# Figures of the trend chart, all of which are better when bigger, and their units.
+TRENDS = {
+    "acceptance_length": "tokens/call",
+    "speedup": "× autoregressive",
+    "tokens_per_second": "tokens/s",
+}
+
+
+def write(
+    out: Path,
+    findings: Sequence[Finding],
+    mine: Sequence[ResultRow],
+    theirs: Sequence[ResultRow],
+    note: str,
+) -> str:
+    """Write summary.md and trend.json into `out` and return the former. Raises CannotWrite."""
+    summary = markdown_page(markdown(findings, mine, theirs, note))
+    write_atomically(out / "summary.md", summary)
+    write_atomically(out / "trend.json", trend_json(mine))
+    return summary
+
+
+def forget(out: Path) -> None:
+    """Delete what `write` wrote there, if it did. Raises CannotWrite."""
+    with reporting_refusals(out, codes=None):
+        for name in ("summary.md", "trend.json"):
+            (out / name).unlink(missing_ok=True)
+
+
+def markdown(
+    findings: Sequence[Finding], mine: Sequence[ResultRow], theirs: Sequence[ResultRow], note: str
+) -> str:
+    """The summary: the verdict first, then each threshold, then what was measured.
+
+    Args:
+        mine, theirs: rows of the checkpoint and of the baseline.
+        note: what became of the baseline.
+    """
+    verdict = overall(findings)
+    checkpoint = next(row for row in mine if row.checkpoint)
+    baseline = next(row for row in theirs if row.checkpoint)
+    same = checkpoint.checkpoint_sha256 == baseline.checkpoint_sha256
+    lines = [
+        f"## Checkpoint benchmark: {HEADLINES[verdict]}",
+        "",
+        f"- checkpoint: {_identity(checkpoint)}",
+        f"- baseline: {_identity(baseline)}" + (", the same weights" if same else ""),
+        f"- target: `{checkpoint.target}`; {checkpoint.environment.device}, "
+        f"{checkpoint.environment.dtypes.get('weights')}, at most {checkpoint.max_new_tokens} new "
+        f"tokens a turn{in_batches(checkpoint.batch_size, ', ')}{told_sampling(checkpoint, ', ')}, "
+        f"seed {checkpoint.seed}, code {checkpoint.environment.git_sha or '?'}",
+        *_apart(checkpoint, baseline),
+        *_chosen(mine, theirs),
+        *([f"- {note}"] if note else []),
+        "",
+        _thresholds(findings).to_markdown(),
+        *(f"- {finding.where}: {_explain(finding)}" for finding in findings if _explain(finding)),
+        *_repeating(findings),
+        "",
+        "Changes are paired by prompt; brackets hold bootstrap intervals"
+        f"{_together(len(findings))}. A regression is an interval that lies below its threshold "
+        "as a whole.",
+        "",
+        "<details><summary>What was measured</summary>",
+        "",
+        _measured(mine, theirs).to_markdown(),
+        f"`{typed_command()}`",
+        "",
+        "</details>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def trend_json(rows: Sequence[ResultRow]) -> str:
+    """The checkpoint's figures as github-action-benchmark's `customBiggerIsBetter` wants them."""
+    entries = []
+    for row in rows:
+        for name, unit in TRENDS.items():
+            value = getattr(row, name)
+            if row.method == AUTOREGRESSIVE or value is None:
+                continue
+            interval = row.confidence_intervals.get(name)
+            entry = {
+                "name": f"{row.benchmark}, {row.method}, T = {row.temperature:g}: {name}",
+                "unit": unit,
+                "value": round(value, 6),
+                "extra": f"step {row.step}, sha256 {(row.checkpoint_sha256 or '')[:12]}, tree "
+                f"{row.tree.name if row.tree else 'none'}, {row.num_prompts} prompts, "
+                f"{row.environment.device}",
+            }
+            if interval is not None:
+                entry["range"] = f"± {(interval[1] - interval[0]) / 2:.3g}"
+            entries.append(entry)
+    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+
+
+def reason_to_fail(findings: Sequence[Finding]) -> str:
+    """One line that names every regression."""
+    return "; ".join(
+        f"{finding.where}: {_explain(finding)}"
+        for finding in findings
+        if finding.verdict == REGRESSION
+    )
+
+
+def _explain(finding: Finding) -> str:
+    if finding.verdict == INCONCLUSIVE:
+        return f"inconclusive, {finding.reason}"
+    if finding.verdict == REGRESSION and finding.interval is not None:
+        allowed = _shown(finding, finding.threshold.change)
+        return f"regression, {_interval(finding)} lies below {allowed}"
+    return ""
+
+
+def _repeating(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each place where prompts are left out."""
+    found = {
+        f"- left out, {finding.method} on {finding.scope} at T = {finding.temperature:g}: "
+        f"{finding.num_repeating} of {finding.num_prompts + finding.num_repeating} prompts, an "
+        "answer to which repeats itself: circles are easy to draft": None
+        for finding in findings
+        if finding.num_repeating
+    }
+    return list(found)
+
+
+def _together(count: int) -> str:
+    if count == 1:
+        return " of 95 %"
+    return f", {count} that hold together at 95 % (each at {100 * level_of(count):.2f} %)"
+
+
+def _thresholds(findings: Sequence[Finding]) -> Table:
+    heads = (
+        "figure", "on", "method", "T", "prompts", "baseline", "checkpoint", "change",
+        "95 % interval", "fails below", "verdict",
+    )  # fmt: skip
+    rows = [
+        (
+            finding.threshold.name, finding.scope, finding.method, f"{finding.temperature:g}",
+            str(finding.num_prompts), _number(finding.baseline), _number(finding.checkpoint),
+            _shown(finding, finding.change), _interval(finding),
+            _shown(finding, finding.threshold.change), finding.verdict,
+        )
+        for finding in findings
+    ]  # fmt: skip
+    return Table("Thresholds", (heads, *rows))
+
+
+def _measured(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> Table:
+    """Each row of both, baseline first."""
+    heads = ("benchmark", "method", "T", "of", "prompts", "τ", "speedup", "tokens/s", "lossless")
+    others = {row.key[1:]: row for row in theirs}
+    rows = [
+        (
+            row.benchmark, row.method, f"{row.temperature:g}", whose, str(row.num_prompts),
+            _number(row.acceptance_length), _number(row.speedup), _number(row.tokens_per_second),
+            MISSING if row.lossless is None
+            else f"{row.lossless.num_identical}/{row.lossless.num_prompts}",
+        )
+        for own in mine
+        if own.method != AUTOREGRESSIVE
+        for whose, row in (("baseline", others[own.key[1:]]), ("checkpoint", own))
+    ]  # fmt: skip
+    return Table("Rows", (heads, *rows))
+
+
+def _apart(checkpoint: ResultRow, baseline: ResultRow) -> list[str]:
+    """Where the two were measured, if not alike."""
+    mine, theirs = map(_circumstances, (checkpoint, baseline))
+    return [] if mine == theirs else [f"- measured apart: the baseline on {theirs}; this on {mine}"]
+
+
+def _chosen(mine: Sequence[ResultRow], theirs: Sequence[ResultRow]) -> list[str]:
+    """Which trees the steps had, where each step's was chosen."""
+    others = {row.key[1:]: row for row in theirs}
+    lines = []
+    for row in mine:
+        other = others.get(row.key[1:])
+        if other is None or not (row.tree_shares or other.tree_shares):
+            continue
+        line = (
+            f"- steps by tree, {row.method} on {row.benchmark} at T = {row.temperature:g}: of the "
+            f"baseline {told_shares(other)}; of the checkpoint {told_shares(row)}"
+        )
+        if any(PLAIN.name in each.tree_shares for each in (row, other)):
+            line += "; plain ones draft nothing, and say nothing about a drafter"
+        lines.append(line)
+    return lines
+
+
+def _circumstances(row: ResultRow) -> str:
+    environment = row.environment
+    return (
+        f"{environment.num_processes} × {environment.device}, {environment.num_threads} threads, "
+        f"code {environment.git_sha or '?'}"
+    )
+
+
+def _identity(row: ResultRow) -> str:
+    step = "" if row.step is None else f", step {row.step}"
+    return f"`{row.checkpoint}`{step}, sha256 {(row.checkpoint_sha256 or '')[:12]}"
+
+
+def _interval(finding: Finding) -> str:
+    if finding.interval is None:
+        return MISSING
+    low, high = finding.interval
+    return f"[{_shown(finding, low)}, {_shown(finding, high)}]"
+
+
+def _shown(finding: Finding, change: float | None) -> str:
+    return finding.threshold.shown(change)
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3f}"

@@ -1,0 +1,127 @@
+"""All that a command is told to read is looked for before anything is read: what is missing is one
+error, which says of each what asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stree.chat_encoding import named_template
+from stree.common.errors import NotFound
+from stree.drafters.names import DrafterName
+from stree.tree_policy.names import as_growth
+from stree_pipelines.console.command_line import input_path
+from stree_pipelines.data.conversations import require_source
+from stree_pipelines.evaluation.benchmarks import find_benchmark
+from stree_pipelines.evaluation.plan import require_exports
+
+# An option or a key of a configuration, and what raises NotFound when what it names is not there
+Look = tuple[str, Callable[[], object]]
+# What the configuration of a training names to be read
+TRAINING_INPUTS = (
+    ("model", "target"), ("model", "teacher_cache"), ("model", "start_from"),
+    ("model.loss", "reference"),
+    ("data", "train"), ("data", "valid"), ("data", "tokenizer"), ("data", "template"),
+    ("evaluation", "config"),
+)  # fmt: skip
+
+
+def require_there(looks: Iterable[Look]) -> None:
+    """Raise NotFound with all that is missing, each once."""
+    missing: dict[str, str] = {}  # by what it is, so that an option is named for it once
+    for option, look in looks:
+        try:
+            look()
+        except NotFound as error:
+            missing.setdefault(str(error), option)
+    if missing:
+        raise NotFound("; ".join(f"{option}: {what}" for what, option in missing.items()))
+
+
+def folder(option: str, path: str | os.PathLike[str]) -> Look:
+    """A checkpoint's, or a cache's."""
+    return option, partial(_require, Path(path).is_dir, f"no folder {path}")
+
+
+def file(option: str, path: str | Path) -> Look:
+    return option, partial(_require, Path(path).is_file, f"no file {path}")
+
+
+def source(option: str, name: str) -> Look:
+    """Conversations or prompts; what `datasets` would fetch is not looked for."""
+    return option, partial(require_source, name)
+
+
+def drafter(option: str, name: str) -> Iterator[Look]:
+    """As `eval_spec.py --checkpoint` names it."""
+    parsed = DrafterName.parse(name)
+    if parsed.folder is not None:
+        yield folder(option, parsed.folder)
+    yield option, parsed.corpus_text
+
+
+def tree(option: str, name: str) -> Look:
+    return option, partial(as_growth, name, input_path)
+
+
+def template(option: str, name: str | None) -> Iterator[Look]:
+    """A chat template; none is the tokenizer's own."""
+    if name is not None:
+        yield option, partial(named_template, input_path(name))
+
+
+def benchmarks(option: str, names: Iterable[str], directory: str | None) -> Look:
+    def look() -> None:
+        missing = []
+        for name in names:
+            try:
+                find_benchmark(input_path(name), directory)
+            except NotFound as error:
+                missing.append(str(error))
+        if missing:  # what there is instead is said once
+            *others, longest = sorted(missing, key=len)
+            raise NotFound("; ".join([*(each.partition(" (")[0] for each in others), longest]))
+
+    return option, look
+
+
+def of_evaluation(
+    options: Mapping[str, Any], checkpoints: Sequence[str], argument: str = "--checkpoint"
+) -> Iterator[Look]:
+    """Of the options that eval_spec.py and the gate share, and drafters, which `argument` names."""
+    if options.get("run") is not None and not checkpoints:
+        run = options["run"]
+        is_there = Path(run).is_dir()
+        yield ("--run", partial(require_exports, run)) if is_there else folder("--run", run)
+    if options["target"] is not None:
+        yield folder("--target", input_path(options["target"]))
+    for each in checkpoints:
+        yield from drafter(argument, each)
+    found = options["benchmark_dir"]
+    yield benchmarks("--benchmarks", options["benchmarks"], found and input_path(found))
+    yield tree("--tree", options["tree"])
+    yield from template("--chat_template", options["chat_template"])
+
+
+def of_training(value: Callable[[str, str], Any]) -> Iterator[Look]:
+    """Of a training's configuration, by section and name."""
+    for section, name in TRAINING_INPUTS:
+        found, option = value(section, name), f"{section}.{name}"
+        for each in found if isinstance(found, list) else [] if found is None else [found]:
+            path = input_path(each)
+            if (section, name) == ("evaluation", "config"):
+                yield file(option, path)
+            elif name in ("train", "valid"):
+                yield source(option, path)
+            elif name == "template":
+                yield from template(option, path)
+            else:
+                yield folder(option, path)
+
+
+def _require(is_there: Callable[[], bool], otherwise: str) -> None:
+    if not is_there():
+        raise NotFound(otherwise)

@@ -1,0 +1,141 @@
+"""How far a long command is: a bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from stree.batching.batch_decoder import BatchDecoder
+    from stree.decoder import Decoder
+    from stree.generation import GenerationConfig
+    from stree.tree_policy.step_times import Costs
+
+LINE_EVERY_S = 10.0
+
+
+class EvaluationProgress:
+    """Shows prompts done, τ and tokens/s so far, and the time left. Silent unless it is the main
+    process', so that workers do not write over each other."""
+
+    def __init__(self, stream: TextIO | None = None, enabled: bool = True) -> None:
+        self.stream = stream or sys.stderr
+        self.enabled = enabled
+        self._console: Console | None = None  # of the bar, while there is one
+
+    def say(self, message: str) -> None:
+        if not self.enabled:
+            return
+        if self._console is None:
+            print(message, file=self.stream, flush=True)
+        else:  # above the bar, which would be drawn over it
+            self._console.print(message, markup=False, highlight=False, emoji=False)
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[_Task]:
+        """Track `total` steps; the yielded object's `advance(detail)` does one."""
+        if not self.enabled or total == 0:
+            yield _Task()
+        elif self.stream.isatty():
+            self._console = Console(file=self.stream)
+            try:
+                with _Bar(self._console) as progress:
+                    yield _BarTask(progress, label, total)
+            finally:
+                self._console = None
+        else:
+            yield _LineTask(self.stream, label, total)
+
+
+class _Bar(Progress):
+    """A bar with count and time left, and below it what was last said about the task: on a line of
+    their own the figures have all of a narrow terminal, and take nothing from the bar."""
+
+    def __init__(self, console: Console) -> None:
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        ]
+        super().__init__(*columns, console=console)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for detail in (task.fields["detail"] for task in self.tasks):
+            if detail:
+                yield Text(f"  {detail}")
+
+
+class _Task:
+    def advance(self, detail: str = "") -> None:
+        """One step is done; `detail` is what to show beside it."""
+
+
+class _BarTask(_Task):
+    def __init__(self, progress: _Bar, label: str, total: int) -> None:
+        self.progress = progress
+        self.task = progress.add_task(label, total=total, detail="")
+
+    def advance(self, detail: str = "") -> None:
+        self.progress.update(self.task, advance=1, detail=detail)
+
+
+class _LineTask(_Task):
+    def __init__(self, stream: TextIO, label: str, total: int) -> None:
+        self.stream, self.label, self.total = stream, label, total
+        self.done = 0
+        self.started = self.last_line = time.monotonic()
+
+    def advance(self, detail: str = "") -> None:
+        self.done += 1
+        now = time.monotonic()
+        if self.done < self.total and now - self.last_line < LINE_EVERY_S:
+            return
+        self.last_line = now
+        left_s = (now - self.started) / self.done * (self.total - self.done)
+        line = f"{self.label}  {self.done}/{self.total}  {detail}  ETA {clock(left_s)}"
+        print(line, file=self.stream, flush=True)
+
+
+def measured_costs(
+    decoder: Decoder | BatchDecoder,
+    choice: str,
+    generation: GenerationConfig,
+    say: Callable[[str], None],
+) -> Costs:
+    """`measure_costs`, told before and after: with graphs of many rows and trees it takes long.
+    choice, the trees by their names; generation, what is going to be asked for."""
+    say(
+        f"measuring what steps cost, plain and with {choice}, at T = {generation.temperature:g}, "
+        "to choose by"
+    )
+    costs = decoder.measure_costs(generation=generation)
+    say(str(costs))
+    return costs
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Says what a long command is at, and when it is done with it how many seconds that took."""
+    print(f"{name} …", end=" ", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, without the hours when there are none."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

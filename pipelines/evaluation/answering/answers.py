@@ -1,0 +1,405 @@
+"""Answering benchmark prompts with a decoder, and comparing the answers with plain decoding's."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree import metrics
+from stree.batching.sequences import Request
+from stree.batching.state import Rows
+from stree.chat_encoding import encode_prompt
+from stree.checkpoints.tokenizer import eos_token_ids, load_tokenizer
+from stree.common.errors import InvariantBroken, StreeError, UsageError
+from stree.generation import DecodingStats, GenerationConfig, GenerationOutput
+from stree_kernels import naive
+from stree_pipelines.evaluation.answering.batching import Batch
+from stree_pipelines.evaluation.answering.decoders import SLACK, Decoders
+from stree_pipelines.evaluation.benchmarks import Benchmark, BenchmarkPrompt
+from stree_pipelines.evaluation.plan import (
+    ChosenTree,
+    EvaluationSettings,
+    Job,
+    prompt_seed,
+)
+from stree_pipelines.evaluation.records import BaselineTiming, Divergence, SampleRow, Turn
+from stree_pipelines.evaluation.sampling import sampling_of
+
+
+@dataclass
+class Conversation:
+    """A prompt under way: its finished turns, and what they took."""
+
+    prompt: BenchmarkPrompt
+    turns: list[Turn] = field(default_factory=list)
+    stats: list[DecodingStats] = field(default_factory=list)
+    call_shares: list[float] = field(default_factory=list)  # of batches
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.turns) == len(self.prompt.turns)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another turn follows the one under way, which begins with what this one reads
+        and generates."""
+        return len(self.turns) + 1 < len(self.prompt.turns)
+
+
+class Answerer:
+    """Holds the conversations of an evaluation by its methods, with `Decoders` of its own, whose
+    arguments are the last four; without a tokenizer the target's is loaded."""
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        benchmarks: Sequence[Benchmark],
+        target_model: Any = None,
+        tokenizer: Any = None,
+        make_decoder: Callable[..., Any] | None = None,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.settings = settings
+        self.benchmarks = benchmarks
+        self.tokenizer = tokenizer or load_tokenizer(settings.target)
+        self.decoders = Decoders(
+            settings, self.tokenizer, self.max_length, self.num_prefixes,
+            target_model, make_decoder, say,
+        )  # fmt: skip
+
+    def warm_up(self, job: Job, prompt: BenchmarkPrompt) -> None:
+        """Pay for what comes with a decoder's or a sampling rule's first calls (kernels, graphs,
+        buffers) outside of every measurement."""
+        with _naming(job, Conversation(prompt)):
+            self.decoders.warm(job, self.prompt_ids(prompt))
+
+    def require_positions(self) -> None:
+        """Refuse now, not after an hour, a conversation whose answers may be longer than what the
+        target was made for."""
+        positions = self.decoders.target_config.num_positions
+        if positions is None:
+            return
+        for benchmark in self.benchmarks:
+            for prompt in benchmark.prompts:
+                new = len(prompt.turns) * self.settings.max_new_tokens
+                given = self._num_given(prompt)
+                if given + new > positions:
+                    raise UsageError(
+                        f"{benchmark.name} prompt {prompt.id} has {given} tokens, and answers of "
+                        f"up to {new}: the target was made for {positions} positions; lower "
+                        "max_new_tokens, leave the prompt out, or give --beyond_positions to see "
+                        "what it does there"
+                    )
+
+    def require_end(self) -> None:
+        """Raise UsageError when answers shall end at EOS and no token is known to be one: rows
+        would say that they had."""
+        known = eos_token_ids(self.decoders.target_config, self.tokenizer)
+        if not self.settings.ignore_eos and not known:
+            raise UsageError(
+                f"neither the config of {self.settings.target} nor its tokenizer names an EOS, so "
+                "no answer would end: give --ignore_eos, or set eos_token_id in its config.json"
+            )
+
+    def answers(
+        self, job: Job, prompts: Sequence[BenchmarkPrompt]
+    ) -> Generator[SampleRow, None, None]:
+        """Hold the prompts' conversations by the job's method, `batch_size` at a time, and yield
+        each when it is over. What is yielded first was, but for a batch, asked first. What chooses
+        the job's trees begins anew, with what `EvaluationSettings.first_prompts` show, not with
+        what was answered before, elsewhere or by a run that was stopped.
+
+        Raises what decoding a prompt raises; those that are under way beside it are finished and
+        yielded before, unless it is one of those first prompts.
+        """
+        self.decoders.begin(job)
+        if isinstance(job.tree, ChosenTree):
+            for _ in self._answers(job, self.settings.first_prompts(job.benchmark)):
+                pass  # learned from, and not reported
+        yield from self._answers(job, prompts)
+
+    def _answers(self, job: Job, prompts: Sequence[BenchmarkPrompt]) -> Iterator[SampleRow]:
+        if self.settings.batch_size > 1:
+            yield from self._answers_in_batches(job, prompts)
+            return
+        for conversation in map(Conversation, prompts):
+            while not conversation.is_over:
+                prompt_ids = self._next_prompt_ids(conversation)
+                with _naming(job, conversation):
+                    decoder = self.decoders.warm(job, prompt_ids)
+                    output = decoder.generate(prompt_ids, self._next_generation(job, conversation))
+                self._add_turn(conversation, len(prompt_ids), output)
+            yield self._sample(job, conversation)
+
+    def _answers_in_batches(
+        self, job: Job, prompts: Sequence[BenchmarkPrompt]
+    ) -> Iterator[SampleRow]:
+        """A row is given away as soon as it is free: to the next turn of what it held, or to the
+        next prompt."""
+        waiting = deque(map(Conversation, prompts))
+        under_way: dict[int, tuple[Conversation, int]] = {}  # with the prompt's number of tokens
+        failure: StreeError | None = None
+        batch = Batch(self.decoders.warm(job, self._next_prompt_ids(waiting[0])))
+        try:
+            while waiting or under_way:
+                while waiting and not batch.is_full:
+                    prompt_ids = self._next_prompt_ids(waiting[0])
+                    if not self.decoders.has_room(job, len(prompt_ids)):
+                        if under_way:
+                            break  # which the decoder is still needed for
+                        del batch  # two at once may not fit
+                        batch = Batch(self.decoders.warm(job, prompt_ids))
+                    conversation = waiting.popleft()
+                    request = Request(
+                        prompt_ids, self._next_generation(job, conversation),
+                        keep_prompt=conversation.goes_on,
+                    )  # fmt: skip
+                    under_way[batch.admit(request)] = conversation, len(prompt_ids)
+                for report in batch.step():
+                    if not report.finish_reason:
+                        continue
+                    conversation, num_prompt_tokens = under_way.pop(report.row)
+                    output, share = batch.release(report.row, keep=conversation.goes_on)
+                    if report.error is not None:
+                        failure = failure or _named(report.error, job, conversation)
+                        waiting = deque(each for each in waiting if each.turns)
+                        continue
+                    output.stats.prefill_s, output.stats.decode_s = share.prefill_s, share.decode_s
+                    conversation.call_shares.append(share.num_calls)
+                    self._add_turn(conversation, num_prompt_tokens, output)
+                    if conversation.is_over:
+                        yield self._sample(job, conversation)
+                    else:
+                        waiting.appendleft(conversation)
+            if failure is not None:
+                raise failure
+        finally:
+            for row in under_way:
+                batch.release(row)
+
+    def beside(
+        self, job: Job, prompt: BenchmarkPrompt, sample: SampleRow, baseline: SampleRow
+    ) -> SampleRow:
+        """The sample with what the autoregressive run of its prompt in this process adds: its
+        timing and how their tokens compare. They are the same at T = 0, and above with the verifier
+        coupled, whose samples are plain decoding's of the same seed."""
+        timing = {"baseline": timing_of(baseline)}
+        if sample.temperature > 0 and job.verifier != "coupled":
+            return sample.model_copy(update=timing)
+        divergence = self._divergence(job, prompt, sample.turns, baseline.turns)
+        compared = {"divergence": divergence, "lossless": divergence is None}
+        return sample.model_copy(update={**timing, **compared})
+
+    def _add_turn(
+        self, conversation: Conversation, num_prompt_tokens: int, output: GenerationOutput
+    ) -> None:
+        turn = Turn(
+            user=conversation.prompt.turns[len(conversation.turns)],
+            num_prompt_tokens=num_prompt_tokens,
+            tokens=tuple(output.tokens),
+            text=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
+            finish_reason=str(output.finish_reason),
+        )
+        conversation.turns.append(turn)
+        conversation.stats.append(output.stats)
+
+    def _sample(self, job: Job, conversation: Conversation) -> SampleRow:
+        prompt, stats = conversation.prompt, conversation.stats
+        parts = metrics.STEP_PARTS if any(s.time_ms for s in stats) else ()
+        shares = conversation.call_shares
+        return SampleRow(
+            checkpoint_sha256=job.drafter.sha256 if job.drafter else None,
+            step=job.drafter.step if job.drafter else None,
+            method=job.method,
+            tree=job.tree.name if job.tree else None,
+            benchmark=job.benchmark.name,
+            prompt_id=prompt.id,
+            category=prompt.category,
+            temperature=job.temperature,
+            **sampling_of(self.settings),
+            batch_size=self.settings.batch_size,
+            seed=job.seed,
+            decoding_hash=job.decoding_hash,
+            turns=tuple(conversation.turns),
+            num_new_tokens=sum(s.num_new_tokens for s in stats),
+            num_calls=sum(s.num_calls for s in stats),
+            num_nodes=sum(s.num_nodes for s in stats),
+            accepted_per_call=tuple(a for s in stats for a in s.accepted_per_call),
+            end_node_per_call=None
+            if isinstance(job.tree, ChosenTree)
+            else tuple(node for s in stats for node in s.end_node_per_call),
+            tree_max_depth=job.tree.max_depth if job.tree else 0,
+            depth_per_call=tuple(depth for s in stats for depth in s.depth_per_call)
+            if isinstance(job.tree, ChosenTree)
+            else None,
+            calls_by_tree=sum((s.calls_by_tree for s in stats), Counter[str]()),
+            call_share=sum(shares) if shares else None,
+            num_reused_tokens=sum(s.num_reused_tokens for s in stats),
+            prefill_s=sum(s.prefill_s for s in stats),
+            decode_s=sum(s.decode_s for s in stats),
+            time_ms={part: sum(s.time_ms.get(part, 0.0) for s in stats) for part in parts},
+        )
+
+    def _divergence(
+        self, job: Job, prompt: BenchmarkPrompt, turns: Sequence[Turn], reference: Sequence[Turn]
+    ) -> Divergence | None:
+        """The first difference; turns after it answer another conversation and say nothing."""
+        for index, (mine, theirs) in enumerate(zip(turns, reference, strict=True)):
+            position = metrics.first_difference(mine.tokens, theirs.tokens)
+            if position is None:
+                continue
+            prefix = [*self.prompt_ids(prompt, turns, index), *mine.tokens[:position]]
+            tokens = _at(mine.tokens, position), _at(theirs.tokens, position)
+            return Divergence(
+                prompt_id=prompt.id,
+                turn=index,
+                position=position,
+                token=tokens[0],
+                autoregressive_token=tokens[1],
+                logit_gap=self._logit_gap(prefix, self._generation(job, prompt, index), tokens),
+            )
+        return None
+
+    @torch.no_grad()
+    def _logit_gap(
+        self, tokens: list[int], generation: GenerationConfig, answered: Sequence[int | None]
+    ) -> float:
+        """The target's top-1 minus top-2 logit after `tokens`, from one plain forward pass; when
+        sampling, of what a token is chosen by, at the size of logits. With top-k, top-p or min-p
+        `_least_change`, which asks what was `answered` there."""
+        tokens_BT = torch.tensor([tokens], device=self.decoders.device)
+        last_BD = self.decoders.target.hidden_states(tokens_BT)[:, -1:]
+        logits_BTV = self.decoders.target.logits(last_BD)
+        rows = Rows.new(1, device=self.decoders.device)
+        rows.set(0, generation, tokens, logits_BTV.shape[2])
+        rows = rows.narrow(0, 1, [generation])
+        rows.position.fill_(len(tokens) - 1)
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=self.decoders.device)
+
+        def scores(logits: Tensor) -> Tensor:
+            return naive.choice_scores(rows.kept(logits), depths, rows.sampling)[0, 0]
+
+        if rows.filtered:
+            others = {token for token in answered if token is not None}
+            return _least_change(logits_BTV, lambda each: int(scores(each).argmax()), others)
+        first, second = scores(logits_BTV).topk(2).values.tolist()
+        return (first - second) * (generation.temperature or 1.0)
+
+    def prompt_ids(
+        self, prompt: BenchmarkPrompt, turns: Sequence[Turn] = (), index: int = 0
+    ) -> list[int]:
+        """The conversation up to user turn `index`, with the model's own answers before it."""
+        conversation = [*prompt.history, ("user", prompt.turns[0])]
+        for answer, question in zip(turns[:index], prompt.turns[1:], strict=False):
+            conversation += [("assistant", answer.text), ("user", question)]
+        return encode_prompt(self.tokenizer, conversation, self.settings.chat_template)
+
+    def _next_prompt_ids(self, conversation: Conversation) -> list[int]:
+        turns = conversation.turns
+        return self.prompt_ids(conversation.prompt, turns, len(turns))
+
+    def _next_generation(self, job: Job, conversation: Conversation) -> GenerationConfig:
+        return self._generation(job, conversation.prompt, len(conversation.turns))
+
+    def _generation(self, job: Job, prompt: BenchmarkPrompt, index: int) -> GenerationConfig:
+        """Of a turn of a prompt."""
+        return GenerationConfig(
+            max_new_tokens=self.settings.max_new_tokens,
+            temperature=job.temperature,
+            **sampling_of(self.settings),
+            seed=prompt_seed(job.seed, job.benchmark.name, prompt.id, index),
+            ignore_eos=self.settings.ignore_eos,
+        )
+
+    @property
+    def num_prefixes(self) -> int:
+        """That a decoder holds, of earlier turns: two a conversation, with its answer and without,
+        as what comes back through the tokenizer may differ; and one prompt at a time is asked
+        twice, a warm-up first."""
+        turns = max(
+            (len(p.turns) for benchmark in self.benchmarks for p in benchmark.prompts), default=1
+        )
+        if turns == 1:
+            return 0
+        return 4 if self.settings.batch_size == 1 else 2 * self.settings.batch_size
+
+    @cached_property
+    def max_length(self) -> int:
+        """Room for about every conversation, with answers that come back as twice as many tokens
+        as were generated."""
+        new = self.settings.max_new_tokens
+        longest = max(
+            self._num_given(prompt) + (2 * len(prompt.turns) - 1) * new
+            for benchmark in self.benchmarks
+            for prompt in benchmark.prompts
+        )
+        return longest + SLACK
+
+    def _num_given(self, prompt: BenchmarkPrompt) -> int:
+        """Tokens of a conversation to whose turns nothing was answered."""
+        silence = Turn(user="", num_prompt_tokens=0, tokens=(), text="", finish_reason="")
+        last = len(prompt.turns) - 1
+        return len(self.prompt_ids(prompt, [silence] * last, last))
+
+
+def _least_change(logits: Tensor, choice: Callable[[Tensor], int], others: Iterable[int]) -> float:
+    """By how much one logit of (1, 1, V) must change before another token is the choice: the
+    choice's own down, or one of the others' up. What is left out by a hair is a tie, too."""
+    logits = logits.double()
+    chosen = choice(logits)
+
+    def changes(token: int, by: float) -> bool:
+        changed = logits.clone()
+        changed[..., token] += by
+        return choice(changed) != chosen
+
+    least = []
+    for token in {chosen, *others}:
+        sign = -1.0 if token == chosen else 1.0
+        low, high = 0.0, 1e-6
+        while not changes(token, sign * high):
+            low, high = high, 2 * high
+        for _ in range(20):
+            middle = (low + high) / 2
+            low, high = (low, middle) if changes(token, sign * middle) else (middle, high)
+        least.append(high)
+    return min(least)
+
+
+def timing_of(sample: SampleRow) -> BaselineTiming:
+    """What of a run the speed of another is measured by."""
+    return BaselineTiming(
+        num_new_tokens=sample.num_new_tokens,
+        prefill_s=sample.prefill_s,
+        decode_s=sample.decode_s,
+        time_ms=sample.time_ms,
+    )
+
+
+@contextmanager
+def _naming(job: Job, conversation: Conversation) -> Iterator[None]:
+    """Where an invariant broke, before what broke."""
+    try:
+        yield
+    except InvariantBroken as error:
+        raise _named(error, job, conversation) from error
+
+
+def _named(error: StreeError, job: Job, conversation: Conversation) -> StreeError:
+    if not isinstance(error, InvariantBroken):
+        return error
+    prompt, turn = conversation.prompt, len(conversation.turns)
+    return InvariantBroken(
+        f"{job.benchmark.name} prompt {prompt.id}, turn {turn}, {job.method}: {error}"
+    )
+
+
+def _at(tokens: Sequence[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None

@@ -1,0 +1,89 @@
+"""Requests in the rows of a batched decoder, and what each took of the time that they shared."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Report, Request
+from stree.generation import GenerationOutput
+
+
+@dataclass
+class Share:
+    """What a request took of its batch.
+
+    A step's wall time in which n rows were decoded counts 1/n for each, so that the seconds of all
+    requests add up to the wall time of the steps, and tokens by seconds are the batch's throughput.
+    With one row they are what one sequence alone takes.
+
+    Attributes:
+        prefill_s: of admission, of the time that steps spent on prompts, and of keeping what the
+            next turn begins with.
+        decode_s: of the time that steps spent on decoding.
+        num_calls: of the target's calls; beside the number of calls that decoded the request this
+            is how full the batch was.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_calls: float = 0.0
+
+
+class Batch:
+    """A `BatchDecoder` under a clock: `admit`, `step` and `release` are the decoder's."""
+
+    def __init__(self, decoder: BatchDecoder) -> None:
+        self.decoder = decoder
+        self._shares: dict[int, Share] = {}
+        self._reading: set[int] = set()  # rows without a token yet
+        self._read_s = 0.0  # spent on prompts, and counted for nobody yet
+        self._waited_s = 0.0  # for a step on its way, between steps
+
+    @property
+    def is_full(self) -> bool:
+        return self.decoder.num_free_rows == 0
+
+    def admit(self, request: Request) -> int:
+        started = time.perf_counter()
+        row = self.decoder.admit(request)
+        admitted = time.perf_counter()
+        self._shares[row] = Share(prefill_s=admitted - started)
+        # Waits for what the last turn has left: for the step on its way, which is others' time
+        self.decoder.num_reusable(list(request.prompt_ids))
+        self._waited_s += time.perf_counter() - admitted
+        self.decoder.prepare_reading(row)  # no request's time, as other graphs are not
+        self._reading.add(row)
+        return row
+
+    def step(self) -> list[Report]:
+        reading, read_before = set(self._reading), self.decoder.read_s
+        started = time.perf_counter()
+        reports = self.decoder.step()
+        step_s = time.perf_counter() - started + self._waited_s
+        # A device may have read while the steps before waited for others
+        self._read_s += self.decoder.read_s - read_before
+        read_s = min(self._read_s, step_s) if reading else 0.0
+        self._read_s -= read_s
+        decoded = set()
+        for report in reports:
+            if report.row in self._reading:  # its first token, which reading the prompt gave
+                self._reading.remove(report.row)
+            else:
+                decoded.add(report.row)
+        for row in reading:
+            self._shares[row].prefill_s += read_s / len(reading)
+        if decoded:
+            self._waited_s = 0.0
+        for row in decoded:
+            self._shares[row].decode_s += (step_s - read_s) / len(decoded)
+            self._shares[row].num_calls += 1 / len(decoded)
+        return reports
+
+    def release(self, row: int, keep: bool = False) -> tuple[GenerationOutput, Share]:
+        self._reading.discard(row)
+        started, share = time.perf_counter(), self._shares.pop(row)
+        output = self.decoder.release(row, keep=keep)
+        share.prefill_s += time.perf_counter() - started
+        return output, share

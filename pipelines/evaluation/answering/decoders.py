@@ -1,0 +1,272 @@
+"""The models and decoders of an evaluation, warmed up: a first call is nobody's to pay for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.memory_report import Room
+from stree.batching.sequences import Request
+from stree.batching.step_timing import length_to_time, row_counts
+from stree.checkpoints.load_save import load_config, load_model
+from stree.common.errors import UsageError
+from stree.common.words import dtype_name
+from stree.decoder import Decoder
+from stree.drafters.model import Drawing
+from stree.generation import GenerationConfig
+from stree.models.config import HybridConfig
+from stree.models.model import READ_AT_ONCE, HybridModel
+from stree.tree_policy.step_times import Costs
+from stree_kernels.naive import accumulation_dtype
+from stree_pipelines.console.progress import measured_costs
+from stree_pipelines.evaluation.answering import gc_freeze as garbage
+from stree_pipelines.evaluation.context import pick_device, pick_dtype
+from stree_pipelines.evaluation.plan import (
+    ChosenTree,
+    DrafterIdentity,
+    EvaluationSettings,
+    Job,
+    growth_of,
+)
+from stree_pipelines.evaluation.sampling import sampling_of
+
+WARMUP_TOKENS = 16
+BATCH_WARMUP_TOKENS = 4  # of each row: what a first call pays for, several rows pay for at once
+SLACK = 256  # tokens behind an answer: a tree's path, and what comes back cut into more
+
+
+class Decoders:
+    """Holds the target, the drafters and the decoders; each is made when first needed.
+
+    Args:
+        max_length: tokens that a decoder has room for, unless a conversation outgrows it.
+        num_prefixes: how many a decoder holds, of earlier turns.
+        make_decoder: `stree.decoder.Decoder`, with a batch size `BatchDecoder` of that many
+            rows, or what stands in for it in a test.
+        target_model: loaded from `settings.target` unless given.
+        say: what tells users what takes long.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        tokenizer: Any,
+        max_length: int,
+        num_prefixes: int,
+        target_model: Any = None,
+        make_decoder: Callable[..., Any] | None = None,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.settings, self.tokenizer, self.say = settings, tokenizer, say
+        self.max_length, self.num_prefixes = max_length, num_prefixes
+        if make_decoder is None:
+            make_decoder = partial(BatchDecoder, num_rows=settings.batch_size)
+            if settings.batch_size == 1:
+                make_decoder = Decoder
+        self.make_decoder = make_decoder
+        self.dtype = pick_dtype(settings.dtype)
+        self.device = pick_device(settings.device)
+        self._target = target_model
+        # By drafter and method, with the length that each has room for.
+        self._decoders: dict[tuple[DrafterIdentity | None, str], tuple[int, Any]] = {}
+        self._drafters: dict[DrafterIdentity, Any] = {}
+        # By drafter, method and temperature, of those that choose a tree: what they choose by
+        self._costs: dict[tuple[DrafterIdentity | None, str, float], Costs] = {}
+        # What each has done once: ("temperature", 1.0), ("prompt tokens", 57).
+        self._warm: set[tuple[DrafterIdentity | None, str, tuple[str, float]]] = set()
+        if target_model is not None:
+            self.device = target_model.device
+            if settings.beyond_positions:
+                raise UsageError("beyond_positions is for a target that is loaded for it")
+            if target_model.dtype != self.dtype:
+                raise UsageError(
+                    f"the target is in {target_model.dtype} but dtype is {settings.dtype}: "
+                    "evaluate in the dtype that the target is in"
+                )
+
+    @property
+    def target(self) -> Any:
+        if self._target is None:
+            config = self.target_config
+            self._target = load_model(self.settings.target, self.device, self.dtype).eval()
+            self._target.config = config
+        return self._target
+
+    @cached_property
+    def target_config(self) -> HybridConfig:
+        if self._target is not None:
+            return self._target.config
+        config = load_config(self.settings.target)
+        if self.settings.beyond_positions:
+            most = max(config.max_position_embeddings, self.max_length)
+            config = replace(config, max_position_embeddings=most)
+        return config
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of weights and state, as records have them."""
+        state = dtype_name(accumulation_dtype(self.dtype))
+        return {"weights": self.settings.dtype, "state": state}
+
+    def drafter_model(self, drafter: DrafterIdentity | None) -> HybridModel | None:
+        """The model that drafts, alone and by the target's tokens; None where none does."""
+        made = self._drafter(drafter) if drafter is not None else None
+        return made.model if isinstance(made, Drawing) else None
+
+    @property
+    def room(self) -> Room | None:
+        """Of the decoders that are held, in which each prompt that is answered has a row; None
+        where prompts are answered one at a time."""
+        batches = [each for _, each in self._decoders.values() if isinstance(each, BatchDecoder)]
+        return Room.of(batches) if batches else None
+
+    def costs(self, job: Job) -> Costs | None:
+        """By which the job's trees are chosen; None where none are."""
+        return self._costs.get((*job.decoder_key, job.temperature))
+
+    def is_warm(self, job: Job) -> bool:
+        """Whether the job's tree and drafter have decoded by its sampling rule before."""
+        return (*job.decoder_key, ("temperature", job.temperature)) in self._warm
+
+    def has_room(self, job: Job, num_prompt_tokens: int) -> bool:
+        room, _ = self._decoders.get(job.decoder_key, (0, None))
+        return self._needed(job, num_prompt_tokens) <= room
+
+    def warm(self, job: Job, prompt_ids: list[int]) -> Any:
+        """The job's decoder, which has decoded by the job's rule and read as long a prompt before.
+
+        Graphs may hold the temperature itself; kernels, their tuning and buffers may be of one
+        prompt length, and whichever method met it first would pay for all; of a long prompt, what
+        `_as_long` gives has done the same. A batch reads prompts in pieces while it decodes, and is
+        warmed up with the first one only.
+        """
+        decoder = self._decoder(job, len(prompt_ids))
+        if isinstance(job.tree, ChosenTree):
+            self._choose_by_costs(job, job.tree, decoder)
+        what = {("temperature", job.temperature)}
+        if self.settings.batch_size == 1:
+            reused = decoder.num_reusable(prompt_ids)
+            if not reused and self.is_warm(job):
+                prompt_ids = self._as_long(job, prompt_ids)
+            what.add(("prompt tokens", len(prompt_ids) - reused))
+        once = {(*job.decoder_key, each) for each in what}
+        if once - self._warm:
+            generation = GenerationConfig(
+                # prefill gives the first
+                max_new_tokens=1 if self.is_warm(job) else num_warmup_tokens(self.settings),
+                temperature=job.temperature,
+                **sampling_of(self.settings),
+                seed=0,
+                ignore_eos=True,
+            )
+            with _batch_of(decoder).forgetting():
+                if self.settings.batch_size == 1:
+                    decoder.generate(prompt_ids, generation)
+                else:
+                    _warm_batch(decoder, Request(prompt_ids, generation), self.settings.batch_size)
+            self._warm |= once
+        return decoder
+
+    def begin(self, job: Job) -> None:
+        """Let what chooses the job's trees begin anew."""
+        if job.decoder_key in self._decoders:
+            _, decoder = self._decoders[job.decoder_key]
+            _batch_of(decoder).forget()
+
+    def release(self, drafter: DrafterIdentity) -> None:
+        """Free a drafter's weights and caches."""
+        self._drop(lambda known: known[0] == drafter)
+        self._drafters.pop(drafter, None)
+
+    def _needed(self, job: Job, num_prompt_tokens: int) -> int:
+        longest = 0 if job.tree is None else job.tree.max_depth + 1
+        needed = num_prompt_tokens + self.settings.max_new_tokens + max(longest, SLACK)
+        return max(needed, length_to_time(job.tree)) if isinstance(job.tree, ChosenTree) else needed
+
+    def _decoder(self, job: Job, num_prompt_tokens: int) -> Any:
+        """The job's decoder, made anew where a conversation outgrows it: an answer that comes back
+        through the tokenizer may be cut into more tokens than were generated."""
+        key = job.decoder_key
+        _, decoder = self._decoders.get(key, (0, None))
+        if not self.has_room(job, num_prompt_tokens):
+            decoder = None
+            self._drop(lambda known: known == key)
+            room = max(self._needed(job, num_prompt_tokens), self.max_length)
+            decoder = self.make_decoder(
+                self.target,
+                drafter=self._drafter(job.drafter) if job.drafter else None,
+                tree=job.tree and growth_of(job.tree),
+                max_length=room,
+                tokenizer=self.tokenizer,
+                verifier=job.verifier,
+                backtracking=job.backtracking,
+                num_prefixes=self.num_prefixes,
+            )
+            self._decoders[key] = room, decoder
+        return decoder
+
+    def _choose_by_costs(self, job: Job, tree: ChosenTree, decoder: Any) -> None:
+        """By those of steps at the job's temperature, which are measured when first asked for."""
+        key = (*job.decoder_key, job.temperature)
+        if key not in self._costs:
+            generation = GenerationConfig(temperature=job.temperature, **sampling_of(self.settings))
+            self._costs[key] = measured_costs(decoder, tree.name, generation, self.say)
+        modes = _batch_of(decoder).modes
+        if modes.costs is not self._costs[key]:
+            modes.costs = self._costs[key]
+
+    def _drafter(self, drafter: DrafterIdentity) -> Any:
+        if drafter not in self._drafters:
+            folder = drafter.name.folder
+            model = None if folder is None else load_model(folder, self.device, self.dtype).eval()
+            self._drafters[drafter] = drafter.name.make(model, self.tokenizer)
+        return self._drafters[drafter]
+
+    def _as_long(self, job: Job, prompt_ids: list[int]) -> list[int]:
+        """The end of a long prompt, whose reading asks for what the whole's does: a first piece of
+        READ_AT_ONCE tokens, one behind others, and a last one of the same size. The whole prompt
+        where the decoder has read none as long, since buffers grow with it, or where the drafter
+        has a tokenizer of its own. Not the beginning: prefixes that are kept are not read again."""
+        length = len(prompt_ids)
+        alike = 2 * READ_AT_ONCE + (length - 1) % READ_AT_ONCE + 1
+        read = {n for *key, (what, n) in self._warm
+                if tuple(key) == job.decoder_key and what == "prompt tokens"}  # fmt: skip
+        retokenised = job.drafter is not None and job.drafter.name.retokenised
+        if length <= alike or length in read or length > max(read, default=0) or retokenised:
+            return prompt_ids
+        return prompt_ids[-alike:]
+
+    def _drop(self, condemned: Callable[[tuple[DrafterIdentity | None, str]], bool]) -> None:
+        """Free decoders; those with graphs refer to themselves and would stay for a while."""
+        if any(map(condemned, self._decoders)):
+            self._decoders = {k: v for k, v in self._decoders.items() if not condemned(k)}
+            self._warm = {warm for warm in self._warm if not condemned(warm[:2])}
+            self._costs = {k: v for k, v in self._costs.items() if not condemned(k[:2])}
+            garbage.collect()
+
+
+def _batch_of(decoder: Any) -> Any:
+    """A `Decoder`'s, or the `BatchDecoder` itself."""
+    return getattr(decoder, "batch", decoder)
+
+
+def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
+    """As many such requests at once, and then the graphs of each number of rows that steps may have
+    when fewer are left."""
+    decoder.generate([request] * num_rows)
+    for count in row_counts(num_rows):
+        rows = [decoder.admit(request) for _ in range(count)]
+        try:
+            decoder.prepare()
+        finally:  # graphs may not fit in memory, and others decode with it then
+            for row in rows:
+                decoder.release(row)
+
+
+def num_warmup_tokens(settings: EvaluationSettings) -> int:
+    """Of each prompt that a decoder is warmed up with."""
+    most = WARMUP_TOKENS if settings.batch_size == 1 else BATCH_WARMUP_TOKENS
+    return min(most, settings.max_new_tokens)

@@ -1,0 +1,127 @@
+"""What target and drafter say of the data's own answer to a prompt, token by token as it stands
+there: tells a target that fails at a length from a drafter that does (docs/long-context.md)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stree.batching.prefill import FEATURES_CHUNK
+from stree.chat_encoding import chat_encoder
+from stree.models.hidden_states import Features
+from stree.models.model import HybridModel
+from stree_kernels import ops
+from stree_pipelines.evaluation.answering.decoders import Decoders
+from stree_pipelines.evaluation.benchmarks import BenchmarkPrompt
+from stree_pipelines.evaluation.plan import DrafterIdentity
+from stree_pipelines.evaluation.records import Reading, ReadingKey
+
+MOST_TOKENS = 512  # of an answer: the logits of all of them are in memory at once
+
+
+class Agreement(NamedTuple):
+    """Of a drafter with its target on an answer's tokens, each a sum over them.
+
+    Attributes:
+        loss: the drafter's own on the data, in nats.
+        overlap: Σ min(p, q), the chance that a single draft is accepted at T = 1.
+        same_choice: tokens whose most likely successor is the same.
+    """
+
+    loss: float
+    overlap: float
+    same_choice: int
+
+    @classmethod
+    def of(cls, target: Tensor, drafter: Tensor, answer: Tensor) -> Agreement:
+        """Given log-probabilities (A, V) of both ahead of the answer's tokens (A,)."""
+        overlap = torch.minimum(target.exp(), drafter.exp()).sum(-1)
+        same = target.argmax(-1) == drafter.argmax(-1)
+        return cls(loss_of(drafter, answer), float(overlap.double().sum()), int(same.sum()))
+
+
+@torch.no_grad()
+def read_answer(
+    decoders: Decoders, drafter: DrafterIdentity | None, prompt: BenchmarkPrompt, key: ReadingKey
+) -> Reading:
+    """The reading of a prompt's `reference_answer`, by an evaluation's models; by the target alone
+    where no model of its vocabulary drafts."""
+    target, model = decoders.target, decoders.drafter_model(drafter)
+    encoder = chat_encoder(decoders.tokenizer, decoders.settings.chat_template)
+    asked = [*prompt.history, ("user", prompt.turns[0])]
+    whole = encoder.encode([[*asked, ("assistant", prompt.reference_answer)]])[0].tokens.tolist()
+    start = len(encoder.encode_prompt(asked))
+    question = start - len(encoder.encode_prompt(asked[-1:]))
+    tokens = torch.tensor(whole[: start + MOST_TOKENS], device=decoders.device)
+    answer = tokens[start:]
+    after, begun = None, None
+    with ops.current(target.device):
+        hidden, inputs = _target_read(target, model, tokens, start)
+        log_probs = target.logits(hidden).log_softmax(-1)
+        if model is not None:
+            after = Agreement.of(
+                log_probs, _drafter_log_probs(model, tokens, inputs, 0, start), answer
+            )
+            begun = Agreement.of(
+                log_probs, _drafter_log_probs(model, tokens, inputs, question, start), answer
+            )
+    return Reading(
+        **key._asdict(),
+        num_prompt_tokens=start,
+        num_tokens=len(answer),
+        target_loss=loss_of(log_probs, answer),
+        drafter_loss=None if after is None or math.isinf(after.loss) else after.loss,
+        overlap=after and after.overlap,
+        same_choice=after and after.same_choice,
+        overlap_begun_anew=begun and begun.overlap,
+    )
+
+
+def loss_of(log_probs: Tensor, answer: Tensor) -> float:
+    """In nats, summed: log_probs (A, V) ahead of the answer's tokens (A,)."""
+    return -float(log_probs.gather(-1, answer[:, None]).double().sum())
+
+
+def _target_read(
+    target: HybridModel, drafter: HybridModel | None, tokens: Tensor, start: int
+) -> tuple[Tensor, Tensor | None]:
+    """The target's hidden states (A, D) from which the tokens (T,) from `start` on are predicted,
+    and what the drafter adds to its embeddings of all tokens, (1, T, D'); None where it reads
+    tokens alone. In pieces: what is in memory of all tokens is of the drafter's width."""
+    layers = drafter.config.feature_layers if drafter is not None else ()
+    cache = target.new_cache(len(tokens), 1)
+    following: list[Tensor] = []
+    for begin, end in _pieces(len(tokens), start - 1):
+        features = Features((*layers, target.config.num_layers - 1))
+        target.prefill(tokens[None, begin:end], cache, features=features)
+        streams = features.values
+        if drafter is not None and layers:
+            read = streams[..., : drafter.config.feature_width].contiguous()
+            following.append(drafter.model.features.of_tokens(read))
+    hidden = target.model.norm(streams[0, :-1, -target.config.d_model :].contiguous())
+    # Each token reads the feature of the one before it
+    return hidden, torch.cat(following, 1).roll(1, dims=1) if following else None
+
+
+def _drafter_log_probs(
+    drafter: HybridModel, tokens: Tensor, inputs: Tensor | None, begin: int, start: int
+) -> Tensor:
+    """The drafter's log-probabilities (A, V) of the tokens (T,) from `start` on, when it reads from
+    `begin` on only."""
+    if inputs is not None:
+        inputs = inputs[:, begin:].clone()
+        inputs[:, 0] = drafter.model.features.unknown
+    cache = drafter.new_cache(len(tokens) - begin, 1)
+    features = Features((drafter.config.num_layers - 1,))
+    drafter.prefill(tokens[None, begin:], cache, features=features, inputs=inputs)
+    stream = features.values[0, start - 1 - begin : -1]
+    return drafter.logits(drafter.model.norm(stream)).log_softmax(-1)
+
+
+def _pieces(length: int, last: int) -> list[tuple[int, int]]:
+    """Of so many tokens, none too long, one of which begins at `last` and is the last."""
+    begins = [*range(0, last, FEATURES_CHUNK), last]
+    return list(zip(begins, [*begins[1:], length], strict=True))

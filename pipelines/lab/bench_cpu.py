@@ -1,0 +1,153 @@
+"""Time decoding on a CPU beside transformers' `generate` with the same weights.
+
+python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl
+OMP_NUM_THREADS=1 python pipelines/lab/bench_cpu.py runs/bench/cpu.jsonl --layouts "[llama]"
+
+Per layout (Llama's, Mamba-2's), random weights in fp32: a token of plain decoding, ours and theirs,
+in turns, prompts read included; and a call over a tree of 13 nodes beside one over a single node.
+Each ratio is paired by turn: its median with a 95 % bootstrap interval over turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+import torch
+
+from stree import Decoder, GenerationConfig
+from stree.checkpoints.load_save import load_model
+from stree.common import threads
+from stree.common.errors import UsageError, exit_with_reason
+from stree.models.model import HybridModel
+from stree.trees.token_tree import TokenTree
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.lab.benches.options import require_numbers, require_results_file
+from stree_pipelines.lab.benches.timing import ratio_in_turns, spread, times_in_turns, write_rows
+
+LAYOUTS = ("llama", "mamba2")
+CPU = torch.device("cpu")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = CommandParser("bench_cpu.py", description=__doc__)
+    add = parser.add_argument
+    add("out", type=str, help="file to write, JSON lines")
+    add("--layouts", type=list[str], default=list(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
+    add("--width", type=int, default=256, help="of the model, a multiple of 64")
+    add("--layers", type=int, default=8)
+    add("--vocabulary", type=int, default=8192)
+    add("--context", type=int, default=64, help="tokens of the prompt")
+    add("--new_tokens", "--new-tokens", type=int, default=96, help="a generation")
+    add("--repeats", type=int, default=11, help="turns")
+    options = parser.parse_args(arguments)
+    for layout in options.layouts:
+        if layout not in LAYOUTS:
+            raise UsageError(f"{layout!r} is not one of {', '.join(LAYOUTS)}")
+    require_numbers(
+        layers=options.layers, vocabulary=options.vocabulary, context=options.context,
+        new_tokens=options.new_tokens, repeats=options.repeats,
+    )  # fmt: skip
+    if options.width < 64 or options.width % 64:
+        raise UsageError(f"--width: wanted a multiple of 64, got {options.width}")
+    require_results_file(options.out)
+    write_rows(options.out, measure(options), CPU)
+
+
+def measure(options: Any) -> Iterator[dict[str, Any]]:
+    for layout in options.layouts:
+        theirs, ours = same_weights(layout, options)
+        with threads.for_decoding(ours):  # which transformers is given, too
+            yield {"what": "plain", "layout": layout, **plain(theirs, ours, options)}
+            yield {"what": "tree", "layout": layout, **tree_call(ours, options)}
+
+
+def same_weights(layout: str, options: Any) -> tuple[Any, HybridModel]:
+    """transformers' model and ours."""
+    torch.manual_seed(0)
+    theirs = _reference(layout, options).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return theirs, load_model(folder, device="cpu", dtype=torch.float32)
+
+
+def _reference(layout: str, options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+    shared = dict(
+        vocab_size=options.vocabulary, hidden_size=options.width,
+        num_hidden_layers=options.layers, tie_word_embeddings=True,
+    )  # fmt: skip
+    heads = options.width // 64
+    if layout == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                **shared,
+                intermediate_size=options.width * 43 // 16,
+                num_attention_heads=heads,
+                num_key_value_heads=max(heads // 2, 1),
+                head_dim=64,
+            )
+        )
+    return Mamba2ForCausalLM(
+        Mamba2Config(
+            **shared, num_heads=2 * heads, head_dim=64, state_size=64, n_groups=1, chunk_size=64
+        )
+    )
+
+
+def plain(theirs: Any, ours: HybridModel, options: Any) -> dict[str, Any]:
+    """µs a token, and tokens/s over transformers' in each turn."""
+    tokens, count = _tokens(options), options.new_tokens
+    decoder = Decoder(ours, max_length=options.context + count + 1)
+    generation = GenerationConfig(max_new_tokens=count, ignore_eos=True)
+    prompt = torch.tensor([tokens])
+
+    def generate() -> None:
+        theirs.generate(
+            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+
+    functions = dict(ours_us=lambda: decoder.generate(tokens, generation), transformers_us=generate)
+    times = times_in_turns(functions, CPU, options.repeats)
+    return {
+        **{name: spread([us / count for us in each]) for name, each in times.items()},
+        "over_transformers": ratio_in_turns(times["transformers_us"], times["ours_us"]),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@torch.no_grad()
+def tree_call(ours: HybridModel, options: Any) -> dict[str, Any]:
+    """µs of a call over the paper's tree and over one node, one token after the last call's."""
+    trees = {"step_us": TokenTree.chain(0), "tree_us": TokenTree.paper()}
+
+    def call_over(tree: TokenTree) -> Any:
+        cache = ours.new_cache(options.context + 4 * options.repeats + 64, tree.num_nodes)
+        ours.prefill(torch.tensor([_tokens(options)]), cache)
+        nodes = torch.arange(tree.num_nodes)[None] % options.vocabulary
+
+        def call() -> None:
+            ours.tree_forward(nodes, tree, cache)
+            cache.commit([0])
+
+        return call
+
+    calls = {name: call_over(tree) for name, tree in trees.items()}
+    times = times_in_turns(calls, CPU, options.repeats)
+    return {
+        **{name: spread(each) for name, each in times.items()},
+        "nodes": trees["tree_us"].num_nodes,
+        "tree_over_step": ratio_in_turns(times["tree_us"], times["step_us"]),
+    }
+
+
+def _tokens(options: Any) -> list[int]:
+    return [token % options.vocabulary for token in range(options.context)]
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,98 @@
+"""Serve requests that arrive by chance; measure what each waits for, by policy and method.
+
+python pipelines/lab/bench_queue.py runs/bench/queue.jsonl --target T --drafter D --rates 0.5 1 2
+A policy says when a request gets a row: continuous, as soon as one is free; clearing, the
+periodic-clearing queue, whose batches begin when --queue_size requests wait or the first of them
+has waited --max_wait_s. Traffic is Poisson, and the same for all policies and methods. Rows that
+exist are kept: the same command goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import stree.common.threads  # noqa: F401  (before torch is loaded)
+
+from stree.common.errors import exit_with_reason
+from stree.common.files import write_atomically
+from stree.tree_policy.names import GROWTHS
+from stree_pipelines.console.command_line import CommandParser
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
+from stree_pipelines.evaluation.plan import METHODS
+from stree_pipelines.evaluation.records import append_row, read_rows, write_rows
+from stree_pipelines.lab.benches.options import require_results_file
+from stree_pipelines.lab.queue.bench import QueueBench
+from stree_pipelines.lab.queue.queueing import POLICIES, QueueRow
+from stree_pipelines.lab.queue.results import LEGEND, latency_vs_rate, queue_table
+from stree_pipelines.reports.plots import to_svg
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser("bench_queue.py", description=__doc__)
+    add = parser.add_argument
+    add("out", type=str, help="file to write, JSON lines; the figure goes beside it, as SVG")
+    add("--config", action="config", help="YAML file with any of these options")
+    add("--target", type=str, required=True, help="target folder")
+    add("--drafter", type=str | None, help="drafter folder, for methods that draft")
+    add("--prompts", type=str, default=DEFAULT_BENCHMARKS[0],
+        help="a name in --benchmark_dir, or a JSONL file, whose prompts' first turns are asked in "
+        f"turn; {PROMPT_FORMAT}")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", type=str | None, help="where names are looked up")
+    add(
+        "--methods",
+        type=str,
+        nargs="+",
+        default=[],
+        help=f"of {', '.join(METHODS)} (default: the first and, with a drafter, the last)",
+    )
+    add("--policies", type=str, nargs="+", default=list(POLICIES), help=", ".join(POLICIES))
+    add("--rates", type=float, nargs="+", default=[1.0], help="requests a second, on average")
+    add("--num_requests", "--num-requests", type=int, default=64, help="of a setting")
+    add("--batch_size", "--batch-size", type=int, default=8, help="rows: requests decoded at once")
+    add("--queue_size", "--queue-size", type=int | None,
+        help="of clearing: requests that clear the queue (default: as many as rows)")  # fmt: skip
+    add("--max_wait_s", "--max-wait-s", type=float, default=1.0,
+        help="of clearing: seconds after which the first request clears it")  # fmt: skip
+    add("--tree", type=str, default="paper", help=f"of stree: {GROWTHS}")
+    add("--num_chain_drafts", "--num-chain-drafts", type=int, default=4, help="of vanilla_sd")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="a request")
+    add("--ignore_eos", "--ignore-eos", action="store_true", help="go on to max_new_tokens")
+    add("--seed", type=int, default=0, help="of arrivals and of sampling")
+    add("--chat_template", "--chat-template", type=str | None, help="name or .jinja file")
+    add("--dtype", type=str, default="float32", help="of the weights: float32 or bfloat16")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--overwrite", action="store_true", help="measure again what exists")
+    add("--dry_run", "--dry-run", action="store_true", help="say what it would take, and exit")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    require_results_file(options.out)
+    out, bench = Path(options.out), QueueBench(options)
+    wanted = [each.hash for each in bench.wanted]
+    existing = read_rows(out, QueueRow)
+    if options.overwrite and not options.dry_run:
+        existing = [row for row in existing if row.setting_hash not in wanted]
+        write_rows(out, existing)
+    done = {row.setting_hash for row in existing} if not options.overwrite else set()
+    to_go = [each for each in bench.wanted if each.hash not in done]
+    if options.dry_run:
+        for line in bench.describe(len(to_go)):
+            print(line, flush=True)
+        return
+    bench.announce(len(to_go))
+    for setting in to_go:
+        append_row(out, bench.measure(setting))
+    found = {row.setting_hash: row for row in read_rows(out, QueueRow)}
+    rows = [found[each] for each in wanted]
+    figure = out.with_suffix(".svg")
+    write_atomically(figure, to_svg(latency_vs_rate(rows), "Latency against traffic"))
+    print(f"{queue_table(rows).to_markdown()}\n{LEGEND}\n")
+    print(f"{out}\n{figure}")
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

@@ -1,0 +1,395 @@
+"""Single calls of random weights: the target's over a tree and its floor, the drafter's draft, the
+same tree unrolled, and what a tree costs in memory. Rows are what `bench_decode.py` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.state import Rows
+from stree.drafters.model import ModelDrafter
+from stree.models.cache import HybridCache
+from stree.models.config import HybridConfig
+from stree.models.layer_caches import RecurrentCache
+from stree.models.layers.layer import Layer
+from stree.models.layers.mlp import Experts
+from stree.models.layers.parallel import SideBySide
+from stree.models.layers.part import Part
+from stree.models.model import HybridModel, read_row
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import MAX_CHILDREN, TokenTree, as_tree, balanced
+from stree_kernels import ops
+from stree_pipelines.lab.benches.profiles import profile_call
+from stree_pipelines.lab.benches.timing import in_turns, side_by_side
+
+Row = dict[str, Any]
+REMEMBERED = ("keys", "values", "state")  # of a cache's layers, of committed tokens
+MORE = 64  # tokens that a drafter's cache has room for beyond the context
+UNROLLED_DEPTH = 5  # of the largest binary tree, and of its 32 paths
+BEAMS, BEAM_STEPS = (2, 3, 4, 5), (4, 8, 16)  # of STree's Table 2
+
+
+def calls(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+    """µs of a target call over N nodes, beside one step and the floor."""
+    rows = []
+    floor = Floor(target, max(nodes))
+    for num_nodes in nodes:
+        functions = {
+            "floor": floor.products(num_nodes),
+            "step_floor": floor.products(1),
+            "step": _tree_call(target, TokenTree.chain(0), context),
+            "tree": _tree_call(target, _star(num_nodes), context),
+        }
+        times = side_by_side(functions, target.device, repeats)
+        medians = {name: each["median"] for name, each in times.items()}
+        row: Row = dict(what="target call", num_nodes=num_nodes, context=context)
+        row["over_step"] = medians["tree"] / medians["step"]
+        row["over_floor"] = medians["tree"] / medians["floor"]
+        row["step_over_floor"] = medians["step"] / medians["step_floor"]
+        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def profiles(target: HybridModel, nodes: list[int], context: int, repeats: int) -> list[Row]:
+    """Where the time of a target call over N nodes goes, by kernel; CUDA only."""
+    rows = []
+    for num_nodes in nodes:
+        measured = profile_call(_tree_call(target, _star(num_nodes), context), repeats)
+        rows.append(dict(what="profile", num_nodes=num_nodes, context=context, **measured))
+    return rows
+
+
+def draft(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
+    """µs of one draft of a tree, greedy and sampled, and what a level of it reads."""
+    config = drafter.config
+    times = side_by_side(_drafts(drafter, tree, context), drafter.device, repeats)
+    return [dict(
+        what="draft", num_nodes=tree.num_nodes, num_levels=tree.max_depth, context=context,
+        num_layers=config.num_layers, width=config.d_model, head_size=config.head_size,
+        head_rank=config.head_rank, level_bytes=level_bytes(drafter),
+        **{f"us_{name}": each for name, each in times.items()},
+    )]  # fmt: skip
+
+
+def draft_profiles(drafter: HybridModel, tree: TokenTree, context: int, repeats: int) -> list[Row]:
+    """Where the time of such a draft goes, by kernel; CUDA only."""
+    rows = []
+    for name, function in _drafts(drafter, tree, context).items():
+        measured = profile_call(function, repeats)
+        rows.append(dict(what=f"profile of {name}", num_nodes=tree.num_nodes, **measured))
+    return rows
+
+
+def draft_lengths(
+    drafters: Mapping[str, HybridModel], trees: Sequence[str], lengths: Sequence[int], repeats: int
+) -> Iterator[Row]:
+    """µs of one greedy draft after so many tokens, a level of it, and bytes of the drafter's cache
+    for one sequence: of all drafters and trees in turns, one length after the other."""
+    for context in lengths:
+        functions: dict[str, Callable[[], object]] = {}
+        rows: dict[str, Row] = {}
+        for (kind, drafter), name in itertools.product(drafters.items(), trees):
+            tree, each = as_tree(name), f"{kind}, {name}"
+            functions[each] = _drafts(drafter, tree, context)["draft"]
+            levels = tree_batch([tree], drafter.device).levels
+            # As large as the one that is drafted with
+            cache = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes).cache
+            rows[each] = dict(
+                what="draft_lengths", drafter=kind, tree=name, context=context,
+                num_nodes=tree.num_nodes, num_levels=tree.max_depth,
+                level_nodes=max(level.nodes.shape[1] for level in levels),
+                cache_bytes=cache_bytes(cache), level_bytes=level_bytes(drafter),
+            )  # fmt: skip
+        times = side_by_side(functions, drafter.device, repeats)
+        for each, row in rows.items():
+            us_level = times[each]["median"] / row["num_levels"]
+            yield dict(row, us_draft=times[each], us_level=us_level)
+
+
+def prompts(target: HybridModel, lengths: Sequence[int], repeats: int) -> Iterator[Row]:
+    """µs from an empty row to the logits after a prompt of so many tokens, read by graphs and one
+    operation after the other, with what the host does; CUDA only."""
+    decoder = BatchDecoder(target, num_rows=1, max_length=max(lengths) + 1)
+    for num_tokens in lengths:
+        tokens = torch.randint(target.config.vocab_size, (num_tokens,), device=target.device)
+
+        def reading(read: Callable[..., Tensor], tokens: Tensor = tokens) -> Callable[[], Tensor]:
+            def call() -> Tensor:
+                decoder.cache.reset(0)
+                return read(target, decoder.cache, 0, tokens)
+
+            return call
+
+        by_graphs = decoder.executor.reader.read_row
+        functions = {"graphs": reading(by_graphs), "operations": reading(read_row)}
+        times = in_turns(functions, target.device, repeats)
+        yield dict(what="prompt", num_tokens=num_tokens) | {
+            f"us_{name}": each for name, each in times.items()
+        }
+
+
+def _drafts(drafter: HybridModel, tree: TokenTree, context: int) -> dict[str, Callable[[], object]]:
+    """Drafts of a tree after so many tokens, greedy and sampled."""
+    model = ModelDrafter(drafter, 1, context + MORE, tree.num_nodes)
+    model.read(0, torch.ones(context, dtype=torch.long, device=drafter.device))
+    rows, forest = Rows.new(1, tree.num_nodes, drafter.device), tree_batch([tree], drafter.device)
+    rows.begin(0, context, 1)
+    longest, bound = tree.max_depth + 1, model.cache.num_slots
+    sampled = replace(rows, temperature=torch.ones_like(rows.temperature), sampled=True)
+    return {
+        name: partial(model.draft, settings, forest, longest, bound, False)
+        for name, settings in (("draft", rows), ("draft_sampled", sampled))
+    }
+
+
+def level_bytes(drafter: HybridModel) -> int:
+    """Of the weights that each level of a draft reads."""
+    sizes = product_sizes(drafter, 1)
+    head = 0
+    if (eighth := drafter.head_in_8_bits) is not None:
+        sizes, head = sizes[:-1], eighth.values.nbytes + eighth.scale.nbytes
+    return head + drafter.dtype.itemsize * sum(rows * columns for rows, columns in sizes)
+
+
+def unrolled(target: HybridModel, context: int, repeats: int) -> list[Row]:
+    """µs of one call over full binary trees, and over each leaf's path as a sequence of its own
+    (as the paper's Figure 3): by the tree scan, by the multi-step update (where the kernels are),
+    and by chunk scan as in prefill."""
+    rows = []
+    for depth in range(1, UNROLLED_DEPTH + 1):
+        tree = balanced([2] * depth, f"binary-{depth}")
+        leaves = 2**depth
+        functions = {
+            "tree": _tree_call(target, tree, context),
+            "unrolled": _tree_call(target, TokenTree.chain(depth), context, batch=leaves),
+            "unrolled_chunk_scan": _prefill_call(target, depth + 1, context, batch=leaves),
+        }
+        if ops.fused(target.device, target.dtype):
+            functions["unrolled_multi_step"] = _by_multi_step_updates(functions["unrolled"])
+        times = side_by_side(functions, target.device, repeats)
+        row: Row = dict(what="unrolled", num_nodes=tree.num_nodes, leaves=leaves, context=context)
+        rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def kept_beams(num_beams: int, num_steps: int) -> TokenTree:
+    """A tree of M beams and N steps as STree's Table 2 has them: M tokens a level, all of them
+    children of the first one above, so that it has as many leaves as a beam search can leave."""
+    parents = [-1, *(max(0, 1 + (step - 1) * num_beams) for step in range(num_steps)
+                     for _ in range(num_beams))]  # fmt: skip
+    return TokenTree(tuple(parents), f"beams-{num_beams}-{num_steps}")
+
+
+def beams(target: HybridModel, context: int, repeats: int) -> Iterator[Row]:
+    """A row a number of beams and steps: µs of one call over the tree, and over each leaf's path as
+    a sequence of its own, by the multi-step update where the kernels are; and the bytes of weights
+    and of either one's cache."""
+    for num_beams, num_steps in itertools.product(BEAMS, BEAM_STEPS):
+        tree = kept_beams(num_beams, num_steps)
+        leaves = tree.num_nodes - len(set(tree.parents[1:]))
+        chain = TokenTree.chain(num_steps)
+        functions = {
+            "tree": _tree_call(target, tree, context),
+            "unrolled": _tree_call(target, chain, context, batch=leaves),
+        }
+        if ops.fused(target.device, target.dtype):
+            functions["unrolled"] = _by_multi_step_updates(functions["unrolled"])
+        times = side_by_side(functions, target.device, repeats)
+        caches = {
+            "tree": target.new_cache(context + tree.num_nodes, tree.num_nodes),
+            "unrolled": target.new_cache(context + chain.num_nodes, chain.num_nodes, leaves),
+        }
+        yield dict(
+            what="beams", num_beams=num_beams, num_steps=num_steps, num_nodes=tree.num_nodes,
+            leaves=leaves, context=context, weight_bytes=weight_bytes(target),
+            **{f"cache_bytes_{name}": cache_bytes(each) for name, each in caches.items()},
+            **{f"us_{name}": each for name, each in times.items()},
+        )  # fmt: skip
+        del functions, caches
+
+
+def memory(target: HybridModel, num_nodes: int) -> list[Row]:
+    """Bytes that a tree needs in recurrent layers beside the state, over a state a node; and as
+    many where the accepted path is not replayed, but fed again."""
+    kept = [kept_bytes(target.new_cache(16, size)) for size in (1, num_nodes)]
+    joint = target.new_cache(16, num_nodes, backtracking="joint")
+    states = sum(layer.state.nbytes for layer in joint.layers if isinstance(layer, RecurrentCache))
+    return [dict(
+        what="memory", num_nodes=num_nodes, kept_bytes=kept[1], kept_bytes_joint=kept_bytes(joint),
+        kept_bytes_of_one_node=kept[0], state_bytes=states,
+        over_a_state_a_node=kept[1] / (num_nodes * states),
+    )]  # fmt: skip
+
+
+def kept_bytes(cache: HybridCache) -> int:
+    """What a cache holds for trees in layers with a conv: all but states, keys and values."""
+    remembered = {
+        id(tensor): tensor.nbytes
+        for layer in cache.layers
+        for name, tensor in vars(layer).items()
+        if name in REMEMBERED
+    }
+    return cache_bytes(cache) - sum(remembered.values())
+
+
+def cache_bytes(cache: HybridCache) -> int:
+    """What a cache holds for all its sequences: states, keys and values, and what is kept of trees;
+    not the rotary angles, which they share."""
+    return len(cache.length) * sum(cache.sequence_bytes().values())
+
+
+def weight_bytes(model: HybridModel) -> int:
+    return sum(each.nbytes for each in model.parameters())
+
+
+def product_sizes(model: HybridModel, num_nodes: int) -> list[tuple[int, int]]:
+    """Rows and columns of the weights of one call's matrix products over so many nodes, those of
+    one input as one. Of experts, the weights that random routing chooses, as two products."""
+    sizes = []
+
+    def add(projection: nn.Linear) -> None:
+        sizes.append((projection.out_features, projection.in_features))
+
+    def add_part(part: Part | SideBySide) -> None:
+        sizes.extend(part.product_sizes())
+        if isinstance(part, Experts):
+            chosen = round(chosen_experts(part.config, num_nodes))
+            for weight in (part.up, part.down):
+                sizes.append((chosen * weight.shape[1], weight.shape[2]))
+
+    for layer in cast(list[Layer], model.model.layers):
+        for block in layer.blocks:
+            if block.shared is not None:
+                for module in model.model.shared_blocks[block.shared].modules():
+                    if isinstance(module, Part):
+                        add_part(module)
+                for module in layer.shared_use.modules():
+                    if isinstance(module, nn.Linear):
+                        add(module)
+            for part, _ in layer.parts(block):
+                add_part(part)
+    if model.config.head_rank:
+        add(model.head_down)
+    num_tokens, width = model.head_weight.shape
+    return [*sizes, (num_tokens, width)]
+
+
+def chosen_experts(config: HybridConfig, num_nodes: int) -> float:
+    """How many experts of a layer so many tokens choose together, on average, if each chooses at
+    random."""
+    unchosen = 1 - config.experts_per_token / config.num_experts
+    return config.num_experts * (1 - unchosen**num_nodes)
+
+
+class Floor:
+    """One call's matrix products and nothing else, with weights of their own, so that reading them
+    leaves no weight of the model's in a cache.
+
+    most_nodes, the most that there will be products over.
+    """
+
+    def __init__(self, model: HybridModel, most_nodes: int) -> None:
+        self.model = model
+        self.weights = [
+            torch.empty(rows * columns, device=model.device, dtype=model.dtype).normal_(std=0.02)
+            for rows, columns in product_sizes(model, most_nodes)
+        ]
+
+    def products(self, num_nodes: int) -> Callable[[], object]:
+        """The product of each weight with as many rows as there are nodes."""
+        weights = [
+            weight[: rows * columns].view(rows, columns)
+            for weight, (rows, columns) in zip(
+                self.weights, product_sizes(self.model, num_nodes), strict=True
+            )
+        ]
+        inputs = {
+            weight.shape[1]: torch.randn_like(weight[:1].expand(num_nodes, -1))
+            for weight in weights
+        }
+        return lambda: [ops.linear(inputs[weight.shape[1]], weight) for weight in weights]
+
+
+def floor_bytes(config: HybridConfig, most_nodes: int) -> int:
+    """Of a `Floor`'s weights in bf16."""
+    with torch.device("meta"):
+        sizes = product_sizes(HybridModel(config), most_nodes)
+    return torch.bfloat16.itemsize * sum(rows * columns for rows, columns in sizes)
+
+
+def _star(num_nodes: int) -> TokenTree:
+    """As wide as a tree may be: below the root, then a level below that."""
+    parents = (max(0, node - MAX_CHILDREN) for node in range(1, num_nodes))
+    return TokenTree((-1, *parents), f"star-{num_nodes}")
+
+
+def _filled_cache(model: HybridModel, context: int, num_nodes: int, batch: int) -> HybridCache:
+    """After a prompt; of several sequences the first one's, which is all that times depend on."""
+    cache = model.new_cache(context + num_nodes, num_nodes, batch)
+    one = model.new_cache(context + num_nodes, num_nodes)
+    model.prefill(torch.ones(1, context, dtype=torch.long, device=model.device), one)
+    for mine, theirs in zip(cache.layers, one.layers, strict=True):
+        for name, tensor in vars(mine).items():
+            if name in REMEMBERED:
+                tensor.copy_(vars(theirs)[name].expand_as(tensor))
+    cache.path.copy_(torch.arange(num_nodes))
+    cache.num_committed = context
+    return cache
+
+
+def _tree_call(
+    model: HybridModel, tree: TokenTree, context: int, batch: int = 1
+) -> Callable[[], Tensor]:
+    num_nodes = tree.num_nodes
+    cache = _filled_cache(model, context, num_nodes, batch)
+    # Different ones, so that they choose different experts
+    tokens = torch.randint(model.config.vocab_size, (batch, num_nodes), device=model.device)
+
+    def call() -> Tensor:
+        cache.length.fill_(context)  # stays, however often this runs
+        cache.path_length.fill_(min(3, num_nodes))  # a path of usual length is replayed
+        return model.tree_forward(tokens, tree, cache, cache.num_slots, wide=False)
+
+    return call
+
+
+def _prefill_call(
+    model: HybridModel, num_tokens: int, context: int, batch: int
+) -> Callable[[], Tensor]:
+    cache = _filled_cache(model, context, num_tokens, batch)
+    tokens = torch.ones(batch, num_tokens, dtype=torch.long, device=model.device)
+
+    def call() -> Tensor:
+        cache.num_committed = context
+        return model.logits(model.model.norm(model._extend(tokens, cache)))
+
+    return call
+
+
+def _by_multi_step_updates(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A call over chains with the multi-step update in the tree scan's place."""
+    from stree_kernels.mamba import chain_scan
+
+    def chain(*arguments: Any) -> Tensor:
+        *rest, first, out = arguments
+        assert first == 0
+        rest.append(out)
+        return chain_scan.mamba_chain(*rest)
+
+    def swapped() -> Tensor:
+        own = vars(ops)["mamba_tree"]
+        vars(ops)["mamba_tree"] = chain
+        try:
+            return call()
+        finally:
+            vars(ops)["mamba_tree"] = own
+
+    return swapped

@@ -1,0 +1,173 @@
+"""Models of random weights in the shapes that the benchmarks are about."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from stree.checkpoints.load_save import kept_dtype
+from stree.common.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.model import HybridModel
+from stree.models.slicing import headed
+from stree_pipelines.lab.benches.published import PUBLISHED, published
+
+_MAMBA_IN_LLAMA = HybridConfig(
+    vocab_size=128256, d_model=4096, num_layers=32, attn_layers=tuple(range(1, 32, 2)),
+    intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=500000.0,
+    num_ssm_heads=32, ssm_head_dim=128, d_state=128, num_x_groups=8, num_b_groups=8,
+    num_c_groups=32, gated_norm_groups=32, max_position_embeddings=131072,
+)  # fmt: skip
+_MAMBA2 = HybridConfig(
+    vocab_size=50288, d_model=2560, num_layers=64, tie_embeddings=True,
+    num_ssm_heads=80, ssm_head_dim=64, d_state=128, num_x_groups=80, num_b_groups=1,
+    num_c_groups=1, gated_norm_groups=1,
+)  # fmt: skip
+_CHAT = HybridConfig(
+    vocab_size=16384, d_model=1024, num_layers=6, attn_layers=(1, 3, 5),
+    intermediate_size=2048, tie_embeddings=True, num_heads=16, num_kv_heads=4, head_dim=64,
+    num_ssm_heads=16, ssm_head_dim=64, d_state=64, num_x_groups=4, num_b_groups=4,
+    num_c_groups=16, gated_norm_groups=16,
+)  # fmt: skip
+_TINY = _CHAT.replace(
+    vocab_size=64, d_model=32, num_layers=2, attn_layers=(1,), intermediate_size=48,
+    num_heads=2, num_kv_heads=1, head_dim=16, num_ssm_heads=2, ssm_head_dim=16, d_state=16,
+    num_x_groups=1, num_b_groups=1, num_c_groups=2, gated_norm_groups=2,
+)  # fmt: skip
+
+
+def _mamba2(width: int, num_layers: int) -> HybridConfig:
+    heads = 2 * width // _MAMBA2.ssm_head_dim
+    return _MAMBA2.replace(
+        d_model=width, num_layers=num_layers, num_ssm_heads=heads, num_x_groups=heads
+    )
+
+
+_MAMBA2_SIZES = {  # of 7B to 23B, which were not published, the papers say no more than the size
+    "mamba2-1.3b": _mamba2(2048, 48), "mamba2-2.7b": _MAMBA2, "mamba2-7b": _mamba2(4096, 64),
+    "mamba2-13b": _mamba2(5120, 80), "mamba2-23b": _mamba2(7680, 64),
+}  # fmt: skip
+_SHARES = {  # of attention layers, a quarter and none instead of half
+    "8b-25": _MAMBA_IN_LLAMA.replace(attn_layers=tuple(range(3, 32, 4))),
+    "8b-0": _MAMBA_IN_LLAMA.replace(attn_layers=()),
+}
+OWN_SHAPES = {
+    "8b": _MAMBA_IN_LLAMA, **_SHARES, **_MAMBA2_SIZES, "chat": _CHAT, "tiny": _TINY,
+}  # fmt: skip
+SHAPES = (*OWN_SHAPES, *PUBLISHED)
+_OF_MAMBA2 = dict(d_model=1024, num_ssm_heads=32, num_x_groups=32)
+_OF_8B = dict(d_model=1024, intermediate_size=3584, num_ssm_heads=8, num_x_groups=2,
+              num_b_groups=2, num_c_groups=8, gated_norm_groups=8)  # fmt: skip
+DRAFTERS = {  # two Mamba-2 layers over the whole vocabulary
+    **dict.fromkeys(("8b", *_SHARES), _OF_8B),
+    **dict.fromkeys(_MAMBA2_SIZES, _OF_MAMBA2),
+    "chat": dict(d_model=384, intermediate_size=768, num_ssm_heads=6, num_x_groups=2,
+                 num_b_groups=2, num_c_groups=6, gated_norm_groups=6),
+    "tiny": dict(d_model=16, intermediate_size=24),
+}  # fmt: skip
+
+
+OWN = "own"  # the drafter of a shape as it is
+CHANGE = re.compile(r"(head|rank|layers|width)=([1-9][0-9]{0,6})(?=\+|$)")
+ATTENTION = "attention"  # a Transformer in its place
+FLOAT8 = "head_dtype=float8"  # a drafter's, which is a way to run it and no part of its config
+
+
+def target_config(shape: str) -> HybridConfig:
+    return OWN_SHAPES[shape] if shape in OWN_SHAPES else published(shape).model
+
+
+def drafter_config(shape: str, kind: str = OWN) -> HybridConfig:
+    """Of a published model, the 8B's drafter over its vocabulary. kind, what of it is otherwise:
+    head=K tokens in the head, rank=R of the head, layers=N, width=D with all that goes with it,
+    head_dtype=float8, and attention, for a Transformer of the same numbers; several joined by "+".
+    Raises UsageError for others, and numbers that do not fit together."""
+    own = shape if shape in OWN_SHAPES else "8b"
+    config = OWN_SHAPES[own].replace(num_layers=2, attn_layers=(), **DRAFTERS[own])
+    config = config.replace(vocab_size=target_config(shape).vocab_size)
+    parts = kind.split("+")
+    attends = ATTENTION in parts
+    for word in (FLOAT8, ATTENTION):
+        if word in parts:
+            parts.remove(word)
+    if parts == [OWN]:
+        parts = []
+    changes = dict(CHANGE.findall(kind))
+    if [f"{name}={number}" for name, number in changes.items()] != parts:
+        raise UsageError(
+            f"the drafter {kind!r} is not {OWN}, or some of head=K, rank=R, layers=N, width=D, "
+            f"{ATTENTION} and {FLOAT8} joined by +, each once"
+        )
+    if "width" in changes:
+        config = of_width(config, int(changes["width"]))
+    if "layers" in changes:
+        config = config.replace(num_layers=int(changes["layers"]))
+    if attends:
+        config = transformer(config)
+    head, rank = (int(changes[name]) if name in changes else None for name in ("head", "rank"))
+    return headed(config, head, rank)
+
+
+def of_width(config: HybridConfig, width: int) -> HybridConfig:
+    """Pure Mamba-2 of the same head and state sizes, with heads, groups (but for a single one) and
+    MLP in proportion to the width. Raises UsageError where that is no whole number."""
+    changes = {"d_model": width}
+    for name in ("intermediate_size", "num_ssm_heads", "num_x_groups", "num_b_groups",
+                 "num_c_groups", "gated_norm_groups"):  # fmt: skip
+        size = getattr(config, name)
+        if size > 1:
+            changes[name], rest = divmod(size * width, config.d_model)
+            if rest or not changes[name]:
+                raise UsageError(
+                    f"a drafter of width {width} would have {name} = "
+                    f"{size * width / config.d_model:g}: choose a multiple of "
+                    f"{config.d_model // math.gcd(size, config.d_model)}"
+                )
+    return config.replace(**changes)
+
+
+def transformer(config: HybridConfig) -> HybridConfig:
+    """In Llama's layout, of the same width, depth, MLP and vocabulary. Heads are MambaInLlama's:
+    those of C ask, and the groups of x and B are values and keys."""
+    return config.replace(
+        attn_layers=tuple(range(config.num_layers)), num_heads=config.num_ssm_heads,
+        num_kv_heads=config.num_x_groups, head_dim=config.ssm_head_dim,
+    )  # fmt: skip
+
+
+def random_model(config: HybridConfig, device: torch.device) -> HybridModel:
+    """A model of random weights, made where it runs: in bf16, but for those that a checkpoint that
+    is loaded in bf16 has in fp32, too."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = HybridModel(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+    _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16))
+    return model
+
+
+def random_target(shape: str, device: torch.device) -> HybridModel:
+    model = random_model(target_config(shape), device)
+    if shape in PUBLISHED:
+        source = published(shape).rename(())
+        _keep_wide(model, lambda name: kept_dtype(name, torch.bfloat16, source(name)))
+    return model
+
+
+def random_drafter(shape: str, device: torch.device, kind: str = OWN) -> HybridModel:
+    model = random_model(drafter_config(shape, kind), device)
+    if FLOAT8 in kind:
+        model.put_head_in_8_bits()
+    return model
+
+
+def _keep_wide(model: HybridModel, dtype_of: Callable[[str], torch.dtype]) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtype_of(name))

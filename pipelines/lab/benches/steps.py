@@ -1,0 +1,198 @@
+"""Whole decoding steps at a given acceptance length, with drafters that know nothing.
+
+Random weights accept nothing. Here the target's own choice is overwritten, on the device, along one
+path of the tree, so that a step accepts as many drafts as its turn says; all the work is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.runners import Graphs
+from stree.batching.state import Rows
+from stree.decoder import Decoder
+from stree.drafters import Proposal
+from stree.drafters.model import ModelDrafter
+from stree.generation import GenerationConfig
+from stree.models.model import HybridModel
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree, index_tensor
+from stree.trees.tree_batch import Forest
+from stree.verifiers import fits, named
+from stree.verifiers.coupled import Coupled
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE, CHAIN, TREE
+from stree_pipelines.lab.benches.timing import elapsed_us, in_turns, spread
+
+TREES = {AUTOREGRESSIVE: None, CHAIN: TokenTree.chain(4), TREE: TokenTree.paper()}
+PERIOD = 20  # steps after which the numbers of accepted drafts come round again
+
+
+class GivenAcceptance(Coupled):
+    """Accepts accepted[i % len(accepted)] drafts at step i, or as many as the tree is deep: along
+    the deepest path of the tree, which all rows have alike."""
+
+    def __init__(self, accepted: list[int], device: torch.device) -> None:
+        self.accepted = torch.tensor(accepted, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+
+    def choose(
+        self, logits: Tensor, proposal: Proposal, forest: Forest, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        best, highest = super().choose(logits, proposal, forest, rows)
+        count = self.accepted.index_select(0, self.turn % len(self.accepted))
+        self.turn += 1
+        tree = forest.trees[0]
+        line = tree.path_to(max(range(tree.num_nodes), key=tree.depths.__getitem__))
+        inner, after = (index_tensor(tuple(each), best.device) for each in (line[:-1], line[1:]))
+        place = torch.arange(len(inner), device=best.device)
+        # Where it ends, the target wants what no tree has
+        other = (proposal.tokens.max() + 1) % logits.shape[-1]
+        drafted = proposal.tokens.index_select(1, after)
+        return best.index_copy(1, inner, torch.where(place < count, drafted, other)), highest
+
+
+def accepted_for(tau: float, max_depth: int) -> list[int]:
+    """Drafts to accept at each of `PERIOD` steps so that τ comes out: the two nearest whole
+    numbers, spread evenly."""
+    drafts = min(tau - 1, max_depth)
+    return [int((i + 1) * drafts + 1e-9) - int(i * drafts + 1e-9) for i in range(PERIOD)]
+
+
+def decode_at(
+    target: HybridModel,
+    drafter: HybridModel,
+    taus: list[float],
+    context: int,
+    num_steps: int,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """A row a τ: tokens/s of the paper's tree beside autoregressive decoding, in turns.
+
+    The share of a step that the GPU is not busy is what the host does not hide: 1 − the time of
+    the graphs replayed one after the other over that of the steps.
+    """
+    tree = TokenTree.paper()
+    longest = context + (tree.max_depth + 1) * (num_steps + 2)
+    plain = Decoder(target, max_length=longest)
+    prompt = [1] * context
+    rows = []
+    for tau in taus:
+        verifier = GivenAcceptance(accepted_for(tau, tree.max_depth), target.device)
+        decoder = Decoder(target, drafter, tree, max_length=longest, verifier=verifier)
+        seconds: dict[str, list[float]] = {"plain": [], "tree": []}
+        reached = 0.0
+        for _ in range(repeats + 1):  # the first one warms up
+            for name, each, length in (("plain", plain, 1.0), ("tree", decoder, tau)):
+                generation = GenerationConfig(int(length * num_steps) + 1, ignore_eos=True)
+                stats = each.generate(prompt, generation).stats
+                seconds[name].append(stats.decode_s / stats.num_calls)
+                reached = stats.acceptance_length
+        a_step = {
+            name: spread([1e6 * each for each in times[1:]]) for name, times in seconds.items()
+        }
+        speedup = reached * a_step["plain"]["median"] / a_step["tree"]["median"]
+        gpu_us = graphs_alone_us(decoder.batch, context, num_steps)
+        rows.append(dict(
+            what="step", context=context, num_nodes=tree.num_nodes, tau=reached,
+            us_plain=a_step["plain"], us_tree=a_step["tree"], us_graphs=gpu_us,
+            host_share=1 - gpu_us / a_step["tree"]["median"],
+            speedup=speedup, speedup_per_tau=speedup / reached,
+        ))  # fmt: skip
+    return rows
+
+
+def graphs(
+    target: HybridModel,
+    drafter: HybridModel,
+    context: int,
+    repeats: int,
+    verifiers: Sequence[str] = ("coupled",),
+    num_rows: Sequence[int] = (1,),
+) -> list[dict[str, Any]]:
+    """µs of a step's two graphs, the draft and the target's call with acceptance, by number of
+    rows, temperature, method and, where anything is sampled and drafted, verifier."""
+    rows = []
+    for count, temperature in itertools.product(num_rows, (0.0, 1.0)):
+        for method, tree, verifier in compared(temperature, verifiers):
+            longest = context + ((tree.max_depth if tree else 0) + 1) * (repeats + 4)
+            decoder = BatchDecoder(
+                target, drafter if tree else None, tree, num_rows=count, max_length=longest,
+                verifier=verifier,
+            )  # fmt: skip
+            functions = graphs_of(decoder, context, temperature)
+            times = in_turns(functions, target.device, repeats)
+            row = dict(
+                what="graphs", context=context, num_rows=count, method=method, verifier=verifier,
+                temperature=temperature, num_nodes=decoder.tree.num_nodes,
+            )  # fmt: skip
+            rows.append({**row, **{f"us_{name}": each for name, each in times.items()}})
+    return rows
+
+
+def compared(
+    temperature: float, verifiers: Sequence[str]
+) -> Iterator[tuple[str, TokenTree | None, str]]:
+    """Methods with their trees, and the verifiers that are not alike there and judge the tree."""
+    for method, tree in TREES.items():
+        for name in verifiers if tree and temperature else verifiers[:1]:
+            if tree is None or fits(named(name), tree):
+                yield method, tree, name
+
+
+def launcher(decoder: BatchDecoder, context: int, temperature: float = 0.0) -> Callable[[], None]:
+    """What launches a step of all rows, from now on as if so many tokens were committed."""
+    drafter = decoder.drafter
+    for cache in (decoder.cache, drafter.cache if isinstance(drafter, ModelDrafter) else None):
+        if cache is not None:
+            cache.length.fill_(context)
+            cache.path_length.zero_()
+    generation = GenerationConfig(temperature=temperature)
+    for row in range(decoder.num_rows):
+        decoder.rows.set(row, generation)
+        decoder.rows.begin(row, context, _first_token(decoder, row))
+    rows = decoder.rows.narrow(0, decoder.num_rows, [generation])
+    forest = tree_batch([decoder.tree] * decoder.num_rows, decoder.target.device)
+    longest = decoder.tree.max_depth + 1
+
+    def launch() -> None:
+        decoder.executor.launch(rows, forest, longest, decoder.max_length, lambda phase: None)
+        decoder.executor.drop()
+
+    return launch
+
+
+def _first_token(decoder: BatchDecoder, row: int) -> int:
+    """Return a token of a row alone: rows of one token would share the experts of every layer."""
+    return (1 + 997 * row) % decoder.target.config.vocab_size
+
+
+def graphs_of(
+    decoder: BatchDecoder, context: int, temperature: float = 0.0
+) -> dict[str, Callable[[], object]]:
+    """What replays a step's two graphs after so many tokens; the target's alone without a draft."""
+    launcher(decoder, context, temperature)()
+    assert isinstance(decoder.executor, Graphs)
+    (envelope,) = decoder.executor.envelopes.values()
+    found: dict[str, Callable[[], object]] = {"target": envelope.rest.replay}
+    return found if envelope.draft is None else {"draft": envelope.draft.replay, **found}
+
+
+def graphs_alone_us(decoder: BatchDecoder, context: int, num_steps: int) -> float:
+    """A step's time when the host only replays graphs, far ahead of the device."""
+    times, count = [], num_steps // 2
+    for _ in range(3):
+        launch = launcher(decoder, context)
+
+        def launch_all(launch: Callable[[], None] = launch) -> None:
+            for _ in range(count):
+                launch()
+
+        times.append(elapsed_us(launch_all, decoder.target.device) / count)
+    return statistics.median(times)

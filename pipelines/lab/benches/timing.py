@@ -1,0 +1,140 @@
+"""Timing functions side by side, and rows of results that say what made them."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stree import metrics
+from stree.batching.runners import Capture
+from stree.common.errors import InvariantBroken
+from stree.common.files import write_atomically
+from stree_pipelines.evaluation.context import describe_environment
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_WORKERS = 4  # that run the tests
+
+
+def side_by_side(
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Median, p20 and p80 in µs of functions that are run in turns, `repeats` times each.
+
+    On CUDA each is a graph, timed by events; on the CPU it is called and the clock is read.
+    """
+    if device.type == "cuda":
+        captures = {name: Capture(device, each) for name, each in functions.items()}
+        functions = {name: capture.graph.replay for name, capture in captures.items()}
+    return in_turns(functions, device, repeats)
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, dict[str, float]]:
+    """The same of functions as they are; on CUDA they launch what the host need not wait for."""
+    times = times_in_turns(functions, device, repeats)
+    return {name: spread(each) for name, each in times.items()}
+
+
+def times_in_turns(
+    functions: Mapping[str, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[str, list[float]]:
+    """µs of each function in each turn."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats + 2):
+        for name, function in functions.items():
+            elapsed = elapsed_us(function, device)
+            if turn >= 2:  # the first turns warm up
+                times[name].append(elapsed)
+    return times
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, p20 and p80."""
+    ordered, fifth = sorted(values), len(values) // 5
+    return dict(median=statistics.median(ordered), p20=ordered[fifth], p80=ordered[-1 - fifth])
+
+
+def ratio_in_turns(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """`spread` of the ratio in each turn, and the ends of the median's 95 % bootstrap interval over
+    turns, which a single turn has none of."""
+    ratios_Q = np.array(over) / np.array(under)
+    interval = metrics.bootstrap_interval(
+        lambda i_RQ: np.median(ratios_Q[i_RQ], axis=1), len(ratios_Q)
+    )
+    ends = {} if interval is None else dict(zip(("low", "high"), interval, strict=True))
+    return {**spread(ratios_Q.tolist()), **ends}
+
+
+def elapsed_us(function: Callable[[], object], device: torch.device) -> float:
+    """By the device's clock, from when the host has had time to be ahead of it."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e6
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # half a millisecond in which the host launches all that follows
+    before.record()
+    function()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) * 1e3
+
+
+def require_green(tests: list[str]) -> None:
+    """Run test files of tests/; raises `InvariantBroken` when one is red: no number then."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{each}" for each in tests)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(NUM_WORKERS)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        last = answer.stdout.strip().splitlines()[-3:]
+        raise InvariantBroken("the tests are red, so nothing is measured: " + " | ".join(last))
+
+
+def release_memory(device: torch.device) -> None:
+    """For the next models: those before, and their graphs, point at each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def write_rows(
+    path: str | Path, rows: Iterable[dict[str, Any]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Print rows, each when it is there, and save all that there are so far."""
+    done: list[dict[str, Any]] = []
+    for row in rows:
+        done.append(row)
+        save_rows(path, done, device)
+        print(" ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
+    return done
+
+
+def save_rows(path: str | Path, rows: list[dict[str, Any]], device: torch.device) -> None:
+    """Write rows as JSON lines, each with the commit, device and versions."""
+    made_by = describe_environment(device, {}, 1).model_dump(mode="json")
+    lines = [json.dumps({**row, "environment": made_by}, ensure_ascii=False) for row in rows]
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):  # times, or the times of several
+        return "/".join(
+            f"{name} {_short(each)}"
+            if isinstance(each, dict)
+            else f"{each:.{1 if each >= 100 else 3}f}"
+            for name, each in value.items()
+        )
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,45 @@
+"""Make the papers' tables and figures in their layout, our numbers beside theirs.
+
+python pipelines/lab/paper_tables.py --list
+python pipelines/lab/paper_tables.py stree-table-7                 # from the committed rows
+python pipelines/lab/paper_tables.py stree-table-7 --rows RUN/eval # from yours
+Each is made from rows that another command has written; --list says which, and which tables cannot
+be made, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stree.common.errors import UsageError, exit_with_reason
+from stree.common.files import write_atomically
+from stree_pipelines.console.command_line import PlainParser, suggestion
+from stree_pipelines.lab.papers.registry import ENTRIES, listing, page
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = PlainParser("paper_tables.py", description=__doc__)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="tables and figures, as --list has them")
+    add("--rows", help="folder of the rows to take (default: those that are committed)")
+    add("--list", action="store_true", help="all tables and figures, and what makes their rows")
+    add("--page", help="write the page of all of them to this file")
+    options = parser.parse_args(arguments)
+    if not (options.names or options.list or options.page):
+        raise UsageError("no table is named: give names, --list or --page FILE")
+    for name in options.names:
+        if name not in ENTRIES:
+            raise UsageError(f"there is no {name}{suggestion(name, ENTRIES)}: --list has them all")
+    if options.list:
+        print(listing())
+    for name in options.names:
+        entry = ENTRIES[name]
+        print(entry.made(options.rows).to_markdown())
+        print(f"Theirs: {entry.hardware}. What differs: {entry.note}.\n")
+    if options.page:
+        write_atomically(Path(options.page), page())
+
+
+if __name__ == "__main__":
+    exit_with_reason(main)

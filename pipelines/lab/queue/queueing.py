@@ -1,0 +1,233 @@
+"""Requests that arrive by chance at a decoder of several rows, and what each of them waits for.
+
+Traffic is a Poisson process: the gaps between arrivals are exponential. Two policies say when a
+request that waits gets a row:
+
+- continuous: as soon as one is free, whatever the others hold.
+- clearing, the periodic-clearing queue (Snakes and Ladders, section 4): the queue is cleared when
+  it holds `queue_size` requests or its first one has waited `max_wait_s`, and what was cleared is a
+  batch of its own: the next one begins when all of it is finished.
+
+A request's latency is from its arrival to its last token, waiting included.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request
+from stree.generation import DecodingStats
+from stree.speculation_profile import Record, Tree
+from stree_pipelines.evaluation.records import BatchSize, Count, Environment, NonNegative, Share
+
+CONTINUOUS, CLEARING = POLICIES = ("continuous", "clearing")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When requests that wait get rows; `queue_size` and `max_wait_s` are of clearing."""
+
+    name: str
+    queue_size: int = 1
+    max_wait_s: float = 0.0
+
+    def due_at(self, arrivals: Sequence[float], num_free: int, num_rows: int) -> float:
+        """From when on those that wait, by their arrivals, get the rows that are free; infinity
+        where something else has to happen first."""
+        if not arrivals or num_free == 0:
+            return math.inf
+        if self.name == CONTINUOUS:
+            return arrivals[0]
+        if num_free < num_rows:
+            return math.inf  # a batch is under way
+        is_full = len(arrivals) >= self.queue_size
+        full_at = arrivals[self.queue_size - 1] if is_full else math.inf
+        return min(full_at, arrivals[0] + self.max_wait_s)
+
+
+class Clock(Protocol):
+    def now(self) -> float: ...
+    def wait_until(self, moment: float) -> None: ...
+
+
+class WallClock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.started
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+@dataclass
+class Served:
+    """A request's moments, in seconds of the clock, and what it got."""
+
+    arrival: float
+    admitted: float = math.nan
+    first_token: float = math.nan
+    finished: float = math.nan
+    num_tokens: int = 0
+    stats: DecodingStats | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All requests of a run, by arrival; row_seconds is the time of steps times the rows that were
+    under way in each."""
+
+    requests: list[Served]
+    row_seconds: float
+    num_rows: int
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival until the last token."""
+        return max(r.finished for r in self.requests) - self.requests[0].arrival
+
+
+def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
+    """Moments (count,) in seconds at which requests arrive, `rate` a second on average. A seed
+    gives the same traffic at any rate, only faster or slower."""
+    return np.random.default_rng(seed).exponential(1.0, count).cumsum() / rate
+
+
+def serve(
+    decoder: BatchDecoder,
+    requests: Sequence[Request],
+    arrivals: Sequence[float],
+    policy: Policy,
+    clock: Clock,
+    on_finished: Callable[[Served], object] = lambda _: None,
+) -> Traffic:
+    """Admit each request when its policy says so, after its arrival, and step until all are done.
+
+    Raises the error of a request that ends with one.
+    """
+    served = [Served(float(moment)) for moment in arrivals]
+    coming, waiting = deque(range(len(requests))), deque[int]()
+    under_way: dict[int, int] = {}  # row → request
+    row_seconds = 0.0
+    try:
+        while coming or waiting or under_way:
+            now = clock.now()
+            while coming and served[coming[0]].arrival <= now:
+                waiting.append(coming.popleft())
+            num_free = decoder.num_free_rows
+            due = policy.due_at([served[i].arrival for i in waiting], num_free, decoder.num_rows)
+            if due <= now:
+                for _ in range(min(num_free, len(waiting))):
+                    index = waiting.popleft()
+                    under_way[decoder.admit(requests[index])] = index
+                    served[index].admitted = now
+            if not under_way:
+                clock.wait_until(min(due, served[coming[0]].arrival if coming else math.inf))
+                continue
+            before = clock.now()
+            reports = decoder.step()
+            now = clock.now()
+            row_seconds += len(under_way) * (now - before)
+            for report in reports:
+                if report.error is not None:
+                    raise report.error
+                one = served[under_way[report.row]]
+                if report.tokens and math.isnan(one.first_token):
+                    one.first_token = now
+                if report.finish_reason:
+                    del under_way[report.row]
+                    output = decoder.release(report.row)
+                    one.finished, one.num_tokens = now, len(output.tokens)
+                    one.stats = output.stats
+                    on_finished(one)
+    finally:
+        for row in under_way:
+            decoder.release(row)
+    return Traffic(served, row_seconds, decoder.num_rows)
+
+
+class Spread(Record):
+    """Of all requests, in seconds."""
+
+    mean: NonNegative
+    p50: NonNegative
+    p95: NonNegative
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        p50, p95 = np.percentile(seconds, (50, 95))
+        return cls(mean=float(np.mean(seconds)), p50=float(p50), p95=float(p95))
+
+
+class QueueRow(Record):
+    """One (policy, rate, method): what its requests waited for, and how busy the rows were.
+
+    Attributes:
+        setting_hash: of all that decides the row; it is measured once.
+        latency_s, time_to_first_token_s: from a request's arrival. waiting_s: until it had a row.
+        throughput: new tokens of all requests, first ones included, per second of duration_s, which
+            is from the first arrival until the last token. requests_per_second over the same time;
+            where that is below `rate`, the queue grew as long as requests came.
+        occupancy: share of the rows that held a request, on average over duration_s.
+    """
+
+    version: int = 1
+    policy: str
+    queue_size: Count | None
+    max_wait_s: NonNegative | None
+    rate: NonNegative
+    num_requests: Count
+    batch_size: BatchSize
+    method: str
+    tree: Tree | None
+    step: Count | None
+    checkpoint: str | None
+    checkpoint_sha256: str | None
+    target: str
+    target_sha256: str
+    benchmark: str
+    prompts_hash: str
+    temperature: NonNegative
+    max_new_tokens: Count
+    ignore_eos: bool
+    seed: int
+    setting_hash: str
+    latency_s: Spread
+    time_to_first_token_s: Spread
+    waiting_s: Spread
+    throughput: NonNegative
+    requests_per_second: NonNegative
+    occupancy: Share
+    acceptance_length: NonNegative | None
+    duration_s: NonNegative
+    environment: Environment
+
+
+def figures_of(traffic: Traffic) -> dict[str, Any]:
+    """What a `QueueRow` says was measured."""
+    requests, seconds = traffic.requests, traffic.duration_s
+    stats = [r.stats for r in requests if r.stats is not None]
+    num_calls = sum(s.num_calls for s in stats)
+    num_new_tokens = sum(s.num_new_tokens for s in stats)
+    return {
+        "latency_s": Spread.of([r.finished - r.arrival for r in requests]),
+        "time_to_first_token_s": Spread.of([r.first_token - r.arrival for r in requests]),
+        "waiting_s": Spread.of([r.admitted - r.arrival for r in requests]),
+        "throughput": sum(r.num_tokens for r in requests) / seconds,
+        "requests_per_second": len(requests) / seconds,
+        "occupancy": min(1.0, traffic.row_seconds / (traffic.num_rows * seconds)),
+        "acceptance_length": num_new_tokens / num_calls if num_calls else None,
+        "duration_s": seconds,
+    }

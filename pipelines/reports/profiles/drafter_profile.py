@@ -1,0 +1,197 @@
+"""What the rows of an evaluation say of one drafter: the content of speculation_profile.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stree.common.words import is_cpu_name
+from stree.drafters.names import DrafterName
+from stree.speculation_profile import (
+    FOLDER,
+    CostsRecord,
+    Measurement,
+    Recommendation,
+    SpeculationProfile,
+    SuggestedTree,
+)
+from stree.verifiers import NAMES as VERIFIERS
+from stree_pipelines.evaluation.arms import without_trials
+from stree_pipelines.evaluation.plan import METHODS, form_sha256
+from stree_pipelines.evaluation.records import ResultRow, ResultStore
+from stree_pipelines.reports.profiles.tree_suggestion import suggest, tells_ranks
+from stree_pipelines.reports.run_data import RunData, arrange, read_training
+from stree_pipelines.reports.settings import chosen, dtype_of
+from stree_pipelines.reports.tables.tables import advise
+
+# Device, dtype and batch size: a profile has figures of each that was measured.
+Place = tuple[str, str, int]
+
+
+def place_of(row: ResultRow) -> Place:
+    return row.environment.device, dtype_of(row), row.batch_size
+
+
+def _rows_of(store: ResultStore, shown: Sequence[str]) -> list[ResultRow]:
+    """Of the decoding setting to take; a comparison's, without the chains that it tried."""
+    return without_trials(chosen(store.results(), shown, store.directory))
+
+
+def run_at_last_place(store: ResultStore, folder: Path, shown: Sequence[str] = ()) -> RunData:
+    """The run `folder`, as far as it was measured where its last row was.
+
+    Raises UsageError when that is of several decoding settings.
+    """
+    rows = _rows_of(store, shown)
+    data = read_training(folder, [row for row in rows if place_of(row) == place_of(rows[-1])])
+    arrange(data, store)
+    return data
+
+
+def profile_of(
+    store: ResultStore,
+    folder: Path,
+    sha256: str,
+    num_nodes: int | None = None,
+    shown: Sequence[str] = (),
+) -> SpeculationProfile | None:
+    """The profile of the drafter with this checkpoint hash; None when no row is about it.
+
+    Args: store, the evaluation of the run `folder`; num_nodes of the suggested trees, by default
+    as many as the largest that was measured; shown, NAME=VALUE of the decoding setting to take.
+    Raises UsageError when the rows of a place are of several decoding settings.
+    """
+    rows = _rows_of(store, shown)
+    own = [row for row in rows if row.checkpoint_sha256 == sha256]
+    rows = [_as_of_folder(row, sha256) for row in rows]
+    mine = [row for row in rows if row.checkpoint_sha256 == sha256]
+    if not mine:
+        return None
+    targets = {row.target_sha256 for row in mine}
+    rows = [
+        row for row in rows
+        if row.checkpoint_sha256 in (None, sha256) and row.target_sha256 in targets
+    ]  # fmt: skip
+    places: list[RunData] = []
+    for place in dict.fromkeys(map(place_of, rows)):
+        places.append(RunData(folder, [row for row in rows if place_of(row) == place]))
+        arrange(places[-1], store)
+    last = [row for row in own if place_of(row) == place_of(mine[-1])]
+    return SpeculationProfile(
+        step=mine[-1].step,
+        checkpoint_sha256=sha256,
+        target=mine[-1].target,
+        target_sha256=mine[-1].target_sha256,
+        measurements=tuple(
+            _measurement(_beside(row, mine)) for data in places for row in data.rows
+        ),
+        recommendations=tuple(each for data in places for each in _recommendations(data)),
+        suggested_trees=tuple(_suggestions(store, last, num_nodes)),
+    )
+
+
+def _as_of_folder(row: ResultRow, sha256: str) -> ResultRow:
+    """A comparison's row of this folder in another form, such as `float8:FOLDER`, as a row of the
+    folder: arms are told apart by name. Others as they are, and forms with a corpus, too: a profile
+    names no file elsewhere."""
+    name = DrafterName.parse(row.checkpoint or "")
+    is_form = name.folder and name.corpus is None and not name.is_plain
+    if row.method in METHODS or not is_form or row.checkpoint_sha256 != form_sha256(name, sha256):
+        return row
+    return row.model_copy(update={"checkpoint_sha256": sha256})
+
+
+def _form(row: ResultRow) -> str | None:
+    return None if row.checkpoint is None else DrafterName.parse(row.checkpoint).shown(FOLDER)
+
+
+def _beside(row: ResultRow, mine: Sequence[ResultRow]) -> ResultRow:
+    """A row of plain decoding with the speed that it had beside this drafter's own rows, which is
+    what their speedups are relative to."""
+    if row.checkpoint_sha256 is not None:
+        return row
+    where = (row.benchmark, row.prompts_hash, row.temperature, *place_of(row))
+    for other in mine:
+        beside = (other.benchmark, other.prompts_hash, other.temperature, *place_of(other))
+        if where == beside and other.tokens_per_second and other.speedup:
+            return row.model_copy(update={
+                "tokens_per_second": other.tokens_per_second / other.speedup,
+                "time_ms": other.baseline_time_ms or row.time_ms,
+            })  # fmt: skip
+    return row
+
+
+def _measurement(row: ResultRow) -> Measurement:
+    device, dtype, _ = place_of(row)
+    fields = Measurement.model_fields.keys() - {"verifier", "drafter"}
+    same = {name: getattr(row, name) for name in fields if hasattr(row, name)}
+    return Measurement(
+        **same,
+        verifier=_verifier(row),
+        drafter=_form(row),
+        draft_length=row.tree.to_token_tree().max_depth if row.tree else 0,
+        device=device,
+        dtype=dtype,
+        acceptance_length_interval=row.confidence_intervals.get("acceptance_length"),
+        speedup_interval=row.confidence_intervals.get("speedup"),
+        lossless_share=row.lossless.share if row.lossless else None,
+        git_sha=row.environment.git_sha,
+    )
+
+
+def _verifier(row: ResultRow) -> str | None:
+    """None in rows from before there were several, too: what they say is no verifier's name."""
+    return row.verifier if row.verifier in VERIFIERS else None
+
+
+def _recommendations(data: RunData) -> Iterator[Recommendation]:
+    """The report's, one for each temperature at which speeds can be compared."""
+    device, dtype, batch_size = place_of(data.rows[0])
+    for temperature in data.temperatures:
+        advice = advise(data, temperature)
+        cell = data.cell(data.last, advice.fastest, data.scopes[0], temperature)
+        if cell is None:
+            continue
+        won = data.row_of(advice.method)
+        form = None if won is None else _form(won)
+        drafts = "" if form in (None, FOLDER) else f" It drafts with {form}."
+        yield Recommendation(
+            device=device,
+            device_type="cpu" if is_cpu_name(device) else "cuda",
+            dtype=dtype,
+            batch_size=batch_size,
+            temperature=temperature,
+            benchmarks=tuple(data.benchmarks),
+            num_prompts=cell.num_prompts,
+            method=advice.method.partition(":")[0],
+            tree=None if won is None else won.tree,
+            verifier=None if won is None else _verifier(won),
+            backtracking=None if won is None else won.backtracking,
+            drafter=form,
+            costs=None if won is None else _costs(data, won, temperature),
+            acceptance_length=cell["acceptance_length"],
+            speedup=cell["speedup"],
+            speedup_interval=cell.interval("speedup"),
+            reason=f"{advice.headline}. {advice.reason}{drafts}",
+        )
+
+
+def _costs(data: RunData, won: ResultRow, temperature: float) -> CostsRecord | None:
+    """Those of a method's steps at this temperature, of whichever benchmark: rows that a resumed
+    run completed lack them."""
+    alike = (won.method, won.tree, temperature)
+    rows = (row for row in data.rows if (row.method, row.tree, row.temperature) == alike)
+    return next((row.costs for row in rows if row.costs is not None), None)
+
+
+def _suggestions(
+    store: ResultStore, rows: Sequence[ResultRow], num_nodes: int | None
+) -> Iterator[SuggestedTree]:
+    """By the place that was measured last, and where a comparison's arms sample with several
+    verifiers, by the first one's rows. None for temperatures whose rows are from before ends of
+    paths were recorded."""
+    told = [row for row in rows if tells_ranks(row)]
+    for temperature in sorted({row.temperature for row in told}):
+        here = [row for row in told if row.temperature == temperature]
+        alike = [row for row in here if temperature == 0 or row.verifier == here[0].verifier]
+        yield suggest(alike, temperature, num_nodes, store.samples)

@@ -1,0 +1,338 @@
+"""The static tree with the longest expected acceptance, by where measured paths ended.
+
+The model: once its parent is accepted, a draft is accepted with a probability that depends on its
+depth d and its rank r among its siblings alone. The expected number of accepted drafts of a tree is
+then the sum over its nodes of the product of these probabilities from the root, and the best tree
+of N nodes follows by dynamic programming over depth, rank and nodes, as in Sequoia (Chen et al.
+2024), whose probabilities depend on the rank only. (EAGLE-2, Li et al. 2024, grows another tree at
+each step from the drafter's confidence; these are static.) Dims: D depths, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stree import metrics
+from stree.common.errors import UsageError
+from stree.speculation_profile import SuggestedTree, Tree, TreeCheck
+from stree.trees.token_tree import BeamTree, TokenTree
+from stree_pipelines.evaluation.records import ResultRow, SampleRow
+
+# A rate's own calls and this many at its rank's rate over all depths: steadies the rare ones.
+PRIOR_CALLS = 10
+MAX_NODES = 256  # of a suggested tree: time goes with the cube, memory with the square
+
+
+@dataclass(frozen=True)
+class AcceptanceRates:
+    """Counts behind the probabilities, [..., d − 1, r]: calls that accepted the parent of such a
+    draft, and calls that accepted it too. Leading dims are resamples of the prompts, or none."""
+
+    reached_DR: NDArray[np.int64]
+    accepted_DR: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, measured: Iterable[tuple[TokenTree, Mapping[int, int]]]) -> AcceptanceRates:
+        """From trees and how many calls' paths ended at each of their nodes."""
+        measured = list(measured)
+        depth = max((tree.max_depth for tree, _ in measured), default=0)
+        widest = max((len(nodes) for tree, _ in measured for nodes in tree.children), default=0)
+        reached, accepted = np.zeros((2, depth, widest), dtype=np.int64)
+        for tree, ends in measured:
+            visits = [ends.get(node, 0) for node in range(tree.num_nodes)]
+            for node in range(tree.num_nodes - 1, 0, -1):
+                visits[tree.parents[node]] += visits[node]
+            for parent, children in enumerate(tree.children):
+                for rank, child in enumerate(children):
+                    reached[tree.depths[parent], rank] += visits[parent]
+                    accepted[tree.depths[parent], rank] += visits[child]
+        return cls(reached, accepted)
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.reached_DR.any(axis=-1).sum())
+
+    def rates(self, num_depths: int) -> NDArray[np.float64]:
+        """[..., d − 1, r] for `num_depths` depths. Where no tree was so deep, the rank's rate over
+        all depths; 0 for a rank that was never tried."""
+        reached_R = self.reached_DR.sum(axis=-2, keepdims=True)
+        prior_R = self.accepted_DR.sum(axis=-2, keepdims=True) / np.maximum(reached_R, 1)
+        rates_DR = (self.accepted_DR + PRIOR_CALLS * prior_R) / (self.reached_DR + PRIOR_CALLS)
+        beyond = np.repeat(prior_R, max(num_depths - rates_DR.shape[-2], 0), axis=-2)
+        return np.concatenate([rates_DR, beyond], axis=-2)[..., :num_depths, :]
+
+    def expected_drafts(self, tree: TokenTree) -> NDArray[np.float64]:
+        """Accepted drafts a call, [...]."""
+        rates = self.rates(tree.max_depth)
+        probability = [np.ones(rates.shape[:-2])] * tree.num_nodes
+        for parent, children in enumerate(tree.children):
+            for rank, child in enumerate(children):
+                known = rank < rates.shape[-1]
+                rate = rates[..., tree.depths[parent], rank] if known else 0.0
+                probability[child] = probability[parent] * rate
+        return np.asarray(sum(probability[1:]))
+
+
+def best_tree(
+    rates: AcceptanceRates, num_nodes: int, max_depth: int | None = None, name: str | None = None
+) -> TokenTree:
+    """The tree with the most expected drafts among all of at most `num_nodes` nodes, the root
+    included, none deeper than `max_depth` (each depth is a call of the drafter). Raises UsageError
+    for a size that no tree has."""
+    if not 2 <= num_nodes <= MAX_NODES:
+        raise UsageError(f"a tree of {num_nodes} nodes was asked for, wanted 2 to {MAX_NODES}")
+    num_drafts = num_nodes - 1
+    num_levels = num_drafts if max_depth is None else min(max_depth, num_drafts)
+    if num_levels < 1:
+        raise UsageError(f"a tree of depth {max_depth} was asked for, wanted at least 1")
+    rates_DR = rates.rates(num_levels)
+    widest = rates_DR.shape[1]
+    # below[n]: the most expected drafts below an accepted node of the depth, of n nodes in all.
+    # share[d, r, n]: what of n nodes the child of rank r and those below it get, the rest going to
+    # its later siblings; 0 ends the siblings.
+    below = np.zeros(num_drafts + 1)
+    share = np.zeros((num_levels, widest, num_drafts + 1), dtype=np.int64)
+    for depth in reversed(range(num_levels)):
+        later = np.zeros(num_drafts + 1)
+        for rank in reversed(range(widest)):
+            best = np.zeros(num_drafts + 1)
+            for nodes in range(1, num_drafts + 1):
+                values = rates_DR[depth, rank] * (1 + below[:nodes]) + later[:nodes][::-1]
+                share[depth, rank, nodes] = 1 + values.argmax()
+                best[nodes] = values.max()
+            later = best
+        below = later
+    parents, queue = [-1], [(0, 0, num_drafts)]
+    for node, depth, nodes in queue:
+        for rank in range(widest):
+            if nodes == 0 or depth == num_levels:
+                break
+            given = int(share[depth, rank, nodes])
+            queue.append((len(parents), depth + 1, given - 1))
+            parents.append(node)
+            nodes -= given
+    return TokenTree(tuple(parents), name or f"suggested-{len(parents)}")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What trees accept, by rows that tell: own_tokens, of a call, are the target's own."""
+
+    rates: AcceptanceRates
+    own_tokens: float
+
+    @classmethod
+    def of(cls, told: Sequence[ResultRow]) -> Acceptance:
+        measured = [(row.tree.to_token_tree(), row.end_nodes) for row in told if row.tree]
+        own = sum(_tokens(row) - _accepted(row.acceptance_histogram) for row in told)
+        return cls(AcceptanceRates.of(measured), own / sum(map(_calls, told)))
+
+    def length(self, tree: TokenTree) -> float:
+        """The predicted acceptance length."""
+        return self.own_tokens + float(self.rates.expected_drafts(tree))
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Milliseconds of a step, as rows had them: of each level of a draft, and of the rest by nodes.
+    A call of a size that no row has lies on the line between two; none is larger than theirs."""
+
+    level: float
+    calls: Mapping[int, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[ResultRow]) -> MeasuredTimes:
+        """Of rows at one temperature. Trees that grow tell what a call takes, but not what a level
+        of others does."""
+        calls: dict[int, list[float]] = {}
+        levels = []
+        for row in rows:
+            if row.tree is None or row.tree_shares or not row.time_ms:
+                continue
+            tree = row.tree.to_token_tree()
+            calls.setdefault(tree.num_nodes, []).append(_call_ms(row.time_ms))
+            if row.baseline_time_ms:
+                calls.setdefault(1, []).append(_call_ms(row.baseline_time_ms))
+            if tree.num_nodes > 1 and not isinstance(tree, BeamTree):
+                levels.append(row.time_ms["draft"] / tree.max_depth)
+        if not levels:
+            raise UsageError("no row of a tree of one shape says what drafting takes: evaluate one")
+        return cls(fmean(levels), {nodes: fmean(each) for nodes, each in sorted(calls.items())})
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.calls)
+
+    def step_ms(self, tree: TokenTree) -> float:
+        call = np.interp(tree.num_nodes, list(self.calls), list(self.calls.values()))
+        return tree.max_depth * self.level + float(call)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Of all trees of as many levels the one with the most predicted tokens by time."""
+
+    tree: TokenTree
+    acceptance_length: float
+    step_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.acceptance_length / self.step_ms
+
+
+def fastest(
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None = None,
+    max_depth: int | None = None,
+) -> list[Fastest]:
+    """By number of levels, from one on; with at most so many nodes and levels, by default as many
+    as were measured. Raises UsageError as `suggest` does, for a larger tree than was measured, and
+    where rows have no times."""
+    told = _that_tell(rows, temperature)
+    model = Acceptance.of(told)
+    times = MeasuredTimes.of([row for row in rows if row.temperature == temperature])
+    most = min(times.max_nodes, MAX_NODES) if num_nodes is None else num_nodes
+    if most > times.max_nodes:
+        raise UsageError(
+            f"trees of {most} nodes were asked for, and calls of at most {times.max_nodes} were "
+            "measured: lower --nodes, or evaluate a larger tree first"
+        )
+    best_tree(model.rates, most, max_depth)  # raises for sizes that no tree has
+    found: dict[int, Fastest] = {}
+    for levels in range(1, (model.rates.max_depth if max_depth is None else max_depth) + 1):
+        for size in _sizes(levels + 1, most):
+            tree = best_tree(model.rates, size, levels)
+            one = Fastest(tree, model.length(tree), times.step_ms(tree))
+            best = found.get(tree.max_depth)
+            if best is None or one.tokens_per_second > best.tokens_per_second:
+                found[tree.max_depth] = one
+    return [found[levels] for levels in sorted(found)]
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """To try: all small ones, and of large ones few, since their times are nearly alike."""
+    steps = ((1, 16), (4, 64), (16, MAX_NODES))
+    return [
+        size for size in range(least, most + 1)
+        if size == most or size % next(step for step, end in steps if size <= end) == 0
+    ]  # fmt: skip
+
+
+def _that_tell(rows: Sequence[ResultRow], temperature: float) -> list[ResultRow]:
+    """Raises UsageError when no row of a tree of one shape says where its paths ended: in trees
+    that grow a rank is no place."""
+    told = [row for row in rows if tells_ranks(row) and row.temperature == temperature]
+    if not told:
+        raise UsageError(
+            f"no row at T = {temperature:g} says at which nodes of a tree of one shape paths "
+            "ended: evaluate again with --overwrite, with --tree paper or another such tree"
+        )
+    return told
+
+
+def _call_ms(times: Mapping[str, float]) -> float:
+    """Of a step without its draft."""
+    return sum(ms for phase, ms in times.items() if phase != "draft")
+
+
+def suggest(
+    rows: Sequence[ResultRow],
+    temperature: float,
+    num_nodes: int | None,
+    samples_of: Callable[[ResultRow], Sequence[SampleRow]] = lambda row: (),
+    max_depth: int | None = None,
+) -> SuggestedTree:
+    """The best tree for rows of one checkpoint at one temperature; by default of as many nodes as
+    the largest tree that was measured, or MAX_NODES. The prediction has an interval where
+    `samples_of` has the prompts of all the rows.
+
+    Raises UsageError as `_that_tell` does.
+    """
+    told = _that_tell(rows, temperature)
+    trees = [row.tree.to_token_tree() for row in told if row.tree]
+    model = Acceptance.of(told)
+    if num_nodes is None:
+        num_nodes = min(max(tree.num_nodes for tree in trees), MAX_NODES)
+    tree = best_tree(model.rates, num_nodes, max_depth)
+    prompts = [(each, sample) for each, row in zip(trees, told, strict=True)
+               for sample in samples_of(row)]  # fmt: skip
+    complete = len(prompts) == sum(row.num_prompts for row in told)
+    return SuggestedTree(
+        temperature=temperature,
+        tree=Tree(name=tree.name, parents=tree.parents),
+        predicted_acceptance_length=model.length(tree),
+        predicted_acceptance_length_interval=_interval(tree, prompts) if complete else None,
+        num_calls=sum(map(_calls, told)),
+        num_extrapolated=sum(depth > model.rates.max_depth for depth in tree.depths),
+        checks=tuple(
+            TreeCheck(
+                tree=each,
+                predicted_acceptance_length=model.length(each.to_token_tree()),
+                measured_acceptance_length=_tau([row for row in told if row.tree == each]),
+            )
+            for each in dict.fromkeys(row.tree for row in told if row.tree)
+        ),
+    )
+
+
+def tells_ranks(row: ResultRow) -> bool:
+    """Whether a row says by depth and rank which drafts were accepted."""
+    if row.tree is None or not row.end_nodes:
+        return False
+    return not isinstance(row.tree.to_token_tree(), BeamTree)
+
+
+def _interval(
+    tree: TokenTree, prompts: Sequence[tuple[TokenTree, SampleRow]]
+) -> metrics.Interval | None:
+    """Of the predicted τ, by resampling the prompts; each with all the trees that it was run with.
+
+    It says what the choice of prompts leaves open, not how far the model is from the truth."""
+    groups: dict[tuple[str, str], list[tuple[TokenTree, SampleRow]]] = {}
+    for each in prompts:
+        groups.setdefault((each[1].benchmark, each[1].prompt_id), []).append(each)
+    # Gives all counts one shape.
+    blank: list[tuple[TokenTree, dict[int, int]]] = [(measured, {}) for measured, _ in prompts]
+    counts, own, calls = [], [], []
+    for group in groups.values():
+        ends = [(measured, Counter(sample.end_node_per_call)) for measured, sample in group]
+        rates = AcceptanceRates.of([*ends, *blank])
+        counts.append([rates.reached_DR, rates.accepted_DR])
+        samples = [sample for _, sample in group]
+        own.append(sum(s.num_new_tokens - sum(s.accepted_per_call) for s in samples))
+        calls.append(sum(s.num_calls for s in samples))
+    counts_Q2DR, own_Q, calls_Q = np.array(counts), np.array(own), np.array(calls)
+
+    def predicted(i_RQ: NDArray[np.int64]) -> NDArray[np.float64]:
+        times_RQ = np.zeros_like(i_RQ)  # how often each resample has each prompt
+        np.add.at(times_RQ, (np.arange(len(i_RQ))[:, None], i_RQ), 1)
+        reached_RDR, accepted_RDR = np.einsum("rq,qcdk->crdk", times_RQ, counts_Q2DR)
+        drafts_R = AcceptanceRates(reached_RDR, accepted_RDR).expected_drafts(tree)
+        return (times_RQ @ own_Q) / (times_RQ @ calls_Q) + drafts_R
+
+    return metrics.bootstrap_interval(predicted, len(groups))
+
+
+def _calls(row: ResultRow) -> int:
+    return sum(row.end_nodes.values())
+
+
+def _tokens(row: ResultRow) -> float:
+    return (row.acceptance_length or 0.0) * _calls(row)
+
+
+def _accepted(histogram: Mapping[int, int]) -> int:
+    return sum(accepted * calls for accepted, calls in histogram.items())
+
+
+def _tau(rows: Sequence[ResultRow]) -> float:
+    """τ over the calls of several rows."""
+    return sum(map(_tokens, rows)) / sum(map(_calls, rows))

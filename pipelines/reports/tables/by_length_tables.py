@@ -1,0 +1,248 @@
+"""Tables, sentences and the figure of τ by prompt length (`by_length`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from stree_pipelines.reports import plots
+from stree_pipelines.reports.run_data import RunData, checkpoint_title, method_label
+from stree_pipelines.reports.settings import sampling_note
+from stree_pipelines.reports.tables.by_length import (
+    Change,
+    Rung,
+    acceptance,
+    begun_anew,
+    ladders,
+    read,
+    repeated,
+)
+from stree_pipelines.reports.tables.tables import (
+    MISSING,
+    Table,
+    baseline_speed,
+    figure,
+    speed_of,
+    tau_of,
+)
+
+INTRO = (
+    "The same questions after other conversations, in prompts of so many tokens. τ: new tokens per "
+    "target call; behind it the difference to the shortest prompts. Repeated: of the target's new "
+    "tokens, those that end four that its answer has had before. The data's answers are read by "
+    "target and drafter as they stand: the loss of perplexity is the model's own, overlap is the "
+    "chance that a single draft is accepted at T = 1, begun anew is that of a drafter that has "
+    "read the question only. Brackets: 95 % bootstrap intervals over questions, paired."
+)
+
+
+@dataclass(frozen=True)
+class LadderFindings:
+    """What is told of a ladder."""
+
+    rungs: list[Rung]
+    tables: list[Table]
+    verdicts: list[str]
+
+
+def findings(data: RunData) -> list[LadderFindings]:
+    """Of all ladders; none in most runs."""
+    return [
+        LadderFindings(rungs, tables(data, rungs), verdicts(data, rungs)) for rungs in ladders(data)
+    ]
+
+
+def introduction(data: RunData) -> str:
+    """What the tables show, and of which drafter: one of those that are there."""
+    if not data.last:
+        return INTRO
+    title, count = checkpoint_title(data, data.last), len(data.checkpoints)
+    others = f", the last of {count} here; the others are not shown" if count > 1 else ""
+    return f"{INTRO} The drafter is {title}{others}."
+
+
+def decoding_table(data: RunData, rungs: Sequence[Rung], temperature: float) -> Table:
+    heads = ["tokens", "repeated", "tokens/s (Autoregressive)"]
+    columns: list[list[str]] = []
+    for method in data.methods:
+        label = method_label(method)
+        heads += [f"τ ({label})", "difference", f"tokens/s ({label})"]
+        taus = acceptance(data, rungs, method, temperature)
+        cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+        columns.append([tau_of(cell) for cell in cells])
+        columns.append([MISSING, *map(_difference, taus[1:])])
+        columns.append([speed_of(cell) for cell in cells])
+    lines = [
+        (
+            rung.length,
+            figure(repeated(data, rung.benchmark, temperature), form=".2f"),
+            figure(baseline_speed(data, data.last, rung.benchmark, temperature)),
+            *(column[at] for column in columns),
+        )
+        for at, rung in enumerate(rungs)
+    ]
+    count = _num_questions(data, rungs)
+    title = f"By prompt length, T = {temperature:g} ({count} questions)"
+    return Table(title, (tuple(heads), *lines), note=sampling_note(data.rows))
+
+
+def reading_table(rungs: Sequence[Rung]) -> Table | None:
+    """None without readings."""
+    target, drafter = read(rungs, "target_loss"), read(rungs, "drafter_loss")
+    if not any(target):
+        return None
+    overlap, anew = read(rungs, "overlap"), read(rungs, "overlap_begun_anew")
+    same = read(rungs, "same_choice")
+    heads = (
+        "tokens", "perplexity, target", "times the shortest's", "perplexity, drafter",
+        "times the shortest's", "overlap", "difference", "overlap, begun anew", "same choice",
+    )  # fmt: skip
+    lines = [
+        (
+            rung.length, *_perplexity(target[at]), *_perplexity(drafter[at]),
+            _value(overlap[at]), _difference(overlap[at], ".3f") if at else MISSING,
+            _value(anew[at]), _value(same[at]),
+        )
+        for at, rung in enumerate(rungs)
+    ]  # fmt: skip
+    tokens = sum(each.num_tokens for each in rungs[0].readings)
+    title = f"The data's own answers after the same prompts ({tokens:,} tokens)"
+    return Table(title, (heads, *lines))
+
+
+def tables(data: RunData, rungs: Sequence[Rung]) -> list[Table]:
+    found = [decoding_table(data, rungs, temperature) for temperature in data.temperatures]
+    answers = reading_table(rungs)
+    return found if answers is None else [*found, answers]
+
+
+def verdicts(data: RunData, rungs: Sequence[Rung]) -> list[str]:
+    """A sentence a method and temperature, and what the readings say of the reason."""
+    lines = []
+    falls = False
+    for temperature in data.temperatures:
+        for method in data.methods:
+            changes = acceptance(data, rungs, method, temperature)
+            change = changes[-1]
+            if change is None:
+                continue
+            falls |= change.is_less
+            what = "rises" if change.is_more else "does not change beyond noise"
+            if change.is_less:
+                what = f"falls, {_from(rungs, changes, 'is_less')}"
+            if change.interval is None:
+                what = "is of too few questions to say"
+            lines.append(
+                f"τ of {method_label(method)} at T = {temperature:g} {what}: {change.value:.2f} at "
+                f"{rungs[-1].length} tokens, {_difference(change)} against {rungs[0].length}."
+            )
+    if rungs[0].readings and rungs[-1].readings:
+        lines.append(_reason(rungs, falls))
+    return lines
+
+
+def _from(rungs: Sequence[Rung], changes: Sequence[Change | None], name: str) -> str:
+    """The first length from which on all are so; the longest is."""
+    first = len(rungs) - 1
+    while first > 1 and getattr(changes[first - 1], name, False):
+        first -= 1
+    return f"from {rungs[first].length} tokens on"
+
+
+def _reason(rungs: Sequence[Rung], falls: bool) -> str:
+    """Who reads worse at the longest prompts; `falls`, whether some τ does."""
+    losses, overlaps = read(rungs, "target_loss"), read(rungs, "overlap")
+    target, overlap = losses[-1], overlaps[-1]
+    assert target is not None
+    perplexity, times = _perplexity(target)
+    said = (
+        f"The target reads the data's answers with a perplexity of {perplexity} there, {times} "
+        f"times that after {rungs[0].length} tokens"
+    )
+    if overlap is not None:
+        said += (
+            f"; the drafter's overlap with it is {overlap.value:.3f}, "
+            f"{_difference(overlap, '.3f')} against there"
+        )
+    if target.is_more:
+        return (
+            f"{said}. The target fails, {_from(rungs, losses, 'is_more')}: what is accepted of its "
+            "text there says little of the drafter."
+        )
+    if overlap is None or not overlap.is_less:
+        if falls:
+            return f"{said}. Neither reads worse: the target writes text that is harder to draft."
+        return f"{said}. Neither reads worse there."
+    gain = begun_anew(rungs[-1])
+    said += f"; begun anew at the question it gains {_difference(gain, '.3f')}"
+    if gain.is_more:
+        return f"{said}. The drafter fails, {_from(rungs, overlaps, 'is_less')}: by its own state."
+    return f"{said}. The drafter follows the target less, but not by what its state has read."
+
+
+def drawn(data: RunData, rungs: Sequence[Rung]) -> Figure | None:
+    """τ against prompt length with its intervals."""
+    picture, axes = plots.new_figure()
+    lengths = [max(rung.num_tokens, 1) for rung in rungs]
+    for temperature in data.temperatures:
+        for method in data.methods:
+            cells = [data.cell(data.last, method, rung.benchmark, temperature) for rung in rungs]
+            points = [
+                (length, tau, *(cell.interval("acceptance_length") or (tau, tau)))
+                for length, cell in zip(lengths, cells, strict=True)
+                if cell is not None and (tau := cell["acceptance_length"]) is not None
+            ]
+            if not points:
+                continue
+            at, taus, low, high = zip(*points, strict=True)
+            colour = plots.colour_of(data, method)
+            label = f"{method_label(method)}, T = {temperature:g}"
+            axes.plot(at, taus, color=colour, label=label, **plots.look_of(data, temperature))
+            axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0)
+    if not axes.get_legend_handles_labels()[0]:
+        return None
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("τ, new tokens per call")
+    plots.add_legend(picture, axes, ncols=2, handlelength=3.2)
+    return picture
+
+
+def markdown(data: RunData, found: Sequence[LadderFindings]) -> str:
+    """All ladders of a run."""
+    parts = []
+    for each in found:
+        parts += [f"- {line}" for line in each.verdicts]
+        parts += ["", *(table.to_markdown() for table in each.tables)]
+    return "\n".join(["# Acceptance length by prompt length\n", f"{introduction(data)}\n", *parts])
+
+
+def _num_questions(data: RunData, rungs: Sequence[Rung]) -> int:
+    return next(
+        cell.num_prompts for key, cell in data.cells.items() if key[2] == rungs[0].benchmark
+    )
+
+
+def _value(change: Change | None) -> str:
+    return MISSING if change is None else figure(change.value, form=".3f")
+
+
+def _difference(change: Change | None, form: str = ".2f") -> str:
+    if change is None:
+        return MISSING
+    return figure(change.change, change.interval, f"+{form}")
+
+
+def _perplexity(loss: Change | None) -> tuple[str, str]:
+    """A perplexity, and how many times the shortest prompts' it is, given a loss."""
+    if loss is None:
+        return MISSING, MISSING
+    interval = loss.interval and (math.exp(loss.interval[0]), math.exp(loss.interval[1]))
+    return figure(math.exp(loss.value), form=".3g"), figure(math.exp(loss.change), interval)

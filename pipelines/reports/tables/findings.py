@@ -1,0 +1,32 @@
+"""What a report says of a run, worked out once: its files, its page and the terminal show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from stree_pipelines.reports.run_data import RunData
+from stree_pipelines.reports.tables import by_length_tables
+from stree_pipelines.reports.tables.by_length_tables import LadderFindings
+from stree_pipelines.reports.tables.tables import Advice, Table, advise, all_tables
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Table 6 of each scope and temperature, the pooled ones first; what to decode with, by
+    temperature; and τ by prompt length, of each ladder."""
+
+    data: RunData
+    tables: list[Table]
+    advice: dict[float, Advice]
+    ladders: list[LadderFindings]
+
+    @classmethod
+    def of(cls, data: RunData) -> Self:
+        advice = {temperature: advise(data, temperature) for temperature in data.temperatures}
+        return cls(data, all_tables(data), advice, by_length_tables.findings(data))
+
+    @property
+    def main_tables(self) -> list[Table]:
+        """Those over all benchmarks."""
+        return self.tables[: len(self.data.temperatures)]

@@ -1,0 +1,110 @@
+"""Table 6 as data: every figure and interval that it prints, and what they were computed from; as
+JSON with all that is known, and as CSV with a column a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from stree import metrics
+from stree_pipelines.comparison.answers import Gain
+from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
+from stree_pipelines.reports.run_data import RunData
+from stree_pipelines.reports.settings import common_setting
+from stree_pipelines.reports.tables.tables import acceptance_gain, chain_beside, speed_ratio
+
+QUANTILES = (
+    "a and 1 - a, where a = Phi(-t * sqrt(Q / (Q - 1))) and t is the 97.5 % quantile of Student's "
+    "distribution with Q - 1 degrees of freedom"
+)
+INTERVALS = {
+    "quantiles": QUANTILES,
+    "resampled": "prompts; the same ones of both sides of a ratio or difference",
+    "draws": f"numpy.random.default_rng(0).integers(Q, size=({metrics.NUM_RESAMPLES}, Q)) of Q "
+    "prompts in the order of `samples`",
+    "acceptance_length": "sum of num_new_tokens / sum of num_calls",
+    "tokens_per_second": "sum of num_new_tokens / sum of decode_s",
+    "speedup": "tokens_per_second / that of the samples' baseline",
+}
+
+
+def table6_json(data: RunData, rows: Iterable[Mapping[str, Any]]) -> str:
+    """{setting, intervals, rows} of a run, given its `table_rows`."""
+    head = {"setting": common_setting(data.rows), "intervals": INTERVALS}
+    return as_json(head, rows)
+
+
+def as_json(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
+    """{**head, rows}, a row a line."""
+    text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    return f'{text},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line a row and a column a figure: NAME, NAME_low and NAME_high of what has an interval,
+    OVER_NAME of what is over something. Lists (files, folders) are left out."""
+    frame = pd.DataFrame([dict(_flat(row)) for row in rows], dtype=object)
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "interval" in value:
+            low, high = value["interval"] or (None, None)
+            yield from ((name, value["value"]), (f"{name}_low", low), (f"{name}_high", high))
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}_{inner}", each) for inner, each in _flat(value))
+        elif not isinstance(value, (list, tuple)):
+            yield name, value
+
+
+def table_rows(data: RunData) -> Iterator[dict[str, Any]]:
+    """A row a method, checkpoint, temperature and benchmark, the pool of all benchmarks included,
+    under the names of `stree.metrics`."""
+    for benchmark in data.scopes:
+        for temperature in data.temperatures:
+            for checkpoint in ("", *data.checkpoints):
+                for method in (AUTOREGRESSIVE, *data.methods):
+                    yield from _row(data, benchmark, temperature, checkpoint, method)
+
+
+def _row(
+    data: RunData, benchmark: str, temperature: float, checkpoint: str, method: str
+) -> Iterator[dict[str, Any]]:
+    cell = data.cell(checkpoint, method, benchmark, temperature)
+    if cell is None:
+        return
+    row = {
+        "benchmark": benchmark,
+        "temperature": temperature,
+        "checkpoint": checkpoint or None,
+        "step": data.steps.get(checkpoint),
+        "method": method,
+        "num_prompts": cell.num_prompts,
+        "acceptance_length": _of(cell["acceptance_length"], cell.interval("acceptance_length")),
+        "tokens_per_second": _of(cell["tokens_per_second"], cell.interval("tokens_per_second")),
+        "autoregressive_tokens_per_second": cell.baseline_speed,
+        "speedup": _of(cell["speedup"], cell.interval("speedup")),
+        "samples": cell.files,
+    }
+    chain = chain_beside(data, method)
+    other = chain and data.cell(checkpoint, chain, benchmark, temperature)
+    if other:
+        row["over_chain"] = {
+            "acceptance_length_gain": of_gain(acceptance_gain(cell, other)),
+            "speed_ratio": of_gain(speed_ratio(cell, other)),
+            "samples": other.files,
+        }
+    yield row
+
+
+def of_gain(gain: Gain) -> dict[str, Any]:
+    return gain._asdict()
+
+
+def _of(value: float | None, interval: metrics.Interval | None) -> dict[str, Any]:
+    return of_gain(Gain(value, interval))

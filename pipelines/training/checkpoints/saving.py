@@ -1,0 +1,400 @@
+"""Training state on disk: whole or absent, verified before use, without pickle.
+
+A checkpoint is a folder `RUN/checkpoints/step-%08d/` of state.safetensors (every tensor),
+state.json (everything else, with references to the tensors) and MANIFEST.json. Lightning's own
+writer is not used: it copies across filesystems without fsync and its format runs code when read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stree.common.errors import CheckpointRefused, Interrupted, Preempted, UsageError
+from stree.common.files import (
+    make_directory,
+    publish_directory,
+    remove_directory,
+    sweep_leftovers,
+    verify_manifest,
+)
+from stree.common.plain_data import read_json
+from stree_pipelines.console.command_line import typed_command
+from stree_pipelines.data.datamodule import recount_micro_batches
+from stree_pipelines.training.run.stopping import StopSignals
+
+TENSORS_NAME = "state.safetensors"
+TREE_NAME = "state.json"
+STATE_KEYS = ("state_dict", "optimizer_states", "loops", "global_step", "random_state")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
+_STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
+
+
+def step_directory(parent: Path, step: int) -> Path:
+    """parent/step-%08d."""
+    return parent / f"step-{step:08d}"
+
+
+def latest_valid(
+    run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None
+) -> Path | None:
+    """The checkpoint of the highest step under RUN/checkpoints that verifies; None without any.
+
+    Each one skipped is named through `warn` (default: a line on stderr). Raises CheckpointRefused
+    when there are checkpoints and none is valid: starting over silently would lose the run.
+    """
+    warn = warn or (lambda line: print(line, file=sys.stderr))
+    found = _steps_under(Path(run_dir) / "checkpoints")
+    skipped = []
+    for step, path in reversed(found):
+        try:
+            manifest = verify_manifest(path)
+            if manifest.get("step") != step:
+                raise CheckpointRefused(f"{path} says step {manifest.get('step')}")
+        except (CheckpointRefused, FileNotFoundError) as error:
+            if not path.exists():
+                continue  # a training that is running has made room for later ones
+            skipped.append(path.name)
+            warn(f"skipping checkpoint {path.name}: {error}")
+            continue
+        return path
+    if found != _steps_under(Path(run_dir) / "checkpoints"):
+        return latest_valid(run_dir, warn)
+    if skipped:
+        raise CheckpointRefused(
+            f"none of the checkpoints in {run_dir}/checkpoints is valid ({', '.join(skipped)}): "
+            "restore one, or start in another run folder"
+        )
+    return None
+
+
+def _steps_under(parent: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every step-* folder, ascending."""
+    if not parent.is_dir():
+        return []
+    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in parent.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def remove_all_but(keep_last: int, directory: Path) -> None:
+    """Keep the checkpoints of the highest steps in `directory`."""
+    for _, path in _steps_under(directory)[:-keep_last]:
+        remove_directory(path)
+
+
+def encode_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split nested training state into a JSON tree and named CPU tensors.
+
+    Dicts (any scalar keys), lists, tuples, None, bool, int, float, str, tensors and NumPy arrays
+    are kept exactly. Raises UsageError naming the place of any other type: a type that cannot be
+    stored must not be noticed at the resume.
+    """
+    tensors: dict[str, Tensor] = {}
+    owners: set[int] = set()
+
+    def add_tensor(tensor: Tensor, where: str) -> dict[str, str]:
+        stored = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory (tied weights, views).
+        if stored.untyped_storage().data_ptr() in owners:
+            stored = stored.clone()
+        owners.add(stored.untyped_storage().data_ptr())
+        tensors[where] = stored
+        return {"$tensor": where}
+
+    def encode(value: Any, where: str) -> Any:
+        if value is None or isinstance(value, bool | str) or type(value) is int:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return add_tensor(value, where)
+        if isinstance(value, np.ndarray):
+            raw = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+            encoded: dict[str, Any] = add_tensor(raw, where)
+            return {"$array": encoded, "dtype": value.dtype.str, "shape": list(value.shape)}
+        if isinstance(value, np.generic):
+            return encode(value.item(), where)
+        if isinstance(value, list):
+            return [encode(item, f"{where}/{index}") for index, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$tuple": encode(list(value), where)}
+        if isinstance(value, Mapping):
+            items = {key: encode(item, f"{where}/{key}") for key, item in value.items()}
+            if all(isinstance(key, str) and not key.startswith("$") for key in items):
+                return items
+            return {"$items": [[encode(key, where), item] for key, item in items.items()]}
+        raise UsageError(
+            f"training state{where.replace('/', '.')} is a {type(value).__name__}, which a "
+            "checkpoint cannot hold: keep numbers, strings, tensors, lists and dicts only"
+        )
+
+    return encode(state, ""), tensors
+
+
+def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `encode_state`."""
+    if isinstance(tree, list):
+        return [decode_state(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$tensor" in tree:
+        return tensors[tree["$tensor"]]
+    if "$float" in tree:
+        return float(tree["$float"])
+    if "$tuple" in tree:
+        return tuple(decode_state(tree["$tuple"], tensors))
+    if "$array" in tree:
+        raw = decode_state(tree["$array"], tensors).numpy().tobytes()
+        return np.frombuffer(raw, np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+    if "$items" in tree:
+        return {
+            decode_state(key, tensors): decode_state(item, tensors) for key, item in tree["$items"]
+        }
+    return {key: decode_state(item, tensors) for key, item in tree.items()}
+
+
+def _require_training_state(state: Any) -> dict[str, Any]:
+    missing = [name for name in STATE_KEYS if not isinstance(state, dict) or name not in state]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return state
+
+
+class SafeCheckpointIO(CheckpointIO):
+    """Lightning's checkpoint dict as a published directory.
+
+    `storage_options` of `Trainer.save_checkpoint` are added to its manifest.
+    """
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, object] | None = None,
+    ) -> None:
+        tree, tensors = encode_state(checkpoint)
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        extra = {"step": checkpoint["global_step"], **(storage_options or {})}
+        # An existing folder here failed verification at start, or it would have been resumed from.
+        with publish_directory(path, extra, overwrite=True, needed_bytes=needed_bytes) as folder:
+            save_file(tensors, folder / TENSORS_NAME)
+            (folder / TREE_NAME).write_text(json.dumps(tree, allow_nan=False))
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The checkpoint dict, tensors on the CPU. CheckpointRefused when it does not verify."""
+        folder = Path(path)
+        verify_manifest(folder)
+        try:
+            tree = read_json(folder / TREE_NAME)
+            return _require_training_state(decode_state(tree, load_file(folder / TENSORS_NAME)))
+        except _UNREADABLE as error:
+            raise CheckpointRefused(
+                f"{folder} holds no training state of this program ({error}): resume from a "
+                "folder under RUN/checkpoints"
+            ) from error
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        remove_directory(path)
+
+
+class TrainingCheckpoints(pl.Callback):
+    """Saves the training state every N steps, at the end, and when told to stop from outside.
+
+    SIGTERM, SIGUSR1 and SIGINT are only noted; at the next step's end all ranks agree on it, the
+    state is saved and `Preempted` (exit code 75; 130 after SIGINT) ends the run. The same command
+    then goes on from there.
+    """
+
+    def __init__(self, every_n_steps: int = 500, keep_last: int = 2) -> None:
+        """
+        Args:
+            every_n_steps: optimiser steps between two saves; at most this much work is lost.
+            keep_last: how many checkpoints stay on the disk.
+        """
+        super().__init__()
+        if every_n_steps < 1 or keep_last < 1:
+            raise UsageError(
+                f"checkpoint.every_n_steps = {every_n_steps} and checkpoint.keep_last = "
+                f"{keep_last} must both be at least 1"
+            )
+        self.every_n_steps = every_n_steps
+        self.keep_last = keep_last
+        # Set by the entry point before `fit`.
+        self.run_dir: Path | None = None
+        self.manifest_extra: dict[str, object] = {}
+        self._saved_step = -1
+        self._save_after_validation = False
+        self._stopping = False
+        self.signals = StopSignals()
+        self._random_state: list[dict[str, Any]] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.run_dir is None:
+            raise UsageError("TrainingCheckpoints needs its run_dir before fit")
+        self.signals.waits_for_others = False
+        if trainer.is_global_zero:
+            make_directory(self.directory)
+            sweep_leftovers(self.directory)
+
+    @property
+    def directory(self) -> Path:
+        assert self.run_dir is not None
+        return self.run_dir / "checkpoints"
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # As late as this: building loaders and iterators draws random numbers, too.
+        if self._random_state is not None:
+            states, self._random_state = self._random_state, None
+            if trainer.global_rank < len(states):
+                _set_random_state(states[trainer.global_rank])
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        epoch_loop = trainer.fit_loop.epoch_loop
+        step = trainer.global_step
+        if epoch_loop._should_accumulate() or step == self._saved_step:
+            return
+        self._stopping = self.told(trainer)
+        if self._stopping or step % self.every_n_steps == 0 or step == trainer.max_steps:
+            fetcher = trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            # Save behind a validation that is due now: resuming would not repeat it.
+            self._save_after_validation = epoch_loop._should_check_val_fx(fetcher)
+            if not self._save_after_validation:
+                self._save_and_maybe_stop(trainer)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> TrainingCheckpoints:
+        """The one of this training."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, cls))
+
+    def told(self, trainer: pl.Trainer) -> bool:
+        """Whether any rank has been told to stop; all ranks ask at once."""
+        told: bool = trainer.strategy.reduce_boolean_decision(
+            self.signals.number is not None, all=False
+        )
+        return told
+
+    def stop_before_batch(self, trainer: pl.Trainer) -> None:
+        """Save what the last step's end would have saved, now that a batch has been taken for the
+        next one, and stop."""
+        if trainer.global_step != self._saved_step:
+            loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            counts = loop.batch_progress.total, loop.batch_progress.current
+            for each in counts:
+                each.ready -= 1
+            loop._batches_that_stepped -= 1  # Lightning counts it behind either place
+            if not loop._should_check_val_fx(fetcher):  # or it is behind a validation
+                for each in counts:
+                    each.completed -= 1
+            self._save(trainer)
+        self._stop(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._save_after_validation:
+            self._save_after_validation = False
+            self._save_and_maybe_stop(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A run that ended without reaching max_steps (max_time, a stopping callback)."""
+        if trainer.global_step != self._saved_step:
+            self._save(trainer)
+
+    def _save_and_maybe_stop(self, trainer: pl.Trainer) -> None:
+        self._save(trainer)
+        if self._stopping:
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        number = self.signals.number
+        saved = f"after step {self._saved_step}; everything is saved in {self.run_dir}: "
+        if trainer.strategy.reduce_boolean_decision(number == signal.SIGINT, all=False):
+            # Lightning starts the other processes itself unless a launcher has.
+            environment = getattr(trainer.strategy, "cluster_environment", LightningEnvironment())
+            alone = isinstance(environment, LightningEnvironment)
+            raise Interrupted(
+                f"interrupted {saved}to go on, run{'' if alone else ' under the same launcher'}: "
+                f"{typed_command()}"
+            )
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        raise Preempted(f"stopped by {name} {saved}run the same command to go on")
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        trainer.save_checkpoint(
+            step_directory(self.directory, step),
+            weights_only=False,
+            storage_options=self.manifest_extra,
+        )
+        self._saved_step = step
+        if trainer.is_global_zero:
+            remove_all_but(self.keep_last, self.directory)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states: list[Any] = [_random_state()]
+        if trainer.world_size > 1:
+            states = [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, _random_state())
+        checkpoint["random_state"] = states
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._random_state = checkpoint["random_state"]
+        recount_micro_batches(checkpoint, trainer.accumulate_grad_batches)
+
+
+def _random_state() -> dict[str, Any]:
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

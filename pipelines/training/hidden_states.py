@@ -1,0 +1,167 @@
+"""How a drafter learns to read its target's features (`stree.models.hidden_states`).
+
+At certain tokens a drafter has the target's features, further down a draft only what is its own.
+Training has both: either in one pass, where the features of random runs of tokens are left out, or
+in several, in which every token is also read as a drafted one (`stree.models.multi_step`).
+
+Shapes: B rows of a batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.common.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.multi_step import require_ahead
+from stree_pipelines.training.losses.config import LossConfig
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """What a drafter reads of its target, and how it learns to.
+
+    Args:
+        layers: of the target, whose outputs are read, in order; null takes an early, a middle and
+            the last one.
+        own: further down a draft the drafter reads its own last hidden state.
+        ahead: so many further passes, of which the k-th reads each token as the k-th of a draft;
+            for drafters of Mamba-2 layers and MLPs. 0: one pass with features left out.
+        ahead_decay: what a token counts as the k-th of a draft, of what it counts as the one
+            before; for each token one of the passes is drawn, as often as it counts.
+        unknown_share: of the tokens, so many on average are read without features; null, half of
+            them in one pass and none in several.
+        longest_run: at most so many of them in a run, as deep as drafts go.
+    """
+
+    layers: list[int] | None = None
+    own: bool = False
+    ahead: int = 0
+    ahead_decay: float = 0.8
+    unknown_share: float | None = None
+    longest_run: int = 5
+
+    def require_sensible(self) -> None:
+        """Raises UsageError for values that make no sense. Not when it is made: the parser, which
+        tries whether one is given at all, would wrap that error in its own."""
+
+        def wanted(name: str, fits: bool, what: str) -> None:
+            if not fits:
+                raise UsageError(f"model.features.{name} is {getattr(self, name)}, wanted {what}")
+
+        wanted("unknown_share", 0 <= self.share < 1, "from 0 to below 1")
+        wanted("longest_run", self.longest_run >= 1, "at least 1")
+        wanted("ahead", self.ahead >= 0, "at least 0")
+        wanted("ahead_decay", 0 < self.ahead_decay <= 1, "above 0 and at most 1")
+        if self.own and not self.ahead:
+            raise UsageError(
+                "model.features.own is learnt in passes ahead: set model.features.ahead to the "
+                "depth of the trees that will be drafted, less one"
+            )
+
+    @property
+    def share(self) -> float:
+        """Of the tokens that are read without features."""
+        if self.unknown_share is None:
+            return 0.0 if self.ahead else 0.5
+        return self.unknown_share
+
+    @property
+    def ahead_weight(self) -> float:
+        """What a token counts in all passes ahead together, of what it counts in the first."""
+        return sum(self.ahead_decay**depth for depth in range(1, self.ahead + 1))
+
+    def layers_of(self, target: HybridConfig) -> tuple[int, ...]:
+        if self.layers is not None:
+            return tuple(self.layers)
+        return default_layers(target.num_layers)
+
+    def added_to(self, drafter: HybridConfig, target: HybridConfig) -> HybridConfig:
+        """The drafter that reads these features of that target. Raises UsageError for layers that
+        it does not have."""
+        return drafter.reading(self.layers_of(target), target, self.own)
+
+    def require_possible(self, drafter: HybridConfig) -> None:
+        """Raises UsageError for a drafter that cannot be trained like that."""
+        self.require_sensible()
+        if self.ahead:
+            require_ahead(drafter)
+        if drafter.own_features != self.own:
+            raise UsageError(
+                f"model.features.own is {self.own}, the drafter of model.start_from "
+                f"{'reads' if drafter.own_features else 'does not read'} its own hidden states: "
+                "train it as it was (model.features.own and model.features.ahead)"
+            )
+
+    def known(self, shape: Sequence[int], chance: torch.Generator) -> Tensor:
+        """(B, T) bool, by chance: runs of 1 to `longest_run` tokens are unknown."""
+        drawn: dict[str, Any] = dict(device=chance.device, generator=chance)
+        begins = torch.rand(*shape, **drawn) < self._chance_of_a_run()
+        lengths = torch.randint(1, self.longest_run + 1, tuple(shape), **drawn)
+        lengths = torch.where(begins, lengths, 0)
+        unknown = torch.zeros_like(begins)
+        for back in range(self.longest_run):
+            unknown |= torch.roll(lengths, back, dims=1) > back
+        return ~unknown
+
+    def _chance_of_a_run(self) -> float:
+        """Of one that begins at a token. A token is known when none covers it, which one that
+        begins j tokens before does with a chance of p · (L − j) / L."""
+        low, high, length = 0.0, 1.0, self.longest_run
+        for _ in range(50):
+            chance, known = (low + high) / 2, 1.0
+            for back in range(length):
+                known *= 1 - chance * (length - back) / length
+            low, high = (low, chance) if known < 1 - self.share else (chance, high)
+        return low
+
+    def depths(self, segment_ids: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+        """For each token, by chance, a depth from 1 to `ahead` (B, T), as likely as it counts, and
+        whether so many tokens of its sequence stand before it (B, T) bool."""
+        chances = self.ahead_decay ** torch.arange(self.ahead, device=segment_ids.device).float()
+        drawn = chances.multinomial(segment_ids.numel(), replacement=True, generator=chance)
+        depths = 1 + drawn.view_as(segment_ids)
+        begin = torch.arange(segment_ids.shape[1], device=depths.device) - depths
+        there = segment_ids.gather(1, begin.clamp(min=0)) == segment_ids
+        return depths, there & (begin >= 0)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """An early, a middle and the last layer."""
+    return tuple(sorted({num_layers // 6, num_layers // 2, num_layers - 1}))
+
+
+def features_of(
+    drafter: HybridConfig,
+    asked: FeatureConfig | None,
+    teacher_cache: str | None,
+    loss: LossConfig,
+    activation_checkpointing: bool,
+) -> FeatureConfig | None:
+    """How a drafter learns its features; None where it reads none. Raises UsageError for what does
+    not go together with them."""
+    if not drafter.feature_layers:
+        return None
+    features = asked or FeatureConfig()
+    features.require_possible(drafter)
+    if teacher_cache is not None:
+        raise UsageError(
+            "model.teacher_cache has the target's distribution and no features of it: leave it "
+            "out, or model.features"
+        )
+    if features.ahead and loss.weighs_tokens:
+        raise UsageError(
+            "model.features.ahead shares out what tokens count, and so does model.loss.reference: "
+            "leave one of them out"
+        )
+    if features.ahead and activation_checkpointing:
+        raise UsageError(
+            "model.features.ahead keeps what its passes share: leave "
+            "model.activation_checkpointing out"
+        )
+    return features

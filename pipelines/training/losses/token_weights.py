@@ -1,0 +1,37 @@
+"""How much each token counts for a loss: by what a better drafter could do there.
+
+Shapes: B rows of a batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stree_pipelines.training.losses.config import LossConfig
+from stree_pipelines.training.losses.distillation_loss import MeasuredRows
+
+
+def token_weights(
+    config: LossConfig, mask: Tensor, drafter: MeasuredRows, reference: MeasuredRows
+) -> Tensor:
+    """Return each token's weight, (B, T) fp32, 0 outside `mask` (B, T) bool.
+
+    reference: of the drafter that `config.reference` names, with the same target and divergence.
+    """
+    gap = drafter.divergence - reference.divergence
+    # Those that count stand for all, so that the step keeps its size.
+    return largest(gap, mask, config.kept_share) / config.kept_share
+
+
+def largest(values: Tensor, mask: Tensor, share: float) -> Tensor:
+    """(B, T) fp32, 1 for the ⌈share · M⌉ largest of the M values (B, T) in `mask`, else 0: the
+    filter of AdaSPEC (Hu et al. 2025), whose values are by how much a drafter's divergence exceeds
+    that of a reference of its size. What the reference could not learn either is left out."""
+    count = math.ceil(share * int(mask.sum()))
+    chosen = torch.zeros(mask.numel(), device=mask.device)
+    ranked = torch.where(mask, values, -math.inf).reshape(-1)
+    chosen[ranked.topk(count).indices] = 1.0
+    return chosen.reshape(mask.shape) * mask

@@ -1,0 +1,458 @@
+"""What distill.py and train_target.py share: one YAML, dotted overrides, one run folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.utils.deterministic
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from stree.checkpoints.tokenizer import fingerprint
+from stree.common.errors import (
+    CheckpointRefused,
+    StreeError,
+    UsageError,
+    naming_what_does_not_fit,
+)
+from stree.common.files import FULL_DISK, read_manifest, reporting_refusals, sweep_leftovers
+from stree.common.words import counted
+from stree_pipelines.console.command_line import SUBCOMMAND, input_path, program_name
+from stree_pipelines.console.input_checks import TRAINING_INPUTS, of_training, require_there
+from stree_pipelines.data.datamodule import ConversationDataModule, accumulation
+from stree_pipelines.evaluation.context import describe_code
+from stree_pipelines.resources.dry_run import config_lines, require_writable
+from stree_pipelines.training.checkpoints.export import Exports
+from stree_pipelines.training.checkpoints.saving import (
+    SafeCheckpointIO,
+    TrainingCheckpoints,
+    latest_valid,
+    remove_all_but,
+)
+from stree_pipelines.training.module import Training
+from stree_pipelines.training.optimization import OptimizerConfig
+from stree_pipelines.training.run.callbacks import EvaluateExports, LogMetrics
+from stree_pipelines.training.run.console import has_cursor, quieten, say
+from stree_pipelines.training.run.estimates import SMALLER_TRAINING, ModelPlan, describe_training
+from stree_pipelines.training.run.parser import HelpAll, TrainingParser, is_of_use
+from stree_pipelines.training.run.progress import TrainingBar
+from stree_pipelines.training.run.rank_watchdog import PeerWatch
+from stree_pipelines.training.run.restarts import (
+    RestartLimit,
+    forget_starts,
+    note_start,
+    uncounted_ends,
+)
+from stree_pipelines.training.run.run_folder import (
+    Curves,
+    MetricsFile,
+    hash_of_config,
+    prepare_run_folder,
+    removing_what_was_refused,
+    require_same_run,
+    take_run_folder,
+)
+from stree_pipelines.training.run.trackers import make_tracker, start_tracker
+from stree_pipelines.training.run.trainer_settings import TRAINER_DEFAULTS, require_trainable
+from stree_pipelines.training.teachers.on_policy_check import WatchOwnText
+
+SHOWN_FROM = 64  # conversations in which --show_mask looks for one with a loss
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with a run folder that is resumed by default, and our own checkpoints."""
+
+    description = "Train in a run folder that the same command resumes."
+    usage = f"{SUBCOMMAND} --config FILE --run_dir FOLDER"
+    export_folder = "drafter"
+    evaluates = True
+    trains = True  # `fit` is its subcommand; a command that only reads the same config has none
+    resume_path: Path | None = None
+    restarts = 0  # without progress; the main process knows
+
+    def __init__(self, model_class: type[Training], args: list[str] | None = None) -> None:
+        self.trackers: list[Logger] = []
+        with ExitStack() as self._until_the_end:
+            self._run(model_class, args)
+
+    def _run(self, model_class: type[Training], args: list[str] | None) -> None:
+        quieten()
+        texts = {"usage": f"{self._synopsis} [options]", "description": self.description}
+        super().__init__(
+            model_class,
+            ConversationDataModule,
+            trainer_defaults={**TRAINER_DEFAULTS, "enable_progress_bar": has_cursor()},
+            seed_everything_default=0,
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
+            parser_kwargs={SUBCOMMAND: texts} if self.trains else texts,
+            args=args,
+            run=self.trains,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        inputs = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {SUBCOMMAND: inputs | {"ckpt_path", "weights_only"}}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, with the subcommand first, and find what the configuration says to read."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self.trains:
+            given = self._with_subcommand(given)
+        self.config = parser.parse_args(given)
+        self._dump_config()  # with names as they were given: the same run from any folder
+        for section, name in TRAINING_INPUTS:
+            options = self.options.get(section, {})
+            value = options.get(name)
+            if isinstance(value, str):
+                options[name] = input_path(value)
+            elif value is not None:
+                options[name] = [input_path(each) for each in value]
+
+    def _with_subcommand(self, given: list[str]) -> list[str]:
+        if given[:1] in (["-h"], ["--help"], ["--help_all"], ["--help-all"]):
+            return [SUBCOMMAND, *given]
+        if given[:1] != [SUBCOMMAND]:
+            raise UsageError(f"`{SUBCOMMAND}` is missing, which comes first: {self._synopsis}")
+        if len(given) == 1:
+            raise UsageError(f"--config and --run_dir are missing: {self._synopsis}")
+        return given
+
+    @property
+    def _synopsis(self) -> str:
+        return f"{program_name()} {self.usage}"
+
+    def add_arguments_to_parser(self, parser: TrainingParser) -> None:
+        parser.is_shown = self.is_shown
+        self.add_own_options(parser)
+        parser.add_lightning_class_args(LogMetrics, "progress")
+        parser.add_lightning_class_args(Exports, "export")
+        # Training state before evaluations: what takes long or fails must not cost a step.
+        parser.add_lightning_class_args(TrainingCheckpoints, "checkpoint")
+        if self.evaluates:
+            parser.add_lightning_class_args(EvaluateExports, "evaluation")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def is_shown(self, name: str) -> bool:
+        """Whether --help has the option `name`."""
+        return is_of_use(name)
+
+    def add_own_options(self, parser: TrainingParser) -> None:
+        """Those that are no part of a YAML file."""
+        parser.add_argument(
+            "--help_all", "--help-all", action=HelpAll, default=argparse.SUPPRESS,
+            help="Show the help with all options of Lightning's trainer, and exit.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--run_dir", "--run-dir", type=str | None, default=None,
+            help="Run folder; running the same command again goes on where it stopped. Needed "
+            "unless with --show_mask.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--show_mask", "--show-mask", action="store_true",
+            help="Print a training conversation with its loss mask in colour, and exit.",
+        )  # fmt: skip
+        parser.add_argument(
+            "--dry_run", "--dry-run", action="store_true",
+            help="Read config and data, say what the run would take, write nothing, and exit.",
+        )  # fmt: skip
+
+    @property
+    def options(self) -> Any:
+        """The parsed configuration, the subcommand's where there is one."""
+        return self.config[self.config["subcommand"]] if self.trains else self.config
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.options["run_dir"])
+
+    def _set_seed(self) -> None:
+        seed = self.options["seed_everything"]
+        if not 0 <= seed < 2**32:
+            raise UsageError(f"seed_everything is {seed}, wanted 0 to 2³² − 1")
+        super()._set_seed()
+
+    def before_instantiate_classes(self) -> None:
+        if torch.cuda.is_available():
+            torch.set_float32_matmul_precision("high")
+        # Deterministic mode would also fill every new tensor with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        require_trainable(self.options["trainer"], self.options["model"])
+        if self.options["show_mask"]:
+            return
+        if self.options["run_dir"] is None:
+            raise UsageError("--run_dir is missing: name the folder that the run is to be kept in")
+        self._make_trackers()
+        if not self.options["dry_run"]:
+            self._take_folder()
+        require_same_run(self.run_dir, self.config_dump)
+        self.resume_path = latest_valid(self.run_dir)
+        if not self.is_finished:
+            self.require_inputs()
+        if self.options["dry_run"]:
+            require_writable(self.run_dir)
+            self.parser.add_instantiator(self.plan_model, self._model_class, prepend=True)
+        elif not self.is_finished:
+            self._prepare_run()
+
+    def require_inputs(self) -> None:
+        """Raise NotFound with all that the configuration names to be read and is not there."""
+        require_there(of_training(lambda *key: self.options.get(key[0], {}).get(key[1])))
+
+    def _make_trackers(self) -> None:
+        """The loggers of trainer.logger, which come beside our own: before a folder is made and a
+        model is loaded, since the package of one may be missing."""
+        given = self.options["trainer"]["logger"]
+        if not isinstance(given, bool):
+            self.trackers = [make_tracker(each) for each in _as_list(given)]
+            self.options["trainer"]["logger"] = None
+
+    @rank_zero_only
+    def _take_folder(self) -> None:
+        self._until_the_end.enter_context(removing_what_was_refused(self.run_dir))
+        self._until_the_end.enter_context(take_run_folder(self.run_dir))
+
+    @rank_zero_only
+    def _prepare_run(self) -> None:
+        """Whatever can be refused is refused here, before a model is loaded."""
+        target = self.target_path
+        prepare_run_folder(
+            self.run_dir,
+            self.config_dump,
+            {"target": target, "seed": int(self.options["seed_everything"])},
+        )
+        self.restarts = note_start(self.run_dir, self.resume_step, repr(self.config_dump))
+        self._until_the_end.enter_context(uncounted_ends(self.run_dir))
+
+    def plan_model(self, model_class: type[Training], **options: Any) -> ModelPlan:
+        """What stands in the model's place in a dry run."""
+        raise NotImplementedError
+
+    @property
+    def resume_step(self) -> int:
+        """Optimiser steps that the checkpoint to resume from has behind it."""
+        return int(self.resume_path.name.removeprefix("step-")) if self.resume_path else 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.resume_step >= self.options["trainer"]["max_steps"]
+
+    @property
+    def target_path(self) -> str | None:
+        """The target's folder; None when it is what is trained."""
+        return self.options["model"].get("target")
+
+    def instantiate_classes(self) -> None:
+        """Load models only where something is to be trained."""
+        if not self.options["show_mask"] and not self.is_finished:
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.options["show_mask"]:
+            self._show_mask()
+        elif self.is_finished:
+            step, max_steps = self.resume_step, self.options["trainer"]["max_steps"]
+            asked = f"{step} of {max_steps} steps are done"
+            if step > max_steps:
+                asked = f"{step} steps are done, trainer.max_steps asks for {max_steps}"
+            self._tidy_up()
+            say(f"{self.run_dir} is finished: {asked}")
+        elif self.options["dry_run"]:
+            self._dry_run()
+        else:
+            super()._run_subcommand(subcommand)
+
+    @rank_zero_only
+    def _tidy_up(self) -> None:
+        """What a kill behind the last save may have left to do."""
+        for folder in ("", "checkpoints", self.export_folder):
+            sweep_leftovers(self.run_dir / folder)
+        remove_all_but(self.options["checkpoint"]["keep_last"], self.run_dir / "checkpoints")
+
+    def _dry_run(self) -> None:
+        say(config_lines(self.config_dump))
+        plan: Any = self.model
+        self._let_exports_decay()
+        self._prepare_data(plan.trained.vocab_size)
+        if self.evaluates:
+            self._callback(EvaluateExports).require_settings(self.target_path, self.run_dir)
+        callbacks = self._callback(Exports), self._callback(TrainingCheckpoints)
+        for line in describe_training(
+            plan, self.datamodule, self.trainer, callbacks, self.run_dir, self.resume_step,
+            self.export_folder, self.options["trainer"]["accelerator"],
+        ):  # fmt: skip
+            say(line)
+
+    def _show_mask(self) -> None:
+        """Read no more of the data than it takes to find a conversation."""
+        data = dict(self.options["data"])
+        limit = data["limit"]
+        data["limit"] = SHOWN_FROM if limit is None else min(limit, SHOWN_FROM)
+        module = ConversationDataModule(**{**data, "valid": None})
+        module.setup("fit")
+        print(module.show_mask())
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        step = self.resume_step
+        trainer_options = self._get(self.config_init, "trainer")
+        own = [
+            MetricsFile(self.run_dir / "metrics.csv", last_step=step),
+            Curves(self.run_dir, last_step=step),
+        ]
+        if trainer_options.get("logger") is False:
+            own = []
+        plugins: list[Any] = [SafeCheckpointIO()]
+        if SLURMEnvironment.detect():
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        callbacks = [*_as_list(trainer_options.get("callbacks"))]
+        has_bar = any(isinstance(each, ProgressBar) for each in callbacks)
+        if trainer_options["enable_progress_bar"] and not has_bar:
+            callbacks.append(TrainingBar())
+        try:
+            return super().instantiate_trainer(
+                logger=own + self.trackers,
+                callbacks=callbacks,
+                plugins=plugins + _as_list(trainer_options.get("plugins")),
+                default_root_dir=str(self.run_dir),
+                **kwargs,
+            )
+        except StreeError:
+            raise
+        # Fewer GPUs than asked for, most often; an accelerator of no name
+        except (MisconfigurationException, ValueError) as error:
+            raise UsageError(
+                f"trainer: {error}; see trainer.accelerator, trainer.devices and "
+                "trainer.strategy (python pipelines/doctor.py says what is here)"
+            ) from error
+
+    def before_fit(self) -> None:
+        self._prepare_data(self.model.exported.config.vocab_size)
+        tokenizer = self.datamodule.tokenizer
+        identity = {
+            "config_hash": hash_of_config(self.config_dump, self._rows_a_step),
+            "tokenizer_fingerprint": fingerprint(tokenizer),
+            "global_batch_size": self._rows_a_step,
+        }
+        exports = self._callback(Exports)
+        self._let_exports_decay()
+        exports.directory = self.run_dir / self.export_folder
+        exports.tokenizer = tokenizer
+        exports.provenance = {**identity, **self.origin(), **describe_code()}
+        checkpoints = self._callback(TrainingCheckpoints)
+        checkpoints.run_dir = self.run_dir
+        checkpoints.manifest_extra = identity
+        for logger in self.trackers:
+            start_tracker(logger, self.config_dump, self._until_the_end)
+        self.trainer.callbacks += [  # type: ignore[attr-defined]
+            WatchOwnText(), PeerWatch(), RestartLimit(self.run_dir, self.restarts)
+        ]  # fmt: skip
+        if self.evaluates:
+            evaluation = self._callback(EvaluateExports)
+            evaluation.exports = exports
+            evaluation.target = self.target_path or ""
+            evaluation.out = self.run_dir / "eval"
+
+    def _let_exports_decay(self) -> None:
+        optimizer = OptimizerConfig(**self.options["model"]["optimizer"])
+        if optimizer.branches:
+            self._callback(Exports).decays = optimizer
+
+    def _prepare_data(self, vocab_size: int) -> None:
+        """Read the data, and refuse what does not fit together."""
+        self._share_global_batch()
+        self.datamodule.setup("fit")
+        num_ids = len(self.datamodule.tokenizer)
+        if num_ids > vocab_size:
+            raise UsageError(
+                f"the tokenizer {self.datamodule.tokenizer_path} has {num_ids} ids, the "
+                f"model {vocab_size}: set its vocab_size to at least that, or give the tokenizer "
+                "that belongs to the model"
+            )
+
+    def _share_global_batch(self) -> None:
+        """Let the trainer accumulate what keeps the global batch, and validate by its steps."""
+        trainer, data = self.trainer, self.datamodule
+        trained = None
+        if self.resume_path is not None:
+            trained = read_manifest(self.resume_path).get("global_batch_size")
+            if not isinstance(trained, int) or trained < 1:
+                raise CheckpointRefused(
+                    f"{self.resume_path} does not say its global batch (got {trained!r}): resume "
+                    "from another checkpoint, or start in another run folder"
+                )
+        given = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = accumulation(
+            data.batch_size, trainer.world_size, given, data.global_batch_size, trained
+        )
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval *= trainer.accumulate_grad_batches
+
+    @property
+    def _rows_a_step(self) -> int:
+        trainer = self.trainer
+        return self.datamodule.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+
+    def origin(self) -> dict[str, Any]:
+        """What an export's provenance says about where it comes from."""
+        return {}
+
+    def _callback(self, kind: type) -> Any:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, kind))
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train from the last valid checkpoint on."""
+        max_steps = self.trainer.max_steps
+        if self.resume_path is not None:
+            say(f"resuming from {self.resume_path}")
+        model = self.model.exported
+        say(
+            f"{self.export_folder}: {model.num_parameters():,} parameters, "
+            f"{counted(model.config.num_layers, 'layer')} "
+            f"({len(model.config.attn_layers)} attention), width {model.config.d_model}, "
+            f"vocabulary {model.config.vocab_size}; {max_steps} steps of "
+            f"{counted(self._rows_a_step, 'row')} on {self.trainer.world_size} "
+            f"process{'es' if self.trainer.world_size > 1 else ''}"
+        )
+        with (
+            naming_what_does_not_fit(SMALLER_TRAINING),
+            self._noted_signals(),
+            reporting_refusals(self.run_dir, codes=FULL_DISK),
+        ):
+            self.trainer.fit(ckpt_path=self.resume_path, **kwargs)
+        latest = self.run_dir / self.export_folder / "latest"
+        where = f"; the {self.export_folder} is {latest}" if latest.exists() else ""
+        say(f"{self.run_dir}: {self.trainer.global_step} of {max_steps} steps are done{where}")
+        if self._callback(WatchOwnText).found is not None:
+            say(str(self._callback(WatchOwnText).found))
+        if self.evaluates:
+            self._callback(EvaluateExports).finish()
+
+    def _noted_signals(self) -> AbstractContextManager[None]:
+        signals = self._callback(TrainingCheckpoints).signals
+        # There is to be one handler, and this is where Lightning's own would begin.
+        self.trainer._signal_connector._sigterm_notifier_fn = signals.note  # type: ignore[method-assign]
+        signals.waits_for_others = SLURMEnvironment.detect() and self.trainer.world_size > 1
+        is_main = self.trainer.is_global_zero
+        forget = partial(forget_starts, self.run_dir) if is_main else lambda: None
+        return signals.noted(is_main, before_leaving=forget)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,161 @@
+"""--dry_run of a training: its steps, and what they take.
+
+The model is not made: `ModelPlan` stands where LightningCLI would instantiate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from stree.models.config import HybridConfig
+from stree_pipelines.console.progress import clock
+from stree_pipelines.data.datamodule import ConversationDataModule
+from stree_pipelines.data.micro_batches import MicroBatches
+from stree_pipelines.data.packing import count_rows
+from stree_pipelines.resources.dry_run import MemoryNeeds, model_line, require_disk
+from stree_pipelines.resources.estimates import (
+    checkpoint_bytes,
+    forward_memory,
+    training_disk,
+    training_memory,
+)
+from stree_pipelines.resources.operations import PEAKS, distillation_operations
+from stree_pipelines.training.checkpoints.export import Exports
+from stree_pipelines.training.checkpoints.saving import TrainingCheckpoints
+from stree_pipelines.training.optimization import OptimizerKind
+from stree_pipelines.training.parallel.precision import AUTOCAST
+from stree_pipelines.training.teachers.frozen_target import device_beside
+
+SMALLER_TRAINING = (
+    "lower data.batch_size (and raise trainer.accumulate_grad_batches by the same factor, unless "
+    "the run has a checkpoint to go on from) or data.sequence_length"
+)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The architectures of a training. `target` runs with what is trained; `cached` says that
+    its outputs come from a cache instead, `beside` that it has a GPU of its own. `reference` is the
+    drafter that tokens are chosen by; `passes`, how often what is trained reads each token."""
+
+    trained: HybridConfig
+    target: HybridConfig | None = None
+    target_dtype: torch.dtype = torch.float32
+    cached: bool = False
+    beside: bool = False
+    activation_checkpointing: bool = False
+    reference: HybridConfig | None = None
+    averaged: bool = False  # an average of the weights is kept beside them
+    passes: int = 1
+    compiled: bool = False  # the layers of what is trained
+    optimizer: OptimizerKind = "adamw"
+
+
+def describe_training(
+    plan: ModelPlan,
+    data: ConversationDataModule,
+    trainer: pl.Trainer,
+    callbacks: tuple[Exports, TrainingCheckpoints],
+    run_dir: Path,
+    resume_step: int,
+    name: str,
+    accelerator: str,
+) -> Iterator[str]:
+    """Everything of a training that is known before its first step, line by line; `data` is set up.
+    accelerator: as it was asked for. "auto" where there is no GPU says what a GPU needs, and judges
+    nothing: a recipe is looked at on a laptop, too.
+
+    Raises CannotWrite when the disk is too small and, when all is said, OutOfMemory when the memory
+    is.
+    """
+    exports, checkpoints = callbacks
+    is_here = isinstance(trainer.accelerator, CUDAAccelerator)
+    on_cuda = is_here or (accelerator == "auto" and not torch.cuda.is_available())
+    max_steps, length = trainer.max_steps, data.sequence_length
+    left = max_steps - resume_step
+    rows = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    num_rows = len(data.micro_batches().packing)
+    steps = exports.export_steps(max_steps)
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    shape, beside = (data.batch_size, length), plan.beside and on_cuda
+    memory = training_memory(
+        plan.trained, shape, trainer.precision, on_cuda,
+        None if plan.cached or beside else plan.target, plan.target_dtype,
+        plan.activation_checkpointing, plan.reference, plan.averaged, plan.passes, plan.compiled,
+        plan.optimizer,
+    )  # fmt: skip
+    if exports.branches(max_steps) and not on_cuda:
+        memory["copy during decays"] = checkpoint_bytes(plan.trained, plan.optimizer, plan.averaged)
+    own_gpu = {}
+    if beside and plan.target is not None:
+        if is_here:
+            device_beside(torch.device("cuda", trainer.device_ids[0]), trainer.device_ids)
+        own_gpu = forward_memory(plan.target, shape, trainer.precision, on_cuda, plan.target_dtype)
+        memory["loss"] = own_gpu.pop("loss")  # which is where the drafter is, as is a copy of
+        memory["target's head"] = (
+            max(2, plan.target_dtype.itemsize) * plan.target.vocab_size * plan.target.d_model
+        )
+    disk = training_disk(
+        plan.trained, -(-left // checkpoints.every_n_steps), checkpoints.keep_last,
+        sum(step > resume_step for step in steps), exports.dtype, data.tokenizer_path,
+        left // interval + 1, plan.averaged, plan.optimizer,
+    )  # fmt: skip
+    yield model_line(name, plan.trained)
+    if plan.target is not None:
+        cached = ", its outputs come from the cache" if plan.cached else ""
+        yield model_line("target", plan.target) + cached
+    if layers := plan.trained.feature_layers:
+        yield f"features of the target: layers {', '.join(map(str, layers))}; {plan.passes} passes"
+    if plan.reference is not None:
+        yield model_line("reference", plan.reference)
+    yield (
+        f"steps: {left:,}" + (f" from step {resume_step:,} on" if resume_step else "")
+        + f", each {rows} rows of {length} tokens ({trainer.world_size} processes × "
+        f"{data.batch_size} rows × {trainer.accumulate_grad_batches} micro-batches); "
+        f"{left * rows / num_rows:.2f} passes over {num_rows:,} rows, at most "
+        f"{left * rows * length:,} tokens"
+    )  # fmt: skip
+    if plan.target is not None and AUTOCAST[trainer.precision] is torch.bfloat16:
+        yield arithmetic_line(plan, data.micro_batches(), rows, left, trainer.world_size)
+    further = sum(end - begin for begin, end in exports.branches(max_steps) if begin >= resume_step)
+    yield (
+        f"exports at steps {', '.join(map(str, steps))}"
+        + (f", with {further:,} further steps for decays of their own" if further else "")
+        + f"; a checkpoint every {checkpoints.every_n_steps} steps, the last "
+        f"{checkpoints.keep_last} stay"
+    )
+    needs = [MemoryNeeds(memory, on_cuda)]
+    yield f"each process, unsharded, {needs[0]}"
+    if own_gpu:
+        needs.append(MemoryNeeds(own_gpu, on_cuda))
+        yield f"beside each, on a GPU of its own, {needs[1]}"
+    yield require_disk(run_dir, disk)
+    for each in needs:
+        each.require(SMALLER_TRAINING)
+
+
+def arithmetic_line(
+    plan: ModelPlan, data: MicroBatches, rows: int, steps: int, num_processes: int
+) -> str:
+    """What a distillation's steps of so many rows are to compute, and how long that takes at least:
+    on this machine's GPUs, or without any on H200s."""
+    counted_tokens = count_rows(data.table, data.packing)["assistant"].mean() * rows
+    parts = distillation_operations(
+        None if plan.cached else plan.target, plan.trained, rows * data.packing.sequence_length,
+        round(counted_tokens), plan.passes,
+    )  # fmt: skip
+    total = sum(parts.values())
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in parts.items())
+    line = f"arithmetic: {total / 1e12:,.3g} TFLOP a step ({shares})"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
+    if gpu not in PEAKS:
+        return line
+    num_gpus = num_processes * (2 if plan.beside else 1)
+    least_s = steps * total / PEAKS[gpu] / num_gpus
+    return f"{line}; all steps take at least {clock(least_s)} at the bf16 peak of {num_gpus} {gpu}"

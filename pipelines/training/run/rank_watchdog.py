@@ -1,0 +1,194 @@
+"""When one of several processes dies, the others leave within a minute and say which it was.
+
+Left to themselves they would not: gloo's error names a port, NCCL waits for half an hour, and a
+host that is gone closes no connection. So each rank counts in the store in which they met, and
+looks at what the others count. A rank that fails says why there, and the others leave with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from stree.common.errors import (
+    CannotWrite,
+    OutOfMemory,
+    Preempted,
+    StreeError,
+    first_line,
+    is_out_of_memory,
+)
+from stree.common.files import FULL_DISK
+
+BEAT_S = 3.0
+# Of one's own beats, not of the clock: a job that was suspended as a whole goes on.
+PATIENCE_BEATS = 12
+LEFT, FAILED = "left", "failed "
+
+
+class PeerWatch(pl.Callback):
+    """Ends this process when another rank of the training has died or failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rank, self._count = 0, 1
+        self._store: dist.Store | None = None
+        # Of each rank its last value, and one's own beat when that was new.
+        self._seen: dict[int, tuple[str, int]] = {}
+        self._leaving = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.world_size == 1 or self._thread is not None:
+            return
+        self._rank, self._count = trainer.global_rank, trainer.world_size
+        # A connection of its own: the main thread may block on the other one.
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=BEAT_S * PATIENCE_BEATS))
+        self._beat(0)
+        trainer.strategy.barrier("peers")
+        for rank in range(self._count):
+            self._seen[rank] = self._store.get(_key(rank)).decode(), 0
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="peer-watch")
+        self._thread.start()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._thread is not None and not self._leaving.is_set():
+            self._leave(LEFT)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if self._thread is None:
+            return
+        if _comes_from_a_peer(exception):
+            # The watch finds out whose fault it is, and ends this process.
+            self._thread.join(BEAT_S * (PATIENCE_BEATS + 4))
+        # All ranks agree on being told to stop, and each has its own last things to do.
+        if isinstance(exception, Preempted):
+            self._leave(LEFT)
+            return
+        self._leave(f"{FAILED}{_code_of(exception)} {first_line(exception)}")
+        self._wait_for_readers()
+
+    def _leave(self, word: str) -> None:
+        self._leaving.set()
+        assert self._thread is not None and self._store is not None
+        self._thread.join()
+        with suppress(RuntimeError):  # the rank that keeps the store may have left already
+            self._store.set(_key(self._rank), word)
+
+    def _wait_for_readers(self) -> None:
+        """The store goes with the process that keeps it, so rank 0 leaves last, if it can."""
+        assert self._store is not None
+        if self._rank != 0:
+            return
+        others = [_key(rank) for rank in range(1, self._count)]
+        deadline = time.monotonic() + 3 * BEAT_S
+        while time.monotonic() < deadline:
+            values = [value.decode() for value in self._store.multi_get(others)]
+            if all(value.startswith((LEFT, FAILED)) for value in values):
+                return
+            time.sleep(0.1)
+
+    def _beat(self, beat: int) -> None:
+        assert self._store is not None
+        self._store.set(_key(self._rank), f"{beat} {_here()} {os.getpid()}")
+
+    def _watch(self) -> None:
+        assert self._store is not None
+        beat = 0
+        try:
+            while not self._leaving.wait(BEAT_S):
+                beat += 1
+                self._beat(beat)
+                for rank in range(self._count):
+                    if rank != self._rank:
+                        self._look_at(rank, beat)
+        except RuntimeError:
+            # The store answers no more. If all is over, this process will know in a moment.
+            if not self._leaving.wait(2 * BEAT_S):
+                _end(Preempted.exit_code, _is_gone(0, self._seen[0][0]))
+
+    def _look_at(self, rank: int, beat: int) -> None:
+        assert self._store is not None
+        value = self._store.get(_key(rank)).decode()
+        before, since = self._seen[rank]
+        if value != before:
+            self._seen[rank] = value, beat
+        if value == LEFT:
+            return
+        if value.startswith(FAILED):
+            if self._leaving.wait(BEAT_S):  # the same has happened here
+                return
+            code, _, reason = value.removeprefix(FAILED).partition(" ")
+            self._store.set(_key(self._rank), LEFT)
+            _end(int(code), f"rank {rank} failed: {reason.rstrip('.')}")
+        if value == before and (beat - since >= PATIENCE_BEATS or _is_dead(value)):
+            self._store.set(_key(self._rank), LEFT)
+            _end(Preempted.exit_code, _is_gone(rank, value))
+
+
+def _key(rank: int) -> str:
+    return f"stree/peer/{rank}"
+
+
+def _here() -> str:
+    """This host, and which of its numberings of processes (a container has its own)."""
+    numbering = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(numbering) if numbering.is_symlink() else '-'}"
+
+
+def _is_dead(value: str) -> bool:
+    """Whether a process that can be seen from here is known to have ended."""
+    _, host, numbering, pid = value.split(" ")
+    if f"{host} {numbering}" != _here() or numbering == "-":
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0]
+    except OSError:
+        return True
+    return state in "ZX"  # ended, and its parent has not looked yet
+
+
+def _is_gone(rank: int, value: str) -> str:
+    _, host, _, pid = value.split(" ")
+    return f"rank {rank} (process {pid} on {host}) is gone"
+
+
+def _comes_from_a_peer(exception: BaseException) -> bool:
+    """What a collective raises when another rank is gone."""
+    return isinstance(exception, dist.DistError) or (
+        isinstance(exception, RuntimeError) and "gloo" in str(exception)
+    )
+
+
+def _code_of(exception: BaseException) -> int:
+    """What the rank that raised it will leave with."""
+    if isinstance(exception, StreeError):
+        return exception.exit_code
+    if is_out_of_memory(exception):
+        return OutOfMemory.exit_code
+    is_disk = isinstance(exception, OSError) and exception.errno in FULL_DISK
+    return CannotWrite.exit_code if is_disk else 1
+
+
+def _end(code: int, reason: str) -> None:
+    """Leave at once: the main thread may wait in a collective for ever."""
+    print(
+        f"error: {reason}; this rank leaves with it: run the same command to go on from the last "
+        "checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,106 @@
+"""Told to stop from outside: signals are noted, and the state is saved where a step ends.
+
+Saving inside a handler would corrupt what is being computed, and Lightning's own handlers start a
+collective there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from stree.common.errors import Interrupted, Preempted
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
+# A child that is forked while signals are watched must not write to its parent's pipe.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) while a training runs."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # of the one that came; SIGINT whatever came beside it
+        # Under srun until all processes have met: its SIGTERM says that one has ended by then.
+        self.waits_for_others = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.number != signal.SIGINT:
+            self.number = number
+
+    @contextmanager
+    def noted(self, tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
+        """Only note signals in here; a second SIGINT ends the process at once with code 130.
+
+        A process that is leaving because of a signal ignores more of them, which could only take
+        its exit code away, but for SIGINT.
+
+        Args:
+            tells: whether this process says that it was interrupted; one of several is enough.
+            before_leaving: called when the second SIGINT has come.
+        """
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.note)
+        try:
+            with self._watched(tells, before_leaving):
+                yield
+        except Preempted:
+            before = dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN)
+            before[signal.SIGINT] = lambda number, frame: _leave(tells)
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _watched(self, tells: bool, before_leaving: Callable[[], None]) -> Iterator[None]:
+        """Look at signals in a thread: a handler would wait for what the main thread computes, and
+        for ever where that hangs."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            interrupts = 0
+            while came := os.read(reader, 1):
+                if came[0] == signal.SIGTERM and self.waits_for_others:
+                    os._exit(128 + signal.SIGTERM)
+                interrupts += came[0] == signal.SIGINT
+                if interrupts == 2:
+                    before_leaving()
+                    _leave(tells)
+                if tells and came[0] == signal.SIGINT:
+                    print(
+                        "\ninterrupted: stopping where the next step ends, with everything saved "
+                        "(Ctrl-C again: at once, without saving)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+        thread = threading.Thread(target=watch, daemon=True, name="interrupts")
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            thread.join()
+            os.close(reader)
+
+
+def _leave(tells: bool) -> None:
+    """End the process as it stands: what has a name of its own on the disk is whole at any time."""
+    if tells:
+        cursor = _SHOW_CURSOR if os.isatty(2) else b""
+        os.write(
+            2, cursor + b"\nerror: interrupted twice: left without saving; run the same command to "
+            b"go on from the last checkpoint\n"
+        )  # fmt: skip
+    os._exit(Interrupted.exit_code)

@@ -1,0 +1,63 @@
+"""The trainer's settings: what they are unless given, and which of them no run can have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stree.common.errors import UsageError
+from stree_pipelines.training.module import require_decay
+from stree_pipelines.training.parallel.precision import supported_precision
+from stree_pipelines.training.parallel.sharding import SHARDED, require_supported
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": -1,  # steps count, not passes over the data
+    "max_steps": 1000,
+    "log_every_n_steps": 10,
+    "gradient_clip_val": 1.0,
+    "val_check_interval": 100,
+    "check_val_every_n_epoch": None,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "devices": 1,
+    # Or a resumed run on a GPU would not be the same run; costs a few percent.
+    "deterministic": True,
+}
+
+
+def require_trainable(trainer: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for settings of trainer.* that no run can have, or that do not go with
+    those of model.*."""
+    max_steps = trainer["max_steps"]
+    if max_steps < 1:
+        raise UsageError(
+            f"trainer.max_steps is {max_steps}, wanted the number of optimiser steps: data and "
+            "learning rate depend on it"
+        )
+    for name in ("accumulate_grad_batches", "log_every_n_steps", "val_check_interval"):
+        value = trainer[name]
+        if value is not None and value <= 0:
+            raise UsageError(f"trainer.{name} is {value}, wanted more than 0")
+    require_supported(trainer["strategy"])
+    supported_precision(trainer["precision"])
+    _require_one_whole_model(trainer["strategy"], model)
+
+
+def _require_one_whole_model(strategy: str, model: Mapping[str, Any]) -> None:
+    """Averages and decay phases copy the weights as each process has them; Muon orthogonalises
+    whole matrices."""
+    require_decay(model["ema"])
+    optimizer = model["optimizer"]
+    asked = {
+        "model.ema": model["ema"] is not None,
+        "model.features.ahead": bool((model.get("features") or {}).get("ahead")),
+        "model.optimizer.schedule wsd": optimizer["schedule"] == "wsd",
+        "model.optimizer.kind muon": optimizer["kind"] == "muon",
+    }
+    for name, is_asked in asked.items():
+        if is_asked and strategy in SHARDED:
+            raise UsageError(
+                f"{name} needs the whole weights in each process, trainer.strategy {strategy} "
+                "shares them: use ddp, or leave one of them out"
+            )

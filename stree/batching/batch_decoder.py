@@ -1,0 +1,749 @@
+"""Many sequences at once: requests come and go while others go on.
+
+Every sequence has a row of the caches. A step decodes all rows that are active in one target call,
+each with its own tree, length, settings and random numbers; what a row generates does not depend on
+what shares the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from stree import verifiers
+from stree.batching.checks import not_finite, require_partners, require_room, require_target
+from stree.batching.memory_report import Room
+from stree.batching.prefill import PREFILL_CHUNK, Prefill
+from stree.batching.prefix_cache import Prefixes
+from stree.batching.runners import executor_of
+from stree.batching.sequences import (
+    Launch,
+    Prepared,
+    Progress,
+    Report,
+    Request,
+    SampleRequest,
+    requests_of,
+)
+from stree.batching.serve import Served, serve
+from stree.batching.state import Rows
+from stree.batching.step import Step
+from stree.batching.step_timing import context_of, measure_costs, row_counts
+from stree.checkpoints.tokenizer import eos_token_ids
+from stree.common import threads
+from stree.common.clock import PhaseClock, recorded
+from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.lru import LastUsed
+from stree.common.words import counted
+from stree.drafters import Drafter
+from stree.drafters.cross_tokenizer import Retokenised
+from stree.drafters.model import Drawing, ModelDrafter
+from stree.drafters.ngram import NGram
+from stree.generation import (
+    DecodingStats,
+    GenerationConfig,
+    GenerationOutput,
+    StopRule,
+    require_whole,
+)
+from stree.model_words import described, placed
+from stree.models.joint import require_backtracking
+from stree.models.model import HybridModel
+from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
+from stree.settings import asked_of_texts, settings_of
+from stree.tree_policy.adaptive import PLAIN, Modes, deepest_of, largest_of, trees_of
+from stree.tree_policy.names import as_growth, require_growth_of
+from stree.tree_policy.step_times import Costs
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import BeamTree, TokenTree, as_tree
+from stree.trees.tree_batch import Forest
+from stree.verifiers import Verifier
+from stree_kernels import ops
+
+MAX_PREPARED = 16  # steps' rows and forests that are kept, one for each tree
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[BatchDecoder, P], T],
+) -> Callable[Concatenate[BatchDecoder, P], T]:
+    """Let a method of a decoder wait until no other thread is in one."""
+
+    @wraps(method)
+    def alone(self: BatchDecoder, *arguments: P.args, **options: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *arguments, **options)
+
+    return alone
+
+
+class BatchDecoder:
+    """A target, optionally with a drafter and a tree, and the caches to decode many sequences.
+
+    Any thread may admit, step, release and generate: a lock lets one at a time in, and a call of
+    `generate` waits for another's end. A step reports all rows, whoever admitted them: where
+    several threads admit, let one of them step.
+
+    Args:
+        target: A `HybridModel`.
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
+            one, decoding is plain.
+        tree: What requests decode with that name none (default with a drafter: the paper's), or
+            `Modes`, which choose one for each step (call `measure_costs` first).
+        num_rows: How many sequences at once.
+        max_length: Tokens of the longest sequence, prompt included.
+        max_nodes: Nodes of the largest tree of any request (default: of `tree`).
+        tokenizer: For stop strings only.
+        verifier: By name (`stree.verifiers.named`), or one of your own.
+        num_prefixes: How many of the prefixes that `release` keeps are held, each with the memory
+            of a state and its keys.
+        backtracking: "replay" of what the target's last call has kept, or "joint": the accepted
+            path is fed again ahead of the next trees (`stree.models.joint`), which takes less
+            memory and more rows of each product.
+        prompt_tokens_per_step: Prompt tokens that a step reads at most while other rows decode, in
+            pieces of up to 512 a row, the piece that passes the limit included; None reads one
+            piece of each row. Fewer let streams go on while many prompts arrive.
+
+    Raises:
+        UsageError: When target, drafter and verifier do not fit each other.
+        OutOfMemory: When the caches do not fit.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+        tree: TokenTree | Modes | str | None = None,
+        *,
+        num_rows: int = 8,
+        max_length: int = 2048,
+        max_nodes: int = 1,
+        tokenizer: Any = None,
+        verifier: str | Verifier = "coupled",
+        num_prefixes: int = 0,
+        backtracking: str = "replay",
+        prompt_tokens_per_step: int | None = None,
+    ) -> None:
+        require_target(target)
+        require_whole("max_length", max_length)
+        require_whole("num_rows", num_rows)
+        require_whole("num_prefixes", num_prefixes, least=0)
+        if prompt_tokens_per_step is not None:
+            require_whole("prompt_tokens_per_step", prompt_tokens_per_step)
+        self.prompt_tokens_per_step = prompt_tokens_per_step
+        if tree is None:
+            tree = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
+        else:
+            tree = as_growth(tree)
+        if isinstance(drafter, HybridModel):
+            drafter = Drawing(drafter)
+        model = drafter.model if isinstance(drafter, Drawing | NGram) else None
+        self._num_drafted = target.config.vocab_size
+        if model is not None:
+            require_partners(target, model)
+            self._num_drafted = model.config.head_size
+        self.modes = tree if isinstance(tree, Modes) else None
+        choices, tree = trees_of(tree), largest_of(tree)
+        if drafter is None and tree.num_nodes > 1:
+            raise UsageError(f"{tree} needs a drafter to fill it")
+        self.verifier = verifiers.named(verifier)
+        self.max_nodes = max(max_nodes, tree.num_nodes)
+        if (num_positions := target.config.num_positions) is not None:
+            # Beyond it nothing is served; the last tree may reach further
+            max_length = min(max_length, num_positions + self.max_nodes + 1)
+        new_cache = target.new_cache
+        if require_backtracking(backtracking) == "joint" and drafter is not None:
+            if not isinstance(target, HybridModel):
+                raise UsageError(
+                    f'backtracking "joint" is for a HybridModel, the target is a '
+                    f'{type(target).__name__}: take "replay"'
+                )
+            new_cache = partial(new_cache, backtracking=backtracking)
+        fewer = "num_rows or max_length" if num_rows > 1 else "max_length"
+        with naming_what_does_not_fit(
+            f"lower {fewer}, take smaller trees, or use bfloat16 or a larger GPU",
+            f"{num_rows} × buffers for {max_length} tokens and {self.max_nodes} nodes",
+        ):
+            if isinstance(drafter, Drawing | NGram | Retokenised):
+                read = [each.num_inner for each in choices if isinstance(each, BeamTree)]
+                most = max([self.max_nodes, *read])
+                drafter = drafter.for_decoder(target, num_rows, max_length, most)
+            self.cache = new_cache(max_length, self.max_nodes, num_rows)
+        self.cache.variant.copy_(torch.arange(num_rows))
+        if drafter is not None and not hasattr(drafter, "draft"):
+            raise UsageError(f"a drafter is {drafter!r:.60}, wanted a model, n-grams or a Drafter")
+        verifiers.require_fit(self.verifier, drafter)
+        for each in choices:
+            verifiers.require_tree(self.verifier, each)
+            if isinstance(each, BeamTree) and not getattr(drafter, "grows", False):
+                raise UsageError(
+                    f"{type(drafter).__name__} fills trees of one shape, {each} needs a model "
+                    "whose siblings are no two alike, and grows by their probabilities: take "
+                    "paper, chain-N or png-N-D"
+                )
+        self.target, self.drafter, self.tree = target, drafter, tree
+        self.num_rows, self.max_length, self.tokenizer = num_rows, max_length, tokenizer
+        self.eos_token_ids = eos_token_ids(target.config, tokenizer)
+        self.rows = Rows.new(num_rows, self.max_nodes, target.device)
+        self.phase_clock: PhaseClock | None = None  # told of the phases of each step, if given
+        self.read_s = 0.0  # what steps have spent on prompts so far, as far as it is known
+        self._readings: deque[tuple[Any, Any]] = deque()  # when they began and were done
+        step = Step(target, self.cache, drafter, self.verifier)
+        self.executor = executor_of(step)
+        self.prefixes: Prefixes | None = None
+        if num_prefixes:
+            hand_over = self.executor.hand_over
+            self.prefixes = Prefixes(num_prefixes, self.cache, drafter, hand_over)
+        self.prefill = Prefill(self.executor, self.rows, self.prefixes)
+        self.lock = RLock()  # held by a thread while it changes anything
+        self._sequences: dict[int, Progress] = {}
+        self._launched: deque[Launch] = deque()  # steps that are not collected
+        self._next: tuple[int, TokenTree] | None = None  # what is chosen, for so many rows
+        # Of the last steps, by the tree that idle rows had in them
+        self._prepared: LastUsed[TokenTree, Prepared] = LastUsed(MAX_PREPARED)
+
+    @property
+    def growth(self) -> TokenTree | Modes:
+        """The tree, or what chooses one in each step."""
+        return self.modes or self.tree
+
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.growth)
+        size = f"{counted(self.num_rows, 'row')}, max_length {self.max_length}"
+        return f"BatchDecoder({models}, {size}, {placed(self.target)})"
+
+    @property
+    def room(self) -> Room:
+        """How many sequences there are rows for, how many more would fit, and why, to print."""
+        return Room.of([self])
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more requests can be admitted now."""
+        return self.num_rows - len(self._sequences)
+
+    def check(self, request: Request) -> None:
+        """Raise the `UsageError` that `admit` would, but for rows that are taken.
+
+        A server asks before a request waits for a row. Nothing is changed.
+        """
+        self._progress_of(request)
+
+    @_one_at_a_time
+    def admit(self, request: Request) -> int:
+        """Give a request a row; the steps that follow read its prompt and go on after it.
+
+        Raises `UsageError` when no row is free, or for a request that cannot be served (`check`).
+        """
+        free = (row for row in range(self.num_rows) if row not in self._sequences)
+        row = next(free, None)
+        if row is None:
+            raise UsageError(
+                f"all rows ({self.num_rows}) are taken: release one, or make the decoder with more"
+            )
+        sequence = self._progress_of(request)
+        self._require_same_models()
+        self._follow_weights()
+        self.prefill.admit(row, sequence)
+        self._sequences[row] = sequence  # last: whatever fails before, the row is still free
+        return row
+
+    def _progress_of(self, request: Request) -> Progress:
+        """Return a request's host side. Raises `UsageError` when it cannot be served."""
+        if not isinstance(request, Request):
+            raise UsageError(
+                f"a request is a {type(request).__name__}, wanted stree.Request(prompt_ids, …)"
+            )
+        tree, ids = request.tree, one_prompt(request.prompt_ids)
+        tree = None if tree is None else as_tree(tree)
+        prompt, generation = ids.tolist(), settings_of(request.generation).after(ids).seeded()
+        if generation.num_return_sequences > 1:
+            raise UsageError(
+                f"num_return_sequences is {generation.num_return_sequences}, and a row has one "
+                "answer: generate serves the request, or admit one for each answer"
+            )
+        if tree is None and self.modes is None:
+            tree = self.tree
+        growth = tree or self.growth
+        require_growth_of(self.growth, growth)
+        deepest = deepest_of(growth)
+        if tree is not None and tree.num_nodes > self.max_nodes:
+            raise UsageError(
+                f"{tree} has {tree.num_nodes} nodes, the decoder was made for {self.max_nodes}: "
+                "give it max_nodes"
+            )
+        if deepest.num_nodes > 1 and self.drafter is None:
+            raise UsageError(f"{deepest} needs a drafter to fill it")
+        for each in trees_of(growth):
+            verifiers.require_tree(self.verifier, each)
+            if each.widest > (most := self._num_drafted):
+                raise UsageError(f"{each} has {each.widest} siblings for {most} tokens")
+        require_room(prompt, generation, deepest, self.target.config, self.max_length)
+        stop = StopRule(generation, self.eos_token_ids, self.tokenizer)
+        stats = DecodingStats(tree_max_depth=deepest.max_depth)
+        shared = request.shared if isinstance(request, SampleRequest) else None
+        return Progress(prompt, generation, tree, request.keep_prompt, stop, stats, shared)
+
+    @_one_at_a_time
+    @torch.no_grad()
+    def step(self) -> list[Report]:
+        """Decode one step of every row whose prompt has been read, and read a piece of the others'.
+
+        A row whose logits are not finite ends with its error; the others do not notice.
+        """
+        with ops.current(self.target.device), threads.for_decoding(self.target):
+            decoding: dict[int, Progress] = {}
+            reading: dict[int, Progress] = {}
+            for row, each in self._sequences.items():
+                if each.reading:
+                    reading[row] = each
+                elif not each.finish_reason:
+                    decoding[row] = each
+            while self._launched and next(self._living(self._launched[0]), None) is None:
+                self._take_launched()
+                self.executor.drop()
+            while decoding and len(self._launched) <= self.executor.ahead:
+                trees = self._trees(decoding)
+                drafted = any(tree.num_nodes > 1 for tree in trees.values())
+                if drafted and any(each.behind for each in decoding.values()):
+                    # Its drafter reads the blocks of all rows, whatever tree each has. What they
+                    # have begun with and what steps yield has to be known first
+                    if self._launched:
+                        return self._collect()
+                    if firsts := self._first_tokens(decoding, wait=True):
+                        return firsts
+                    self.prefill.catch_up(decoding)
+                self._next = None
+                self._launch(decoding, trees)
+            if decoding:
+                self._choose_ahead(decoding)
+            left = self.prompt_tokens_per_step if decoding else None
+            for row, each in reading.items():
+                if left is not None:
+                    if left <= 0:
+                        break  # those admitted first are read first
+                    left -= min(PREFILL_CHUNK, len(each.prompt) - each.num_read)
+                begun = recorded(self.target.device)
+                self._read(row, each, whole=not decoding)
+                self._readings.append((begun, recorded(self.target.device)))
+            reports = self._collect() if decoding else []
+            # Where others decode, the next step is launched before what they began with is known
+            firsts = self._first_tokens(self._sequences, wait=not decoding)
+            while self._readings and self._readings[0][1].query():
+                begun, done = self._readings.popleft()
+                self.read_s += begun.elapsed_time(done) / 1e3
+            return firsts + reports
+
+    @_one_at_a_time
+    def release(self, row: int, keep: bool = False) -> GenerationOutput:
+        """Take a row back; returns what it generated. "released" ends an unfinished request.
+
+        With keep, requests whose prompts begin with what the row has read and generated (or nearly
+        all of it) do not read that again; nothing is kept of a request that ended with an error.
+        """
+        sequence = self._taken(row)
+        del self._sequences[row]
+        if sequence.shared is not None and sequence.shared.reader is sequence:
+            sequence.shared.reader = None  # another row reads the prompt, unless that is done
+        self.rows.active[row] = False
+        cut_short = not sequence.finish_reason and len(sequence.stop.tokens) > 0
+        if self.modes is not None and sequence.tree is None and cut_short:
+            self.modes.learn_answer()  # for these tokens its prompt was read
+        keep = keep and sequence.finish_reason != "error" and not sequence.is_stale
+        if keep and self.prefixes is not None:
+            tokens = sequence.prompt + sequence.stop.tokens
+            with ops.current(self.target.device):
+                self.prefixes.keep(row, tokens, sequence.num_drafted_from > 0)
+        reason = sequence.finish_reason or "released"
+        asked = sequence.generation
+        return GenerationOutput(
+            list(sequence.stop.tokens), reason, sequence.stats, self.tokenizer,
+            seed=asked.seed if asked.temperature else None,
+        )  # fmt: skip
+
+    def _taken(self, row: int) -> Progress:
+        """Return the row's sequence. Raises `UsageError` for a row that is free."""
+        if row not in self._sequences:
+            raise UsageError(
+                f"row {row!r} is free, wanted one that is taken ({sorted(self._sequences)}): "
+                "release a row once, with the number that admit returned"
+            )
+        return self._sequences[row]
+
+    @_one_at_a_time
+    def num_reusable(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt would not be read again now."""
+        if self.prefixes is None:
+            return 0
+        self._follow_weights()
+        return self.prefixes.lengths(prompt)[0]
+
+    def _follow_weights(self) -> None:
+        """Forget what was made with weights that have changed since: prefixes, graphs."""
+        if self.executor.follow_weights():
+            if self.prefixes is not None:
+                self.prefixes.clear()
+            for each in self._sequences.values():
+                each.is_stale = True
+
+    def tokens_of(self, row: int) -> list[int]:
+        """What a row has generated so far."""
+        return list(self._taken(row).stop.tokens)
+
+    def now(self) -> float:
+        """The time in seconds at which the device is done with all that was started."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    @_one_at_a_time
+    def generate(
+        self,
+        requests: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Serve requests, as many at once as there are rows; return the outputs in their order.
+
+        Args: requests, each a `Request` with settings of its own; or prompts and how to go on after
+        all of them, as `Decoder.generate` takes them. One that asks for several answers
+        (`num_return_sequences`) has as many outputs, one after the other.
+        Raises the error of a request that ends with one, or cannot be served; the others end too,
+        and their rows are free again.
+        """
+        self._require_free()
+        requests = requests_of(requests, generation_config, attention_mask, options, self.tokenizer)
+        answers = {served.number: served for served in self.serve(requests)}
+        return [answers[number].release() for number in range(len(requests))]
+
+    def complete(
+        self, text: str | Sequence[str], generation_config: Any = None, **options: Any
+    ) -> list[GenerationOutput]:
+        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        several = isinstance(text, list | tuple)
+        return self._generate_of(text_ids, text, several, generation_config, options)
+
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        generation_config: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or each of several, as `Decoder.chat` does, all at once."""
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        several = is_several_chats(messages)
+        return self._generate_of(encode, messages, several, generation_config, options)
+
+    def _generate_of(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        given: Any,
+        several: bool,
+        generation_config: Any,
+        options: Mapping[str, Any],
+    ) -> list[GenerationOutput]:
+        asked, _ = asked_of_texts(
+            encode, given, several, generation_config, options, self.tokenizer
+        )
+        requests = [Request(prompt, generation) for prompt, generation in asked]
+        return self.generate(requests) if requests else []
+
+    @_one_at_a_time
+    def warm_up(self, request: Request) -> None:
+        """Make ready kernels, buffers and graphs for such requests, in any number of rows.
+
+        As many such requests as there are rows are served; nothing is learned or kept of them.
+        Raises `UsageError` while rows are taken.
+        """
+        self._require_free()
+        request = replace(request, keep_prompt=False)
+        with self.forgetting():
+            self.generate([request] * self.num_rows)
+            for count in row_counts(self.num_rows):
+                rows = [self.admit(request) for _ in range(count)]
+                try:
+                    self.prepare()
+                finally:  # graphs may not fit in memory, and others decode with it then
+                    for row in rows:
+                        self.release(row)
+
+    def serve(
+        self,
+        requests: Iterable[Request | None],
+        on_admitted: Callable[[int], object] = lambda row: None,
+    ) -> Generator[Served, None, None]:
+        """Serve requests and yield each one after each of its reports (`batching.serve`).
+
+        Example:
+            for served in batch.serve(requests):
+                print(served.number, served.report.tokens)
+                if served.report.finish_reason:
+                    print(served.release().text)
+
+        Raises `UsageError` when rows are taken, and the error of a request that ends with one.
+        """
+        self._require_free()
+        yield from serve(self, requests, on_admitted)
+
+    def _require_free(self) -> None:
+        if self._sequences:
+            raise UsageError(
+                f"rows are taken ({len(self._sequences)}): release them, or go on with admit and "
+                "step"
+            )
+
+    def _living(self, launch: Launch) -> Iterator[int]:
+        """The rows that still have the sequences which a step was launched for, unfinished."""
+        for row, (each, _) in launch.rows.items():
+            if self._sequences.get(row) is each and not each.finish_reason:
+                yield row
+
+    def _take_launched(self) -> Launch:
+        """The oldest step that is on its way."""
+        launch = self._launched.popleft()
+        for each, tree in launch.rows.values():
+            each.ahead -= tree.max_depth + 1
+        return launch
+
+    def _read(self, row: int, sequence: Progress, whole: bool) -> None:
+        """A piece of the row's prompt; after the last one it begins to decode."""
+        if sequence.tree is None and self.modes is not None and sequence.num_read == 0:
+            sequence.behind = not self.modes.drafts
+        logits = self.prefill.read(row, sequence, whole)
+        if logits is not None:
+            sequence.first = self.prefill.begin(row, sequence, logits)
+
+    def _first_tokens(self, rows: Iterable[int], wait: bool) -> list[Report]:
+        """What rows have begun with and not told yet, as far as it is known, or of all of them."""
+        reports = []
+        for row in rows:
+            sequence = self._sequences[row]
+            first = sequence.first
+            if first is not None and (wait or first.is_there()):
+                token, finite = first.tolist()
+                sequence.first, now = None, time.perf_counter()
+                sequence.stats.prefill_s, sequence.since = now - sequence.since, now
+                told = self._keep(row, sequence, [token]) if finite else None
+                reports.append(told or self._fail(row, sequence, "target"))
+        return reports
+
+    @_one_at_a_time
+    def prepare(self) -> None:
+        """Make ready now what steps of the rows that are taken need (graphs), and reading their
+        prompts, as the first of them would otherwise do."""
+        if not self._sequences:
+            return
+        deepest = deepest_of(self.growth).max_depth + 1
+        with ops.current(self.target.device):
+            for row in self._sequences:
+                self.prepare_reading(row)
+            for tree in trees_of(self.growth):
+                trees = {row: each.tree or tree for row, each in self._sequences.items()}
+                rows, forest, longest, position = self._step_of(self._sequences, trees)
+                for most in {longest, self._longest(forest, deepest)}:
+                    self.executor.prepare(rows, forest, most, position)
+
+    def prepare_reading(self, row: int) -> None:
+        """The part of `prepare` that is for a row's prompt, if that is still to be read."""
+        with ops.current(self.target.device):
+            if (each := self._sequences[row]).reading:
+                self.prefill.prepare(row, each)
+
+    def _longest(self, forest: Forest, longest: int) -> int:
+        """The most tokens of any block that a step is launched for, at least `longest`. Where trees
+        are chosen step by step it takes two values a tree, so that few envelopes serve them all."""
+        if self.modes is not None and longest > forest.max_depth + 1:
+            return max(longest, deepest_of(self.modes).max_depth + 1)
+        return longest
+
+    @_one_at_a_time
+    def measure_costs(
+        self,
+        context: int | None = None,
+        num_steps: int = 8,
+        counts: Sequence[int] | None = None,
+        generation: GenerationConfig = GenerationConfig(),
+    ) -> Costs:
+        """Time steps of so many rows (1, 2, 4, … unless told) with each tree that may be chosen,
+        after `context` tokens (32, or a quarter of max_length where that is less), for requests
+        such as `generation` (greedy ones, unless told); what is chosen from now on rests on it.
+        Raises `UsageError` while rows are taken."""
+        if self.modes is None or self._sequences:
+            raise UsageError(
+                "costs are measured of a decoder that was made with Modes, while no row is taken"
+            )
+        with ops.current(self.target.device), threads.for_decoding(self.target):
+            after = context_of(self.max_length) if context is None else context
+            self._next = None  # chosen by other costs
+            self.prefill.prepare_catching_up(0)
+            self.modes.costs = measure_costs(
+                self, self.modes.trees, after, num_steps, counts, generation
+            )
+        return self.modes.costs
+
+    def forget(self) -> None:
+        """Let what chooses trees, if anything does, begin anew, with nothing but the costs. What
+        rows that are taken accept from now on is learned."""
+        self._next = None
+        if self.modes is not None:
+            self.modes.forget()
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Around a warm-up: what chooses trees learns nothing of it (`Modes.forgetting`)."""
+        self._next = None
+        try:
+            with nullcontext() if self.modes is None else self.modes.forgetting():
+                yield
+        finally:
+            self._next = None
+
+    @property
+    def _num_step_rows(self) -> int:
+        """How many rows a step has now, idle ones below the last that is taken included."""
+        return self.executor.num_rows(max(self._sequences) + 1, self.num_rows)
+
+    def _trees(self, decoding: dict[int, Progress]) -> dict[int, TokenTree]:
+        """The rows' trees in the next step."""
+        self._choose_ahead(decoding)
+        chosen = self.tree if self._next is None else self._next[1]
+        return {row: each.tree or chosen for row, each in decoding.items()}
+
+    def _choose_ahead(self, decoding: dict[int, Progress]) -> None:
+        """Choose the next step's tree, unless that is done: while the device works, which would
+        wait for it otherwise. What the steps on their way accept counts from the next choice on."""
+        if self.modes is None or all(each.tree is not None for each in decoding.values()):
+            return
+        num_rows = self._num_step_rows
+        if self._next is None or self._next[0] != num_rows:
+            self._next = num_rows, self.modes.choose(num_rows)
+
+    def _launch(self, decoding: dict[int, Progress], trees: dict[int, TokenTree]) -> None:
+        rows, forest, longest, position = self._step_of(decoding, trees)
+        clock, drafted = self.phase_clock, forest.num_nodes > 1
+        mark = clock.mark if clock else _no_mark
+        self.executor.launch(rows, forest, longest, position, mark)
+        if clock is not None:
+            clock.end_call()
+        left_behind = self.drafter is not None and not drafted
+        launched = {}
+        for row, each in self._sequences.items():
+            each.longest = 1
+            if (tree := trees.get(row)) is not None:
+                each.longest = most = tree.max_depth + 1
+                each.ahead += most
+                each.behind = each.behind or left_behind
+                launched[row] = each, tree
+        self._launched.append(Launch(launched, drafted))
+
+    def _step_of(
+        self, decoding: dict[int, Progress], trees: dict[int, TokenTree]
+    ) -> tuple[Rows, Forest, int, int]:
+        """What a step is launched with; all rows that are taken take part, or their buffers would
+        fall behind."""
+        batch = self._num_step_rows
+        # Idle rows have the others' tree: one forest serves while requests come and go
+        idle = next(iter(trees.values()))
+        if any(tree != idle for tree in trees.values() if tree is not idle):
+            idle = PLAIN
+        grown = [trees.get(row, idle) for row in range(batch)]
+        generations = [each.generation for each in decoding.values()]
+        prepared = self._prepared.get(idle)
+        if prepared is None or (prepared.trees, prepared.generations) != (grown, generations):
+            forest = tree_batch(grown, self.target.device)
+            rows = self.rows.narrow(0, batch, generations)
+            self._prepared[idle] = prepared = Prepared(grown, generations, rows, forest)
+        prepared.generations = generations  # those of now are told from the next ones at a glance
+        rows, forest = prepared.rows, prepared.forest
+        longest = self._longest(forest, max(each.longest for each in self._sequences.values()))
+        # Of a row that has ended, some of the last block may have been dropped
+        position = max(
+            each.position + each.ahead + (each.longest if each.finish_reason else 0)
+            for row, each in self._sequences.items() if row in trees or each.finish_reason
+        )  # fmt: skip
+        return rows, forest, longest, position
+
+    def _collect(self) -> list[Report]:
+        launch, report = self._take_launched(), self.executor.collect()
+        firsts = self._first_tokens(self._living(launch), wait=True)  # from which it went on
+        return firsts + [
+            self._account(row, *launch.rows[row], launch.drafted, report[row])
+            for row in self._living(launch)
+        ]
+
+    def _account(
+        self, row: int, sequence: Progress, tree: TokenTree, drafted: bool, report: list[int]
+    ) -> Report:
+        finite, count = report[:2]
+        if finite != 1:
+            return self._fail(row, sequence, "drafter" if finite == -1 else "target")
+        nodes = 1 + len(report) // 2  # where they begin
+        block, path = report[2 : 2 + count], report[nodes : nodes + count]
+        stats = sequence.stats
+        if drafted:  # up to the root, with which the draft began
+            sequence.num_drafted_from = sequence.position + 1
+        if self.modes is not None:
+            self.modes.learn_path(tree, path)
+            stats.calls_by_tree[tree.name] += 1
+        result = self._keep(row, sequence, block)
+        result.num_accepted = stats.count_call(tree, path, len(result.tokens))
+        if sequence.finish_reason:
+            stats.decode_s = time.perf_counter() - sequence.since
+        return result
+
+    def _keep(self, row: int, sequence: Progress, block: list[int]) -> Report:
+        kept, sequence.finish_reason = sequence.stop.keep(block)
+        chosen_by = self.modes if sequence.tree is None else None
+        if chosen_by is not None:
+            chosen_by.learn_tokens(len(kept))
+        if sequence.finish_reason:
+            self.rows.active[row] = False
+            if chosen_by is not None:
+                chosen_by.learn_answer(*sequence.drafter_read_s)
+        return Report(row, kept, sequence.finish_reason)
+
+    def _fail(self, row: int, sequence: Progress, who: str) -> Report:
+        sequence.finish_reason = "error"
+        self.rows.active[row] = False
+        models = [(name, model) for name, model, _ in self._models() if name == who]
+        tokens = sequence.prompt + sequence.stop.tokens
+        error = not_finite(who, models, sequence.stats.num_calls, tokens)
+        return Report(row, [], "error", error)
+
+    def _models(self) -> list[tuple[str, HybridModel, Any]]:
+        """Those with weights, by what they are here, and the caches made for them."""
+        models = []
+        if isinstance(self.target, HybridModel):
+            models.append(("target", self.target, self.cache))
+        if isinstance(self.drafter, ModelDrafter):
+            models.append(("drafter", self.drafter.model, self.drafter.cache))
+        return models
+
+    def _require_same_models(self) -> None:
+        for name, model, cache in self._models():
+            if (model.dtype, model.device) != (cache.dtype, cache.device):
+                raise UsageError(
+                    f"the {name} is {model.dtype} on {model.device} by now, this decoder was made "
+                    f"for {cache.dtype} on {cache.device}: make a new decoder"
+                )
+
+
+def _no_mark(phase: str) -> None: ...

@@ -1,0 +1,119 @@
+"""Checks of requests, and of target and drafter as a pair: one sentence for each refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stree.common.errors import InvariantBroken, UsageError
+from stree.generation import GenerationConfig
+from stree.models.config import HybridConfig
+from stree.models.hidden_states import require_features_of
+from stree.models.model import HybridModel
+from stree.trees.token_tree import TokenTree
+
+
+def require_room(
+    prompt: Sequence[int],
+    generation: GenerationConfig,
+    tree: TokenTree,
+    target: HybridConfig,
+    max_length: int,
+) -> None:
+    """Raise `UsageError` when a request does not fit a decoder for max_length tokens, goes beyond
+    its target's positions, or names tokens that the target does not have."""
+    vocabulary, positions = target.vocab_size, target.num_positions
+    longest = len(prompt) + generation.max_new_tokens
+    needed = longest + tree.max_depth + 1
+    if not prompt:
+        raise UsageError("the prompt is empty; give at least one token")
+    if positions is not None and longest > positions:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens = {generation.max_new_tokens} "
+            f"need {longest} positions, the target was made for {positions}: shorten one, or raise "
+            "max_position_embeddings in the target's config.json where it is known to go on"
+        )
+    if needed > max_length:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens, max_new_tokens = {generation.max_new_tokens} and a "
+            f"tree of depth {tree.max_depth} need a max_length of {needed}, the decoder was built "
+            f"with {max_length}"
+        )
+    beyond = [each for each in (min(prompt), max(prompt)) if not 0 <= each < vocabulary]
+    if beyond:
+        raise UsageError(
+            f"the prompt has the token {beyond[0]}, wanted 0 to {vocabulary - 1}: encode it with "
+            "the target's own tokenizer"
+        )
+    beyond = [each for each in generation.eos_ids(()) if not 0 <= each < vocabulary]
+    if beyond:
+        raise UsageError(
+            f"eos_token_id is {beyond[0]}, wanted 0 to {vocabulary - 1}: name one of the target's "
+            "own tokens"
+        )
+
+
+def require_target(target: Any) -> None:
+    """Raise `UsageError` for what cannot be decoded with: a name, a model of another library."""
+    if not hasattr(target, "forest_forward"):
+        raise UsageError(
+            f"the target is a {type(target).__name__}, wanted a stree.HybridModel: "
+            "stree.load(folder) makes a decoder with one"
+        )
+    if isinstance(target, HybridModel) and target.config.feature_layers:
+        raise UsageError(
+            "the target reads features of a target of its own, as drafters do: name the model that "
+            "it was distilled from"
+        )
+
+
+def require_partners(target: Any, drafter: HybridModel) -> None:
+    """Raise `UsageError` when a drafter was not made for this target, or is elsewhere."""
+    require_vocabulary_of(drafter.config, target.config)
+    if drafter.config.feature_layers and not isinstance(target, HybridModel):
+        raise UsageError(
+            f"the drafter reads features of a HybridModel, the target is a "
+            f"{type(target).__name__}: draft with a model that reads tokens alone"
+        )
+    require_features_of(drafter.config, target.config)
+    if target.device != drafter.device:
+        raise UsageError(
+            f"the drafter is on {drafter.device}, the target on {target.device}: move one "
+            "to the other"
+        )
+    prints = (getattr(target, "tokenizer_fingerprint", None), drafter.tokenizer_fingerprint)
+    if all(prints) and prints[0] != prints[1]:
+        raise UsageError(
+            "drafter and target have different tokenizers of the same size; "
+            "draft with a model distilled from this target"
+        )
+
+
+def require_vocabulary_of(drafter: HybridConfig, target: HybridConfig) -> None:
+    """Raise `UsageError` when a drafter has another number of tokens than a target."""
+    wanted, got = target.vocab_size, drafter.vocab_size
+    if wanted != got:
+        raise UsageError(
+            f"the drafter's vocabulary has {got} tokens, the target's {wanted}; "
+            "draft with a model distilled from this target"
+        )
+
+
+def not_finite(
+    who: str, models: Iterable[tuple[str, HybridModel]], step: int, sequence: Sequence[int]
+) -> InvariantBroken:
+    """Return an error that names the model, the step and the first value that is not finite.
+
+    Args: models, by name, to look for it in; sequence, the tokens that they have met.
+    """
+    for name, model in models:
+        where = model.first_non_finite(sequence)
+        if where:
+            return InvariantBroken(
+                f"the {name}'s logits are not finite at decoding step {step}: {where}; "
+                "check the checkpoint, or run it in float32"
+            )
+    return InvariantBroken(
+        f"the {who}'s logits are not finite at decoding step {step}; "
+        "check the checkpoint, or run it in float32"
+    )

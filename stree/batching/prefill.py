@@ -1,0 +1,279 @@
+"""Prompts on their way into the caches of target and drafter, before a row decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.batching.prefillers import LONGEST_PIECE, Pieces, piece_sizes
+from stree.batching.prefix_cache import Prefixes
+from stree.batching.runners import Eager, Graphs
+from stree.batching.sequences import Progress, SharedPrompt
+from stree.batching.state import NUM_SETTINGS, Asked, Rows, asked_by, bits_of
+from stree.common.clock import recorded
+from stree.common.host_copy import Arrival
+from stree.drafters.model import ModelDrafter
+from stree.models.cache import SavedPrefix
+from stree.models.hidden_states import Features
+from stree.models.model import READ_AT_ONCE
+from stree_kernels import ops
+
+PREFILL_CHUNK = LONGEST_PIECE  # prompt tokens that a row reads between two steps of others
+FEATURES_CHUNK = READ_AT_ONCE  # prompt tokens whose features are in memory at once
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """Copies of what a row holds that has read its prompt: logits (1, V), the target's cache, and
+    the drafter's where it is a model that has read the prompt, too."""
+
+    logits: Tensor
+    target: SavedPrefix
+    drafter: SavedPrefix | None
+    following: Tensor | None  # what the drafter's next token is read with
+
+
+class Prefill:
+    """Reads what rows are given, for a step's target and drafter; prefixes that are kept are not
+    read again."""
+
+    def __init__(self, executor: Eager | Graphs, rows: Rows, prefixes: Prefixes | None) -> None:
+        self.executor, self.step = executor, executor.step
+        self.rows, self.prefixes = rows, prefixes
+        self._given = rows.position.new_zeros(1 + NUM_SETTINGS)  # a row, and what it is told
+        self._logits: Tensor | None = None  # (1, V) after a prompt
+
+    def admit(self, row: int, sequence: Progress) -> None:
+        """Give a row to a request: nothing of another is left, and its settings count."""
+        vocabulary, drafter = self.step.target.config.vocab_size, self.step.drafter
+        self._give(row, bits_of(sequence.generation))
+        self.executor.run("admit", self._admit)
+        if drafter is not None and not drafter.capturable:
+            drafter.clear(row)
+        self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
+
+    def _admit(self) -> None:
+        row, drafter = self._given[:1], self.step.drafter
+        self.rows.set_to(row, self._given[1:])
+        self.step.cache.reset(row)
+        if drafter is not None and drafter.capturable:
+            drafter.clear(row)
+
+    def read(self, row: int, sequence: Progress, whole: bool) -> Tensor | None:
+        """Read a piece of the row's prompt, or the whole of it; return the logits (1, V) after its
+        last token when it was the last piece. A prompt that another row reads is waited for, and
+        taken over."""
+        shared = sequence.shared
+        if shared is not None and sequence.num_read == 0:
+            if shared.read is not None:
+                return self._take_over(row, sequence, shared)
+            if shared.reader not in (None, sequence):
+                return None
+            shared.reader = sequence
+        if self.prefixes is not None and sequence.num_read == 0:
+            read = self.prefixes.load(row, sequence.prompt)
+            sequence.num_read, sequence.num_drafted_from = read
+            sequence.stats.num_reused_tokens = sequence.num_read
+        end = len(sequence.prompt) if whole else sequence.num_read + PREFILL_CHUNK
+        tokens = self._on_device(sequence.prompt[:end])
+        logits = self._read_tokens(row, sequence, tokens)
+        if sequence.reading:
+            return None
+        if sequence.keep_prompt and self.prefixes is not None and not sequence.is_stale:
+            self.prefixes.keep(row, sequence.prompt, sequence.num_drafted_from > 0)
+        if shared is not None and shared.left:
+            shared.read = self._hold(row, sequence, logits)
+        return logits
+
+    def _hold(self, row: int, sequence: Progress, logits: Tensor) -> ReadPrompt:
+        """Copy what a row has that has just read its prompt."""
+        length, drafter, drafted, following = len(sequence.prompt), self._along, None, None
+        if drafter is not None and sequence.num_drafted_from == length:
+            drafted = SavedPrefix(length, drafter.cache.copies(row, length))
+            following = None if drafter.inputs is None else drafter.inputs[row, 0].clone()
+        target = SavedPrefix(length, self.step.cache.copies(row, length))
+        return ReadPrompt(logits.clone(), target, drafted, following)
+
+    def _take_over(self, row: int, sequence: Progress, shared: SharedPrompt) -> Tensor:
+        """Let a row begin with a prompt that another has read; return the logits (1, V) after it.
+        Drafters that are more than a model read it themselves."""
+        held: ReadPrompt = shared.read
+        shared.left -= 1
+        if not shared.left:
+            shared.read = None
+        drafter: Any = self.step.drafter
+        self.step.cache.load(held.target, row)
+        sequence.num_read = sequence.stats.num_reused_tokens = len(sequence.prompt)
+        if drafter is not None and not sequence.behind:
+            if held.drafter is not None:
+                drafter.cache.load(held.drafter, row)
+                if held.following is not None:
+                    drafter.inputs[row, 0] = held.following
+            else:
+                with self._timed(sequence):
+                    self.let_drafter_read(row, self._on_device(sequence.prompt), None, 0)
+            sequence.num_drafted_from = len(sequence.prompt)
+        return held.logits
+
+    def prepare(self, row: int, sequence: Progress) -> None:
+        """Make ready now what reading the row's prompt needs (graphs)."""
+        step, reader, length = self.step, self.step.feature_drafter, len(sequence.prompt)
+        read, drafted = sequence.num_read, sequence.num_drafted_from
+        if self.prefixes is not None and read == 0:
+            read, drafted = self.prefixes.lengths(sequence.prompt)
+        prepare, drafter = self.executor.reader.prepare, step.drafter
+        along = self._along
+        ways = [(() if reader is None else reader.feature_layers, along)]
+        if sequence.tree is None:  # the drafter may be left behind, and catch up later
+            ways.append(((), None))
+            self.prepare_catching_up(row)
+        for layers, also in dict.fromkeys(ways):
+            pieces = prepare(step.target, step.cache, row, read, length - read, layers, False, also)
+        begun = self.executor.is_ready(_beginning(sequence))
+        if pieces and pieces[-1].given and not begun:  # as it will begin, but for the token
+            self.begin(row, sequence, pieces[-1].given[0])
+            self.rows.active[row] = False
+            vocabulary = step.target.config.vocab_size
+            self.rows.see(row, sequence.generation, sequence.prompt, vocabulary)
+        if isinstance(drafter, ModelDrafter):
+            alone = length if along is None else read
+            self._prepare_drafter(drafter, row, drafted, alone - drafted)
+
+    def prepare_catching_up(self, row: int) -> None:
+        """Make ready now what reading takes of whatever a drafter may have missed, by a row as
+        `Pieces.prepare` says."""
+        if isinstance(drafter := self.step.drafter, ModelDrafter):
+            most = drafter.cache.max_length
+            for size in piece_sizes(most):
+                self._prepare_drafter(drafter, row, 0, min(size, most))
+
+    def _prepare_drafter(self, drafter: ModelDrafter, row: int, start: int, count: int) -> None:
+        model, cache, reads_inputs = drafter.model, drafter.cache, drafter.inputs is not None
+        self.executor.reader.prepare(model, cache, row, start, count, (), reads_inputs)
+
+    def _read_tokens(self, row: int, sequence: Progress, tokens: Tensor) -> Tensor:
+        """Let target and drafter, unless it is behind, read those of the prompt's first tokens (T,)
+        that they have not; returns the logits (1, V) after the last."""
+        target, cache, executor = self.step.target, self.step.cache, self.executor
+        drafter, along, reader = self.step.drafter, self._along, self.step.feature_drafter
+        if sequence.behind:
+            drafter = along = reader = None
+        most = len(tokens) if reader is None else FEATURES_CHUNK
+        for start in range(sequence.num_read, len(tokens), most):
+            piece, drafted = tokens[start : start + most], sequence.num_drafted_from
+            if along is not None and isinstance(executor.reader, Pieces):
+                timed = partial(self._timed, sequence)
+                if drafted < start:  # of a prefix that is kept, whose features are not
+                    with timed():
+                        self.let_drafter_read(row, tokens[drafted:start], None, drafted)
+                ahead, read_both = max(drafted - start, 0), executor.reader.read_both
+                logits = read_both(
+                    target, cache, along, row, piece, timed, start=start, ahead=ahead
+                )
+            else:
+                features = None if reader is None else Features(reader.feature_layers)
+                asked = () if features is None else (features,)
+                logits = executor.reader.read_row(target, cache, row, piece, *asked, start=start)
+                unread = tokens[drafted : start + most]
+                if drafter is not None and len(unread):
+                    known = None if features is None else features.values[0]
+                    with self._timed(sequence):
+                        self.let_drafter_read(row, unread, known, drafted)
+            sequence.num_read = start + len(piece)
+            if drafter is not None:
+                sequence.num_drafted_from = sequence.num_read
+        return logits
+
+    @property
+    def _along(self) -> ModelDrafter | None:
+        """The drafter that reads each piece right after the target, if it does nothing but read:
+        others keep the text beside."""
+        drafter = self.step.drafter
+        return drafter if type(drafter) is ModelDrafter else None
+
+    @contextmanager
+    def _timed(self, sequence: Progress, caught_up: bool = False) -> Iterator[None]:
+        """Around what the drafter reads for a sequence, where the steps' trees are chosen by what
+        that takes."""
+        if sequence.tree is not None:
+            yield
+            return
+        begun = recorded(self.rows.position.device)
+        yield
+        readings = sequence.catch_ups if caught_up else sequence.readings
+        readings.append((begun, recorded(self.rows.position.device)))
+
+    def let_drafter_read(
+        self, row: int, tokens: Tensor, features: Tensor | None = None, start: int | None = None
+    ) -> None:
+        """Let the drafter read tokens (T,), with features as it takes them; start, as in
+        `Pieces.read_row`."""
+        drafter: Any = self.step.drafter
+        if isinstance(drafter, ModelDrafter):
+            read_row = partial(self.executor.reader.read_row, start=start)
+            drafter.read(row, tokens, features, read_row)
+        elif features is None:
+            drafter.read(row, tokens)
+        else:
+            drafter.read(row, tokens, features)
+
+    def begin(self, row: int, sequence: Progress, logits: Tensor) -> Arrival:
+        """Let a row decode from the token that the target chooses by the logits (1, V) after its
+        prompt, if they are finite; returns the token and whether they are."""
+        if self._logits is None:
+            with torch.inference_mode(False):  # written inside of it and outside
+                self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        self._give(row, torch.tensor([len(sequence.prompt)]))
+        key, seen = _beginning(sequence), self.rows.seen
+        _, asked = key
+        first = self.executor.run(key, partial(self._begin, self._logits, asked))
+        assert first is not None
+        if seen is not None:
+            seen[self._given[:1], first[:1]] = True
+        return self.executor.hand_over(first)
+
+    def _begin(self, logits: Tensor, asked: Asked) -> Tensor:
+        row, position = self._given[:1], self._given[1:2]
+        rows = self.rows.at(row, asked)
+        rows.position = position - 1  # as after a tree's root there
+        depths = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
+        token, score = ops.choose_best(rows.kept(logits)[:, None], depths, rows.sampling)
+        finite = score.abs() < torch.inf
+        first = torch.cat([token * finite, finite.to(token.dtype)])[:, 0]
+        self.rows.place(row, position, first[:1], finite[0])
+        return first
+
+    def catch_up(self, decoding: dict[int, Progress]) -> None:
+        """Let the drafter read what it has missed; the host knows all of it by now."""
+        assert self.step.drafter is not None
+        for row, each in decoding.items():
+            if each.behind:
+                tokens = (each.prompt + each.stop.tokens)[each.num_drafted_from :]
+                *missed, root = tokens
+                if missed:
+                    start = None if each.num_drafted_from else 0
+                    with self._timed(each, caught_up=True):
+                        self.let_drafter_read(row, self._on_device(missed), None, start)
+                self.rows.begin(row, each.position, root)
+                each.behind, each.longest = False, 1
+
+    def _give(self, row: int, told: Tensor) -> None:
+        """Tell the device of a row; does not wait for it."""
+        given = torch.cat([torch.tensor([row]), told])
+        self._given[: len(given)].copy_(given, non_blocking=True)
+
+    def _on_device(self, tokens: list[int]) -> Tensor:
+        """Does not wait for the device."""
+        return torch.tensor(tokens).to(self.step.target.device, non_blocking=True)
+
+
+def _beginning(sequence: Progress) -> tuple[str, Asked]:
+    """Which of an executor's tasks lets a row begin, and what its request asks for."""
+    return "begin", asked_by([sequence.generation])

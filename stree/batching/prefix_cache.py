@@ -1,0 +1,139 @@
+"""Prefixes that have been read before: a system prompt, or a conversation's earlier turns.
+
+A recurrent state cannot be cut back, so a prefix serves prompts that begin with all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.common.host_copy import Arrival
+from stree.common.lru import LastUsed
+from stree.drafters.model import ModelDrafter
+from stree.models.cache import HybridCache, SavedPrefix
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What a row held when it was to be kept. Only the device knows of how many tokens that is."""
+
+    tokens: tuple[int, ...]  # those of the row that count
+    lengths: Arrival  # the target's, of its pending path, and the drafter's
+    target: list[tuple[Tensor, ...]]  # as of `HybridCache.copies`
+    drafter: list[tuple[Tensor, ...]] | None
+    following: Tensor | None  # what the drafter's next token is read with
+
+
+@dataclass(frozen=True)
+class _Kept:
+    target: SavedPrefix
+    drafter: SavedPrefix | None
+    following: Tensor | None = None  # what the drafter's next token is read with, if it is known
+
+
+class Prefixes:
+    """The `most` prefixes that were used last, each as copies of what the caches held of it.
+
+    cache, the target's; drafter, which reads a prefix again unless it is a `ModelDrafter`;
+    hand_over, how values come to the host (`stree.batching.runners`).
+    """
+
+    def __init__(
+        self,
+        most: int,
+        cache: HybridCache,
+        drafter: Any,
+        hand_over: Callable[[Tensor], Arrival],
+    ) -> None:
+        self.cache, self.drafter, self.hand_over = cache, drafter, hand_over
+        self._kept: LastUsed[tuple[int, ...], _Kept] = LastUsed(most)
+        self._copied: deque[_Copies] = deque()  # whose lengths may be on their way
+
+    def __len__(self) -> int:
+        self._take_in()
+        return len(self._kept)
+
+    def keep(self, row: int, tokens: list[int], drafted: bool = True) -> None:
+        """Keep what a row has read of `tokens`; nothing where it has gone on to others. Does not
+        wait for the device. drafted, whether its drafter may have read any of them."""
+        drafter = following = None
+        lengths = [self.cache.length[row], self.cache.path_length[row]]
+        if drafted and type(self.drafter) is ModelDrafter:  # others read the text again
+            theirs, inputs = self.drafter.cache, self.drafter.inputs
+            lengths.append(theirs.length[row])
+            drafter = theirs.copies(row, len(tokens))
+            following = None if inputs is None else inputs[row, 0].clone()
+        told, target = self.hand_over(torch.stack(lengths)), self.cache.copies(row, len(tokens))
+        self._copied.append(_Copies(tuple(tokens), told, target, drafter, following))
+        while self._copied and self._copied[0].lengths.is_there():
+            self._take_in_first()
+        while len(self._copied) + len(self._kept) > self._kept.most:
+            if self._kept:
+                del self._kept[next(iter(self._kept))]
+            else:
+                self._take_in_first()
+
+    def clear(self) -> None:
+        """Forget all prefixes, also those whose copies are on their way."""
+        self._kept.clear()
+        self._copied.clear()
+
+    def _take_in(self) -> None:
+        while self._copied:
+            self._take_in_first()
+
+    def _take_in_first(self) -> None:
+        """Find out what the first of the copies are of."""
+        each = self._copied.popleft()
+        length, pending, *drafted = each.lengths.tolist()
+        if not 0 < length <= len(each.tokens):
+            return
+        drafter, following, longest = None, None, length
+        if each.drafter is not None and (theirs := drafted[0]) <= len(each.tokens):
+            drafter = SavedPrefix(theirs, each.drafter)
+            longest = max(length, theirs)  # it has read the last root, too
+            # The features are those of the last call's accepted path, pending or not
+            if theirs == length + bool(pending):
+                following = each.following
+        kept = _Kept(SavedPrefix(length, each.target), drafter, following)
+        self._kept[each.tokens[:longest]] = kept
+
+    def longest_of(self, prompt: list[int]) -> tuple[int, ...]:
+        """The longest prefix of `prompt` that there is, shorter than itself; () for none. Waits
+        for the device to have done what was kept last."""
+        self._take_in()
+        fitting = [each for each in self._kept if len(each) < len(prompt)]
+        fitting = [each for each in fitting if list(each) == prompt[: len(each)]]
+        return max(fitting, key=len, default=())
+
+    def lengths(self, prompt: list[int]) -> tuple[int, int]:
+        """How many tokens of a prompt the target need not read again, and the drafter."""
+        return _lengths(self._longest_kept(prompt))
+
+    def _longest_kept(self, prompt: list[int]) -> _Kept | None:
+        prefix = self.longest_of(prompt)
+        return self._kept[prefix] if prefix else None
+
+    def load(self, row: int, prompt: list[int]) -> tuple[int, int]:
+        """Let a row, which is empty, begin with `longest_of` its prompt; returns how many tokens of
+        it the target has read then, and the drafter."""
+        kept = self._longest_kept(prompt)
+        if kept is not None:
+            self.cache.load(kept.target, row)
+            if kept.drafter is not None:
+                self.drafter.cache.load(kept.drafter, row)
+                if kept.following is not None:
+                    self.drafter.inputs[row, 0] = kept.following
+        return _lengths(kept)
+
+
+def _lengths(kept: _Kept | None) -> tuple[int, int]:
+    if kept is None:
+        return 0, 0
+    return kept.target.length, 0 if kept.drafter is None else kept.drafter.length

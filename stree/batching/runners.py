@@ -1,0 +1,324 @@
+"""Who runs a step: PyTorch as it is, or CUDA graphs. Nothing else knows of graphs.
+
+Graphs are captured once for each envelope: how many rows, trees of what shape, whether any row
+samples, leaves tokens out or has a penalty. What rows and trees hold may differ from replay to
+replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.batching.prefillers import Called, Pieces, Whole
+from stree.batching.state import Rows
+from stree.batching.step import Step
+from stree.common.host_copy import Arrival, Sent
+from stree.common.lru import LastUsed
+from stree.models.model import HybridModel
+from stree.trees.tree_batch import Forest
+from stree_kernels import ops
+
+MAX_KEPT = 64  # envelopes, two graphs each; a tree may need two for each number of rows
+Mark = Callable[[str], None]
+
+
+def executor_of(step: Step) -> Eager | Graphs:
+    """Graphs where target and drafter can be captured."""
+    drafter = step.drafter
+    capturable = drafter is None or drafter.capturable
+    return Graphs(step) if capturable and _on_gpu(step) else Eager(step)
+
+
+def _on_gpu(step: Step) -> bool:
+    return isinstance(step.target, HybridModel) and step.target.device.type == "cuda"
+
+
+class Eager:
+    """Runs steps as they are asked for: the CPU, fp64, drafters that think on the host."""
+
+    ahead = 0  # how many steps are launched before the one is read that they follow
+    hand_over = Arrival  # of values to the host
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.reports: deque[Tensor] = deque()
+        self.reader = Pieces(Called) if _on_gpu(step) else Whole()
+        self.done: set[Hashable] = set()
+        self.weights = Weights(step)
+
+    @torch.inference_mode()  # on a CPU a sixth faster than no_grad: most of its steps is overhead
+    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
+        """Start a step of some rows.
+
+        longest, the most tokens of any row's block, and so nodes of its accepted path; position,
+        where the root of any row stands at most, but for rows that have not begun; mark is told
+        when a phase ends.
+        """
+        bound, forest = position + forest.num_nodes, forest.own()
+        longest_path: int | None = longest
+        if rows.block.device.type == "cpu":  # nothing has to wait for how many there are
+            counts = zip(rows.active.tolist(), rows.block[:, 0].tolist(), strict=True)
+            longest = max([1, *(count for active, count in counts if active)])
+            longest_path = None
+        proposal = self.step.draft(rows, forest, longest, bound)
+        mark("draft")
+        report = new_report(rows, forest)
+        self.step.verify(rows, forest, proposal, bound, report, mark, longest_path)
+        self.reports.append(report)
+
+    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> None:
+        """Nothing has to be made ready."""
+
+    def collect(self) -> list[list[int]]:
+        """The report (B, 2 + 2·M) of the oldest step not yet collected; see `Step.verify`."""
+        return self.reports.popleft().tolist()
+
+    def drop(self) -> None:
+        """Forget the oldest report; nothing waits for it."""
+        self.reports.popleft()
+
+    def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
+        """Do what a request needs between steps: a function of tensors of fixed places that never
+        waits for the device, and may be done twice; returns what it does."""
+        self.done.add(key)
+        return task()
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `run` with that key has nothing to make ready first: kernels, graphs."""
+        return key in self.done
+
+    def num_rows(self, taken: int, most: int) -> int:
+        """How many rows a step has when the first `taken` of them must take part."""
+        return taken
+
+    def follow_weights(self) -> bool:
+        """Return True when weights were changed or moved since the last call."""
+        return bool(self.weights.follow())
+
+
+class Graphs:
+    """Runs steps as two CUDA graphs, of the draft and of the rest, without the host in between.
+
+    Tokens, accepted paths and all lengths stay on the device; the host reads a report of each step
+    while the next one runs.
+    """
+
+    ahead = 1
+    hand_over = Sent
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.bucket = ops.bucket(step.cache.num_slots, step.target.device, step.target.dtype)
+        self.envelopes: LastUsed[Any, Envelope] = LastUsed(MAX_KEPT)
+        self.captured: set[Any] = set()  # keys of all that were, dropped ones included
+        self.has_warned = False
+        self.launched: deque[tuple[Tensor, Any]] = deque()
+        self.weights = Weights(step)
+        self.reader = Pieces(Capture)
+        self.tasks: dict[Hashable, Capture] = {}
+
+    def launch(self, rows: Rows, forest: Forest, longest: int, position: int, mark: Mark) -> None:
+        """As `Eager.launch`; the next report is on its way when this returns."""
+        envelope = self.prepare(rows, forest, longest, position)
+        self.launched.append(envelope.replay(forest, mark))
+
+    def prepare(self, rows: Rows, forest: Forest, longest: int, position: int) -> Envelope:
+        """The graphs of such steps, captured when first asked for."""
+        longest = max(longest, forest.max_depth + 1)
+        num_used, num_slots = position + forest.num_nodes, self.step.cache.num_slots
+        bound = min(-(-num_used // self.bucket) * self.bucket, num_slots)
+        chosen_by = rows.sampled, rows.filtered, rows.ranked, rows.penalised
+        key = (len(rows.active), forest.shape, longest, *chosen_by, bound)
+        if key not in self.envelopes:
+            self._warn_of_more(key)
+            self.envelopes[key] = Envelope(self.step, rows, forest, longest, bound)
+        return self.envelopes[key]
+
+    def _warn_of_more(self, key: Any) -> None:
+        """Once, when what was dropped is asked for again: so it goes on, and takes much time."""
+        if key in self.captured and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"steps of this decoder take more shapes than the {self.envelopes.most} whose CUDA "
+                "graphs are kept, so graphs are dropped and captured again while it decodes: "
+                "choose among fewer trees, take fewer rows, or give requests with and without "
+                "sampling, top-k, top-p, min-p or a penalty decoders of their own",
+                stacklevel=2,
+            )
+        self.captured.add(key)
+
+    def collect(self) -> list[list[int]]:
+        report, arrived = self.launched.popleft()
+        arrived.synchronize()
+        return report.tolist()
+
+    def drop(self) -> None:
+        self.launched.popleft()
+
+    def run(self, key: Hashable, task: Callable[[], Tensor | None]) -> Tensor | None:
+        """As `Eager.run`; captured when a key is first asked for. What it returns the next run
+        with that key overwrites."""
+        if key not in self.tasks:
+            self.tasks[key] = Capture(self.step.cache.device, task)
+        return self.tasks[key].replay()
+
+    def is_ready(self, key: Hashable) -> bool:
+        """As `Eager.is_ready`."""
+        return key in self.tasks
+
+    def num_rows(self, taken: int, most: int) -> int:
+        """A power of two, so that few envelopes serve any number."""
+        return min(1 << (taken - 1).bit_length(), most)
+
+    def follow_weights(self) -> bool:
+        """As `Eager.follow_weights`; drop graphs of weights that have moved, since graphs hold
+        their addresses."""
+        change = self.weights.follow()
+        if change == "moved":
+            self.envelopes.clear()
+            self.reader.pieces.clear()
+            self.tasks.clear()
+            self.captured.clear()
+        return bool(change)
+
+
+class Weights:
+    """Addresses and versions of the weights of a step's models, as of the last call of `follow`."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._seen = self._now()
+
+    def follow(self) -> str:
+        """Return "moved" or "changed" (in place) when weights were since the last call, else "".
+
+        Weights that have moved are packed again, and so is an 8-bit head of changed ones.
+        """
+        now = self._now()
+        if now == self._seen:
+            return ""
+        moved = [addresses for _, addresses, _ in now] != [each for _, each, _ in self._seen]
+        for (model, _, versions), (_, _, before) in zip(now, self._seen, strict=True):
+            if not isinstance(model, HybridModel):
+                continue
+            if versions != before and model.head_in_8_bits is not None:
+                model.put_head_in_8_bits()
+            model.pack_what_moved()  # now, or the next call would move them again
+        self._seen = self._now()
+        return "moved" if moved else "changed"
+
+    def _now(self) -> list[tuple[Any, list[int], list[int]]]:
+        """Return each model with the addresses and the versions of its weights."""
+        models = [self.step.target, getattr(self.step.drafter, "model", None)]
+        return [(each, *_weights_of(each)) for each in models]
+
+
+def _weights_of(model: Any) -> tuple[list[int], list[int]]:
+    """Return addresses and versions of a model's weights, none for a model without any."""
+    if isinstance(model, HybridModel):
+        return model.addresses(), model.versions()
+    if isinstance(model, nn.Module):
+        weights = list(model.parameters())
+        versions = [0 if each.is_inference() else each._version for each in weights]
+        return [each.data_ptr() for each in weights], versions
+    return [], []
+
+
+class Envelope:
+    """The graphs of steps of as many rows, with trees of one shape.
+
+    They are captured, and rehearsed, while all rows are idle: such a step changes nothing but that
+    paths which were accepted before are replayed, as the next step would do.
+    """
+
+    def __init__(self, step: Step, rows: Rows, forest: Forest, longest: int, bound: int) -> None:
+        self.forest = forest.static()
+        device = rows.active.device
+        self.report = new_report(rows, forest)
+        shape = self.report.shape
+        self.pinned = [torch.zeros(shape, dtype=torch.long, pin_memory=True) for _ in range(2)]
+        self.arrived = [torch.cuda.Event() for _ in range(2)]
+        self.turn = 0
+        active = rows.active.clone()
+        rows.active.zero_()
+        self.draft: Capture | None = None
+        if step.drafts(forest):
+            self.draft = Capture(device, lambda: step.draft(rows, self.forest, longest, bound))
+            proposal = self.draft.outputs
+        else:
+            proposal = step.draft(rows, self.forest, longest, bound)
+        self.rest = Capture(
+            device,
+            lambda: step.verify(rows, self.forest, proposal, bound, self.report, longest=longest),
+        )
+        rows.active.copy_(active)
+
+    def replay(self, forest: Forest, mark: Mark) -> tuple[Tensor, Any]:
+        """Start a step; returns where its report arrives, and the event of that."""
+        self.forest.hold(forest)
+        if self.draft is not None:
+            self.draft.replay()
+        mark("draft")
+        self.rest.replay()
+        mark("verify")
+        self.turn = 1 - self.turn
+        self.pinned[self.turn].copy_(self.report, non_blocking=True)
+        self.arrived[self.turn].record()
+        mark("accept")
+        return self.pinned[self.turn], self.arrived[self.turn]
+
+
+class Capture:
+    """A function of static tensors, captured once and replayed without host work.
+
+    It is run twice beforehand, so that libraries and lazy constants are ready. It shares the memory
+    of the one `beside` it, if any: the two must not run at the same time, and a replay of either
+    may overwrite the other's outputs.
+    """
+
+    def __init__(
+        self, device: torch.device, function: Callable[[], Any], beside: Capture | None = None
+    ) -> None:
+        with ops.current(device), no_garbage_collected():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            # PyTorch's own stream for captures is of the GPU that was current at the first one
+            pool = None if beside is None else beside.graph.pool()
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream):
+                self.outputs = function()
+
+    def replay(self) -> Any:
+        """Run it; returns the static outputs, which the next replay overwrites."""
+        self.graph.replay()
+        return self.outputs
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Keeps automatic collection from happening: a graph that it found, of a decoder that is no
+    longer there, would be destroyed, and a capture that is under way would fail with it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def new_report(rows: Rows, forest: Forest) -> Tensor:
+    shape = (len(rows.active), 2 + 2 * (forest.max_depth + 1))
+    return torch.zeros(shape, dtype=torch.long, device=rows.active.device)

@@ -1,0 +1,255 @@
+"""What belongs to each sequence of a batch: its settings, and where its step begins.
+
+Shapes: B rows, V vocabulary, n nodes of trees, M tokens that a step yields at most. Everything is
+a tensor with a row a sequence, so that one step serves any mixture of settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.generation import GenerationConfig
+from stree.models.head_columns import columns_of
+from stree.models.layer_caches import fill
+from stree_kernels import naive
+from stree_kernels.contracts import Sampling
+
+NUM_SETTINGS = 6  # of a row
+Asked = tuple[bool, bool, bool, bool]
+
+
+@dataclass
+class Rows:
+    """Settings of B sequences and the tokens that their next step begins with.
+
+    active (B,) bool: an idle row's step changes nothing of it. temperature (B,), 0 is greedy,
+    top_p, min_p and repetition_penalty (B,) fp64; top_k (B,) and seed (B,) int64. position (B,)
+    int64: where in its sequence the root of the next tree stands, so how many tokens are committed
+    before it. root (B, 1) int64, its token. block (B, 1 + M) int64: how many tokens the last step
+    yielded, and the tokens, the root last. seen (B, V + 1) bool, which tokens a sequence has up to
+    its root, the last slot for none; None until a row with a repetition penalty needs it.
+    `sampled`, `filtered`, `ranked` and `penalised` are the host's knowledge: whether any row
+    samples, whether any of these has a top_k, top_p or min_p, or one of the first two, for which
+    tokens are put in order, and whether any row has a repetition penalty.
+    """
+
+    active: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    seed: Tensor
+    position: Tensor
+    root: Tensor
+    block: Tensor
+    sampled: bool = False
+    filtered: bool = False
+    ranked: bool = False
+    penalised: bool = False
+    seen: Tensor | None = None
+    settings: Tensor | None = None  # (6, B) int64: what `set` writes, in one copy to the device
+
+    @classmethod
+    def new(cls, batch: int, longest: int = 1, device: torch.device | str = "cpu") -> Rows:
+        """Idle rows, for blocks of up to `longest` tokens."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        settings = bits_of(GenerationConfig())[:, None].repeat(1, batch).to(device)
+        temperature, top_p, min_p, penalty = settings[:4].view(torch.float64)
+        return cls(
+            zeros(dtype=torch.bool), temperature, settings[4], top_p, min_p, penalty, settings[5],
+            zeros(dtype=torch.long), zeros(1, dtype=torch.long),
+            zeros(1 + longest, dtype=torch.long), settings=settings,
+        )  # fmt: skip
+
+    def set(
+        self,
+        row: int,
+        generation: GenerationConfig,
+        prompt: Sequence[int] = (),
+        vocabulary: int | None = None,
+    ) -> None:
+        """Give a row to a request; it is idle until its prompt has been read. A repetition penalty
+        needs the prompt and the vocabulary's size."""
+        self.set_to(row, bits_of(generation).to(self.active.device))
+        self.see(row, generation, prompt, vocabulary)
+
+    def set_to(self, row: int | Tensor, bits: Tensor) -> None:
+        """A row's settings, as `bits_of` gives them, on the device; row, an int or (1,) there."""
+        assert self.settings is not None, "these rows were made by hand"
+        fill(self.active, row, value=False)
+        self.settings[:, row] = bits if isinstance(row, int) else bits[:, None]
+
+    def see(
+        self,
+        row: int,
+        generation: GenerationConfig,
+        prompt: Sequence[int],
+        vocabulary: int | None,
+    ) -> None:
+        """Take note of a row's prompt, where its repetition penalty asks for it."""
+        if generation.repetition_penalty == 1:
+            return
+        if self.seen is None:
+            assert vocabulary is not None
+            shape = len(self.active), vocabulary + 1
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.active.device)
+        self.seen[row] = False
+        self.seen[row, torch.tensor(prompt, dtype=torch.long, device=self.seen.device)] = True
+
+    def begin(
+        self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
+        active: bool | Tensor = True,
+    ) -> None:  # fmt: skip
+        """Decode from a root that stands at `position` and is in no cache; all before it is. Each
+        is a tensor (1,) where only the device knows it; active, whether to decode at all."""
+        self.place(row, position, root, active)
+        if self.seen is not None:
+            self.seen[row, root] = True
+
+    def place(
+        self, row: int | Tensor, position: int | Tensor, root: int | Tensor,
+        active: bool | Tensor = True,
+    ) -> None:  # fmt: skip
+        """`begin`, but that the root is not among the tokens that penalties know of yet: so it may
+        be done twice."""
+        self.position[row], self.root[row] = position, root
+        fill(self.block[:, 0], row, value=1)
+        self.block[row, 1] = root
+        self.active[row] = active
+
+    def narrow(self, first: int, count: int, generations: Iterable[GenerationConfig]) -> Rows:
+        """Some of the rows, as views; generations, what those of them are for that are active."""
+        sampled, filtered, ranked, penalised = asked_by(generations)
+
+        def view(tensor: Tensor) -> Tensor:
+            return tensor if len(tensor) == count else tensor.narrow(0, first, count)
+
+        return Rows(
+            view(self.active), view(self.temperature), view(self.top_k), view(self.top_p),
+            view(self.min_p), view(self.repetition_penalty), view(self.seed), view(self.position),
+            view(self.root), view(self.block), sampled, filtered, ranked, penalised,
+            None if self.seen is None else view(self.seen),
+            None if self.settings is None else self.settings.narrow(1, first, count),
+        )  # fmt: skip
+
+    def at(self, row: Tensor, asked: Asked) -> Rows:
+        """A copy of one row, (1,) int64 on the device."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, row)
+
+        return Rows(
+            copy(self.active), copy(self.temperature), copy(self.top_k), copy(self.top_p),
+            copy(self.min_p), copy(self.repetition_penalty), copy(self.seed), copy(self.position),
+            copy(self.root), copy(self.block), *asked,
+            seen=None if self.seen is None else copy(self.seen),
+        )  # fmt: skip
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are chosen; None when all rows are greedy."""
+        if not self.sampled:
+            return None
+        return Sampling(self.temperature, self.seed, self.position)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether `kept` changes logits of any row."""
+        return self.filtered or self.penalised
+
+    def remember(self) -> None:
+        """Take note of the tokens of the last step's blocks, where penalties ask what there was."""
+        if not self.penalised:
+            return
+        assert self.seen is not None
+        tokens = self.block[:, 1:]
+        count = torch.where(self.active, self.block[:, 0], 0)[:, None]
+        new = torch.arange(tokens.shape[1], device=tokens.device) < count
+        self.seen.scatter_(1, torch.where(new, tokens, self.seen.shape[1] - 1), True)
+
+    def kept(
+        self, logits: Tensor, drafts: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, …, V) as a row's repetition penalty leaves them, −∞ for the tokens that its
+        top-k, then top-p and then min-p leave out.
+
+        Ties with the k-th stay; top-p is the smallest set of tokens whose probability at the row's
+        temperature reaches it; min-p leaves those that have at least that share of the best one's,
+        as in `transformers`. drafts (B, n, D), which tokens stand between the root and what logits
+        (B, n, V) are of (`Forest.drafts_of`); the same again, or the root's, for none. ids (V,),
+        ascending: the tokens that the logits are of, where these are some only.
+        """
+        logits = self._penalised(logits, drafts, ids)
+        if not self.filtered:
+            return logits
+        rows = [-1] + [1] * (logits.dim() - 1)
+        temperature, min_p = self.temperature.view(rows), self.min_p.view(rows)
+        scores = logits.double() / torch.where(temperature == 0, 1.0, temperature)
+        dropped = scores < scores.amax(-1, keepdim=True) + min_p.log()
+        if self.ranked:
+            dropped = dropped | _beyond(scores, self.top_k.view(rows), self.top_p.view(rows))
+        return logits.masked_fill(dropped & (temperature > 0), -torch.inf)
+
+    def _penalised(self, logits: Tensor, drafts: Tensor | None, ids: Tensor | None) -> Tensor:
+        if not self.penalised:
+            return logits
+        assert self.seen is not None
+        rows = [-1] + [1] * (logits.dim() - 1)
+        logits = logits.to(naive.accumulation_dtype(logits.dtype))
+        penalty = self.repetition_penalty.to(logits.dtype).view(rows)
+        lower = torch.where(logits < 0, logits * penalty, logits / penalty)
+        size = logits.shape[-1]
+        seen = self.seen[:, :size] if ids is None else self.seen[:, ids]
+        there = torch.where(seen.view(*rows[:-1], size), lower, logits)
+        if drafts is None:
+            return there
+        if ids is None:
+            return there.scatter(-1, drafts, lower.gather(-1, drafts))
+        places = columns_of(drafts, ids)  # a column more, for those that the head has not
+        there, lower = (F.pad(each, (0, 1)) for each in (there, lower))
+        return there.scatter(-1, places, lower.gather(-1, places))[..., :size]
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Each row's probabilities, fp64, of logits (B, …, V) as they are left by `kept`, at its
+        temperature; at 0 all of it on the best token."""
+        return naive.distribution(logits, self.temperature)
+
+
+def asked_by(generations: Iterable[GenerationConfig]) -> Asked:
+    """`sampled`, `filtered`, `ranked` and `penalised` of `Rows`, for such requests."""
+    generations = list(generations)
+    sampling = [each for each in generations if each.temperature > 0]
+    ranked = any(each.top_k > 0 or each.top_p < 1 for each in sampling)
+    filtered = ranked or any(each.min_p > 0 for each in sampling)
+    penalised = any(each.repetition_penalty != 1 for each in generations)
+    return bool(sampling), filtered, ranked, penalised
+
+
+def bits_of(generation: GenerationConfig) -> Tensor:
+    """(6,) int64, the settings of a row as they lie in `Rows.settings`."""
+    of = generation
+    floats = [of.temperature, of.top_p, of.min_p, of.repetition_penalty]
+    wide = torch.tensor(floats, dtype=torch.float64).view(torch.long)
+    return torch.cat([wide, torch.tensor([of.top_k, of.seed or 0])])
+
+
+def _beyond(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens the top-k leaves out, or the top-p of what it leaves. One sort serves both: it
+    takes longer than all else here."""
+    ascending, order = scores.sort(dim=-1, stable=True)
+    vocabulary = scores.shape[-1]
+    kth = vocabulary - torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    dropped = ascending < ascending.gather(-1, kth.expand(*scores.shape[:-1], 1))
+    probs = ascending.masked_fill(dropped, -torch.inf).softmax(-1)
+    dropped = dropped | ((probs.cumsum(-1) <= 1.0 - top_p) & (top_p < 1.0))
+    dropped[..., -1] = False
+    return torch.zeros_like(dropped).scatter(-1, order, dropped)

@@ -1,0 +1,85 @@
+"""One decoding step of many sequences: draft, verify, accept, commit, over tensors only.
+
+Shapes: B rows, N nodes of the largest tree, V vocabulary, M tokens that a step yields at most.
+Each row has its own tree, length, settings and random numbers. Nothing here waits for the device,
+and a row that is idle stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stree.batching.state import Rows
+from stree.drafters import Drafter, FeatureDrafter, Proposal
+from stree.models.hidden_states import Features
+from stree.trees.tree_batch import Forest
+from stree.verifiers import Verifier
+
+
+@dataclass
+class Step:
+    """A decoding step of the first rows of a batch, in place on the caches and the rows.
+
+    target, as `HybridModel`; cache, its, and drafter, None for autoregressive decoding.
+    """
+
+    target: Any
+    cache: Any
+    drafter: Drafter | None
+    verifier: Verifier
+
+    def drafts(self, forest: Forest) -> bool:
+        """Whether there is anything to draft."""
+        return self.drafter is not None and forest.num_nodes > 1
+
+    @torch.no_grad()
+    def draft(self, rows: Rows, forest: Forest, longest: int, bound: int) -> Proposal:
+        """Fill the rows' trees. longest, the most tokens that any row's block has; bound, as in
+        `HybridModel.tree_forward`."""
+        if not self.drafts(forest):
+            return Proposal(rows.root)
+        assert self.drafter is not None
+        return self.drafter.draft(rows, forest, longest, bound, self.verifier.reads_logits)
+
+    @torch.no_grad()
+    def verify(
+        self,
+        rows: Rows,
+        forest: Forest,
+        proposal: Proposal,
+        bound: int,
+        report: Tensor,
+        mark: Callable[[str], None] = lambda phase: None,
+        longest: int | None = None,
+    ) -> None:
+        """Judge the drafts with one call of the target, and commit what is accepted.
+
+        Writes the rows' blocks and positions, the cache's paths, and report (B, 2 + 2·M): 1 when
+        all of a row's logits were finite, 0 when the target's were not, −1 when the drafter's; how
+        many tokens are new, the tokens, and the accepted nodes. mark is told when a phase ends;
+        longest, the most nodes of any path that was accepted last (None: only the device knows).
+        """
+        cache = self.cache.narrow(0, len(rows.active))
+        cache.longest_path = longest
+        # A drafter that misses a block reads it later, without features
+        reader = self.feature_drafter if self.drafts(forest) else None
+        features = None if reader is None else Features(reader.feature_layers)
+        asked = () if features is None else (features,)
+        logits = self.target.forest_forward(proposal.tokens, forest, cache, bound, *asked)
+        mark("verify")
+        self.verifier.accept(logits, proposal, forest, rows, cache, report)
+        rows.remember()
+        if reader is not None and features is not None:
+            reader.take_features(features.values, rows, cache.path[:, : forest.max_depth + 1])
+        mark("accept")
+
+    @property
+    def feature_drafter(self) -> FeatureDrafter | None:
+        """The drafter, if it reads features of the target."""
+        reads = getattr(self.drafter, "feature_layers", ())
+        return cast(FeatureDrafter, self.drafter) if reads else None

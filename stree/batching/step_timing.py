@@ -1,0 +1,146 @@
+"""What steps of a decoder take, by rows and tree: timed on the decoder itself, before it serves."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stree.batching.state import Rows
+from stree.common.errors import UsageError
+from stree.common.words import device_name, dtype_name
+from stree.generation import GenerationConfig
+from stree.models.cache import SavedPrefix
+from stree.tree_policy.step_times import Costs
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import TokenTree
+from stree.trees.tree_batch import Forest
+
+NUM_TIMINGS = 5
+NUM_UNTIMED = 2  # first steps of a timing
+MOST_CONTEXT = 32  # tokens before it, unless told
+
+
+class Timed(Protocol):
+    """A decoder whose steps can be timed, as a `BatchDecoder` with no row taken."""
+
+    target: Any
+    drafter: Any
+    cache: Any
+    rows: Rows
+    executor: Any
+    prefill: Any
+    num_rows: int
+    max_length: int
+
+    def now(self) -> float: ...
+
+
+def row_counts(most: int) -> list[int]:
+    """How many rows steps of at most so many have as graphs: 1, 2, 4, …, most."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def context_of(max_length: int) -> int:
+    """After how many tokens steps are timed unless told."""
+    return min(MOST_CONTEXT, max_length // 4)
+
+
+def length_to_time(tree: TokenTree) -> int:
+    """A max_length that leaves room to time a step of it."""
+    return MOST_CONTEXT + (NUM_UNTIMED + 1) * (tree.max_depth + 1)
+
+
+def room_to_time(tree: TokenTree, max_length: int, context: int) -> int:
+    """How many steps of it can be timed after `context` tokens, behind those that are not."""
+    return (max_length - context) // (tree.max_depth + 1) - NUM_UNTIMED
+
+
+@torch.no_grad()
+def measure_costs(
+    decoder: Timed,
+    trees: Sequence[TokenTree],
+    context: int,
+    num_steps: int,
+    counts: Sequence[int] | None = None,
+    generation: GenerationConfig = GenerationConfig(),
+) -> Costs:
+    """Time a decoder's steps, whose rows are all free, of so many rows (by default 1, 2, 4, …) with
+    each tree.
+
+    generation, what rows ask for: sampled tokens take longer, with a top-k or top-p much longer for
+    each node. context, how many tokens come before; num_steps, how many are timed, after
+    NUM_UNTIMED more. The trees have NUM_TIMINGS turns, after one that captures their graphs, and a
+    time is the least of its turns: what disturbs the machine for a while must not decide for one
+    and against another.
+    """
+    began = time.perf_counter()
+    counts = row_counts(decoder.num_rows) if counts is None else counts
+    tokens = torch.zeros(context, dtype=torch.long, device=decoder.target.device)
+    decoder.cache.reset(0)
+    first = decoder.cache.at(0)
+    decoder.target.prefill(tokens[None], first)
+    prefix = first.save()
+    costs = Costs(
+        device=device_name(decoder.target.device), dtype=dtype_name(decoder.target.dtype),
+        temperature=generation.temperature,
+    )  # fmt: skip
+    for count in counts:
+        seconds: dict[TokenTree, list[float]] = {tree: [] for tree in trees}
+        readings = []
+        for turn, tree in itertools.product(range(1 + NUM_TIMINGS), trees):
+            room = room_to_time(tree, decoder.max_length, context)
+            if room < 1:
+                raise UsageError(
+                    f"max_length {decoder.max_length} leaves no room to time steps of {tree} after "
+                    f"{context} tokens: raise it, or lower the context"
+                )
+            timed = min(num_steps, room) if turn else 0
+            readings.append(_begin_after(decoder, count, prefix, tokens, generation))
+            forest = tree_batch([tree] * count, decoder.target.device)
+            rows = decoder.rows.narrow(0, count, [generation])
+            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED))
+            started = decoder.now()
+            _run_steps(decoder, rows, forest, context, range(NUM_UNTIMED, NUM_UNTIMED + timed))
+            if timed:
+                seconds[tree].append((decoder.now() - started) / timed)
+        costs.catch_up = min(readings)
+        costs.seconds |= {(count, tree): min(each) for tree, each in seconds.items()}
+    decoder.rows.active.zero_()
+    costs.took_s = time.perf_counter() - began
+    return costs
+
+
+def _run_steps(decoder: Timed, rows: Rows, forest: Forest, context: int, steps: range) -> None:
+    """The host is ahead of them, as it is where its reading is hidden."""
+    longest = forest.max_depth + 1
+    for step in steps:
+        position = min(context + step * longest, decoder.max_length)
+        decoder.executor.launch(rows, forest, longest if step else 1, position, lambda phase: None)
+        decoder.executor.drop()
+
+
+def _begin_after(
+    decoder: Timed,
+    count: int,
+    prefix: SavedPrefix,
+    tokens: Tensor,
+    generation: GenerationConfig,
+) -> float:
+    """Let `count` rows have read `tokens`; the seconds that the drafter took for the last one's."""
+    seconds = 0.0
+    for row in range(count):
+        decoder.cache.reset(row)
+        decoder.cache.narrow(row, 1).load(prefix)
+        decoder.rows.set(row, generation, tokens.tolist(), decoder.target.config.vocab_size)
+        if decoder.drafter is not None:
+            decoder.drafter.clear(row)
+            started = decoder.now()
+            decoder.prefill.let_drafter_read(row, tokens)
+            seconds = decoder.now() - started
+        decoder.rows.begin(row, len(tokens), 0)
+    return seconds

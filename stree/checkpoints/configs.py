@@ -1,0 +1,189 @@
+"""A checkpoint folder's config.json (and mamba_config.json) to HybridConfig, and back.
+
+Layouts read: MambaInLlama (Llama's config.json beside mamba_config.json), transformers' Llama and
+Mamba2, state-spaces/mamba2, our own for what MambaInLlama's cannot say (layouts/), and the families
+of hybrids (families/). A key that the family's own config class knows is read, known to be without
+effect, or refused with its name (config_keys.py); other keys are passed over, and named once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.config_keys import TRAINING_AND_GENERATION, of_every_config, of_family
+from stree.checkpoints.families import FAMILIES
+from stree.checkpoints.layouts import llama, mamba2, mamba_in_llama, own
+from stree.checkpoints.layouts.mamba_in_llama import MIXER_CONFIG_NAME
+from stree.checkpoints.layouts.own import MODEL_TYPE
+from stree.checkpoints.sources import Layout, Rename
+from stree.common.errors import CheckpointRefused, NotFound, UsageError, warn
+from stree.common.files import require_own_files
+from stree.models.config import HybridConfig
+
+_MOST_NAMES = 8  # of keys in a notice
+
+LAYOUTS = tuple(
+    layout.name
+    for layout in (
+        mamba_in_llama.LAYOUT, llama.LAYOUT, mamba2.TRANSFORMERS, mamba2.STATE_SPACES, *FAMILIES
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The layout of a folder, the model in it, how many rows its vocabulary is padded to, and with
+    the names that are stored, where each parameter comes from."""
+
+    layout: Layout
+    model: HybridConfig
+    padded_vocab_size: int
+    rename: Callable[[Collection[str]], Rename]
+
+
+def read_checkpoint_config(directory: Path) -> CheckpointConfig:
+    """Read the config files of `directory`.
+
+    Raises NotFound without the folder, and CheckpointRefused when they are absent, unreadable,
+    foreign, incomplete, or ask for something that the model does not do.
+    """
+    if not directory.is_dir():
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
+    require_own_files(directory)
+    if (quantised := directory / "hf_quant_config.json").exists():
+        raise CheckpointRefused(
+            f"{quantised} says that the weights are quantised: load a checkpoint that is not "
+            "quantised"
+        )
+    values = CheckedJson.load(directory / "config.json")
+    return _with_generation_eos(directory, _read(values, _layout_of(values)))
+
+
+def checkpoint_config_of(values: CheckedJson) -> CheckpointConfig:
+    """What a config.json of transformers' own layouts says, without a folder.
+
+    Raises CheckpointRefused as `read_checkpoint_config`.
+    """
+    return _read(values, _layout_by_type(values))
+
+
+def _read(values: CheckedJson, layout: Layout) -> CheckpointConfig:
+    for name in ("quantization_config", "quantization"):  # the latter is MLX's
+        values.refuse_if_set(name, "load a checkpoint that is not quantised")
+    for name in {"auto_map", "trust_remote_code"} - layout.without_effect:
+        values.refuse_if_set(name, "code that comes with a checkpoint is not run")
+    values.require("is_encoder_decoder", False, default=False)
+    try:
+        model = layout.spec(values)
+    except UsageError as error:
+        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
+    padded = model.vocab_size
+    if layout is mamba2.STATE_SPACES:
+        multiple = max(values.integer("pad_vocab_size_multiple", 8), 1)
+        padded = -(-padded // multiple) * multiple
+    try:
+        rename = partial(layout.rename, values, model)
+        rename(())  # reads the multipliers that it folds
+    except UsageError as error:
+        raise CheckpointRefused(f"{values.path}: {error}; use an undamaged checkpoint") from error
+    values.pass_over_unread(
+        partial(_known_keys, layout, values), layout.without_effect | TRAINING_AND_GENERATION
+    )
+    _say_passed_over(values)
+    _require_reachable(model.eos_token_ids, padded, values.path)
+    return CheckpointConfig(layout, model, padded, rename)
+
+
+def _say_passed_over(values: CheckedJson) -> None:
+    """Warn of the keys without effect in one line; not of those that every config has."""
+    names = values.passed_over and [k for k in values.passed_over if k not in of_every_config()]
+    if not names:
+        return
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    warn(
+        f"{values.path} sets keys that the class of its family does not know; they have no effect "
+        f"and are passed over: {', '.join(names[:_MOST_NAMES])}{more}"
+    )
+
+
+def _known_keys(layout: Layout, values: CheckedJson) -> Container[str]:
+    """Return the keys that whatever wrote such a config can give an effect."""
+    if layout is mamba2.STATE_SPACES:
+        return mamba2.STATE_SPACES_KEYS
+    kind = values.get("model_type")
+    return of_family(kind if kind in layout.model_types else layout.model_types[0])
+
+
+def _layout_of(values: CheckedJson) -> Layout:
+    kind = values.get("model_type")
+    has_mixer_config = values.path.with_name(MIXER_CONFIG_NAME).exists()
+    if kind == MODEL_TYPE and own.TABLE in values:
+        return own.LAYOUT
+    if kind == MODEL_TYPE and not has_mixer_config:
+        raise CheckpointRefused(
+            f"no {MIXER_CONFIG_NAME} beside {values.path}, whose Mamba layers it describes: copy "
+            "the checkpoint again"
+        )
+    if has_mixer_config:
+        return mamba_in_llama.LAYOUT
+    if kind in (None, "mamba", "mamba2") and "ssm_cfg" in values and "d_model" in values:
+        return mamba2.STATE_SPACES
+    return _layout_by_type(values)
+
+
+def _layout_by_type(values: CheckedJson) -> Layout:
+    kind = values.get("model_type")
+    for layout in (llama.LAYOUT, mamba2.TRANSFORMERS, *FAMILIES):
+        if layout.matches(values):
+            return layout
+    raise CheckpointRefused(
+        f"{values.path} describes a {'nameless' if kind is None else kind!r:.99} model, wanted one "
+        f"of: {', '.join(LAYOUTS)}"
+    )
+
+
+def _with_generation_eos(directory: Path, checkpoint: CheckpointConfig) -> CheckpointConfig:
+    """Add the ends that generation_config.json names: some chat models list theirs only there."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return checkpoint
+    eos = CheckedJson.load(path).token_ids("eos_token_id")
+    _require_reachable(eos, checkpoint.padded_vocab_size, path)
+    ends = tuple(dict.fromkeys((*checkpoint.model.eos_token_ids, *eos)))
+    return replace(checkpoint, model=checkpoint.model.replace(eos_token_ids=ends))
+
+
+def _require_reachable(eos: Sequence[int], padded_vocab_size: int, path: Path) -> None:
+    """No token beyond the logits is ever chosen, so an answer would not end."""
+    if beyond := [index for index in eos if index >= padded_vocab_size]:
+        raise CheckpointRefused(
+            f"{path} has eos_token_id {beyond[0]}, the vocabulary has {padded_vocab_size} tokens: "
+            "correct it to the tokenizer's"
+        )
+
+
+def config_files(config: HybridConfig, dtype: str) -> dict[str, str]:
+    """The JSON files, by name, from which `read_checkpoint_config` gets `config` back.
+
+    Llama's config.json alone for a pure attention model, else one with a model type that only we
+    know, and mamba_config.json beside it. Other layers than those two have are written as they
+    are, in a table of config.json.
+    """
+    if not mamba_in_llama.has_words_for(config):
+        files = {"config.json": own.config_json(config, dtype)}
+    elif len(config.attn_layers) == config.num_layers:
+        files = {"config.json": llama.config_json(config, dtype)}
+    else:
+        files = {
+            "config.json": llama.json_fields(config, dtype, MODEL_TYPE),
+            MIXER_CONFIG_NAME: mamba_in_llama.mixer_json(config),
+        }
+    return {
+        name: json.dumps(content, indent=2, allow_nan=False) + "\n"
+        for name, content in files.items()
+    }

@@ -1,0 +1,23 @@
+"""Families of hybrid models that transformers runs, a file each: their config and names to ours."""
+
+from stree.checkpoints.families import (
+    bamba,
+    falcon_h1,
+    granite_moe_hybrid,
+    lfm2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+    zamba2,
+)
+
+FAMILIES = (
+    bamba.LAYOUT,
+    granite_moe_hybrid.LAYOUT,
+    nemotron_h.LAYOUT,
+    falcon_h1.LAYOUT,
+    lfm2.LAYOUT,
+    zamba2.LAYOUT,
+    qwen3_next.LAYOUT,
+    qwen3_5.LAYOUT,
+)

@@ -1,0 +1,130 @@
+"""GraniteMoeHybrid (Granite 4 H): Mamba-2 and attention, a shared MLP and experts side by side,
+multipliers on embeddings, branches and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from stree.checkpoints import config_parts
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.sources import Layout, Rename, Source, half, scaled, translated
+from stree.common.errors import CheckpointRefused
+from stree.models.config import HybridConfig
+
+KINDS = {
+    "linear_attention": "mamba", "mamba": "mamba",
+    "full_attention": "attention", "attention": "attention",
+}  # fmt: skip
+WORDS = {
+    ".experts.up": ".block_sparse_moe.input_linear.weight",
+    ".experts.down": ".block_sparse_moe.output_linear.weight",
+    ".experts.router.": ".block_sparse_moe.router.layer.",
+    ".mlp.gate_proj.": ".shared_mlp.input_linear.",
+    ".mlp.up_proj.": ".shared_mlp.input_linear.",
+    ".mlp.down_proj.": ".shared_mlp.output_linear.",
+}
+IN_MEMORY = {  # what newer versions call stored experts once they are loaded
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+}
+
+
+def spec(values: CheckedJson) -> HybridConfig:
+    values.require("hidden_act", "silu", default="silu")
+    values.require("output_router_logits", False, default=False)
+    values.require("normalization_function", "rmsnorm", default="rmsnorm")
+    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
+    mixers = _mixers(values, num_layers)
+    num_experts = values.integer("num_local_experts", 8)
+    after = "experts+mlp" if num_experts else "mlp"
+    theta, scaling, _ = config_parts.rope(values)
+    positions = values.get("position_embedding_type", "nope")
+    if positions not in ("nope", "rope"):
+        raise CheckpointRefused(
+            f"{values.path} has position_embedding_type = {positions!r:.99}, wanted 'rope', 'nope' "
+            "or null"
+        )
+    experts: dict[str, Any] = {}
+    if num_experts:
+        experts = {
+            "num_experts": num_experts,
+            "experts_per_token": values.integer("num_experts_per_tok", 2),
+            "expert_intermediate_size": values.integer("intermediate_size", 11008),
+        }
+    heads = config_parts.heads(values, d_model)
+    proj_bias = values.boolean("mamba_proj_bias", False)
+    eps = values.number("rms_norm_eps", 1e-6)
+    return HybridConfig(
+        vocab_size=values.integer("vocab_size"),
+        d_model=d_model,
+        num_layers=num_layers,
+        layer_types=tuple(f"{mixer} {after}" for mixer in mixers),
+        intermediate_size=values.integer("shared_intermediate_size", 1024),
+        rms_norm_eps=eps / _branch(values) ** 2,
+        tie_embeddings=values.boolean("tie_word_embeddings", False),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rotary_dim=None if positions == "rope" else 0,
+        max_position_embeddings=values.integer("max_position_embeddings", 2048),
+        attention_bias=values.boolean("attention_bias", False),
+        attention_scale=config_parts.factor(values, "attention_multiplier"),
+        mamba_in_bias=proj_bias,
+        mamba_out_bias=proj_bias,
+        gated_norm_eps=eps,
+        **experts,
+        **heads,
+        **config_parts.mamba(values, d_model),
+        **config_parts.special_tokens(values),
+    )
+
+
+def _mixers(values: CheckedJson, num_layers: int) -> list[str]:
+    """From the newer name, the older one, or both where they say the same."""
+    said = []
+    for name in ("layer_types", "layers_block_type"):
+        if values.get(name) is not None:
+            said.append(config_parts.layer_list(values, name, KINDS))
+            config_parts.require_count(values, name, said[0])
+    if said and said[0] != said[-1]:
+        raise CheckpointRefused(
+            f"{values.path} has layer_types and layers_block_type that differ: use an undamaged "
+            "checkpoint"
+        )
+    return said[0] if said else ["mamba"] * num_layers
+
+
+def _branch(values: CheckedJson) -> float:
+    """What each branch is multiplied with before it joins the residual stream x. Ours is x divided
+    by it: branches join as they are, embeddings begin it divided by it, and norms, which make the
+    same of it but for their epsilon, have that divided by its square. No large weight changes."""
+    branch = config_parts.factor(values, "residual_multiplier")
+    if branch < 0:
+        raise CheckpointRefused(f"{values.path} has residual_multiplier = {branch}, wanted above 0")
+    return branch
+
+
+def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    embedding = config_parts.factor(values, "embedding_multiplier") / _branch(values)
+    # The last norm's weight carries what logits are divided by, so that a tied head stays tied
+    logits = 1 / config_parts.factor(values, "logits_scaling")
+    logits /= embedding if config.tie_embeddings else 1
+    makes = {"model.embed_tokens.weight": scaled(embedding), "model.norm.weight": scaled(logits)}
+    fused = (2 * config.intermediate_size, config.d_model)
+
+    def source(name: str) -> Source:
+        place = translated(name, WORDS)
+        if place not in stored and translated(place, IN_MEMORY) in stored:
+            place = translated(place, IN_MEMORY)
+        if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+            return Source((place,), half(".up_proj." in name), fused)
+        return Source((place,), makes.get(name, scaled(1)))
+
+    return source
+
+
+LAYOUT = Layout(
+    "GraniteMoeHybrid", ("granitemoehybrid",), spec, rename,
+    frozenset({"intermediate_size", "num_experts_per_tok"}),  # of experts, where there are some
+)  # fmt: skip

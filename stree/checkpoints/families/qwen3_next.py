@@ -1,0 +1,214 @@
+"""Qwen3-Next: the gated delta rule and some attention layers with a gate, experts beside a shared
+one; norms stored as w for a scale of 1 + w."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stree.checkpoints import config_parts
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.sources import (
+    Layout,
+    Make,
+    Rename,
+    Source,
+    after_each_other,
+    plus_one,
+    rotary_order,
+    stacked,
+    stacked_pairs,
+    translated,
+)
+from stree.common.errors import CheckpointRefused
+from stree.models.config import HybridConfig
+from stree_kernels.contracts import GatedDeltaShape
+
+KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
+ROTARY_SHARE = 0.25
+SECTIONS = ("mrope_section", "mrope_interleaved")  # of positions, all equal for text
+WORDS = {
+    ".gated_delta.": ".linear_attn.",
+    ".experts.router.": ".mlp.gate.",
+    ".experts.up": ".mlp.experts.gate_up_proj",
+    ".experts.down": ".mlp.experts.down_proj",
+    ".shared_mlp.gate.": ".mlp.shared_expert_gate.",
+    ".shared_mlp.": ".mlp.shared_expert.",
+    ".self_attn.gate_proj.": ".self_attn.q_proj.",
+}
+PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+MULTI_TOKEN_PREDICTION = re.compile(r"mtp\..*")
+
+
+def spec(values: CheckedJson) -> HybridConfig:
+    num_layers = config_parts.num_layers(values)
+    num_experts = values.integer("num_experts", 512)
+    every = values.integer("decoder_sparse_step", 1)
+    dense = values.indices("mlp_only_layers", [])
+    if num_experts and not every:
+        raise CheckpointRefused(f"{values.path} has decoder_sparse_step 0, wanted at least 1")
+    sparse = [
+        bool(num_experts) and layer not in dense and not (layer + 1) % every
+        for layer in range(num_layers)
+    ]
+    return HybridConfig(
+        layer_types=tuple(
+            f"{mixer} {'experts+shared_mlp' if has_experts else 'mlp'}"
+            for mixer, has_experts in zip(mixers(values, num_layers), sparse, strict=True)
+        ),
+        intermediate_size=values.integer("intermediate_size", 5632),
+        router_normalised=values.boolean("norm_topk_prob", True),
+        **(experts(values, num_experts, usual_choice=10) if any(sparse) else {}),
+        **common(values, usual_kv_heads=2),
+    )
+
+
+def mixers(values: CheckedJson, num_layers: int) -> list[str]:
+    """Of each layer; where no list says it, every fourth (or so) is attention."""
+    interval = values.integer("full_attention_interval", 4)
+    if values.get("layer_types") is not None:
+        found = config_parts.layer_list(values, "layer_types", KINDS)
+        config_parts.require_count(values, "layer_types", found)
+        return found
+    if not interval:
+        raise CheckpointRefused(f"{values.path} has full_attention_interval 0, wanted at least 1")
+    return ["gated_delta" if (layer + 1) % interval else "attention" for layer in range(num_layers)]
+
+
+def experts(values: CheckedJson, num_experts: int, usual_choice: int) -> dict[str, Any]:
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": values.integer("num_experts_per_tok", usual_choice),
+        "expert_intermediate_size": values.integer("moe_intermediate_size", 512),
+        "shared_intermediate_size": values.integer("shared_expert_intermediate_size", 512),
+        "shared_gate": True,
+    }
+
+
+def common(values: CheckedJson, usual_kv_heads: int) -> dict[str, Any]:
+    """All but the layers and their MLPs, as Qwen3.5's config has it, too."""
+    values.require("hidden_act", "silu", default="silu")
+    values.require("use_sliding_window", False, default=False)
+    theta, scaling, share = config_parts.rope(values, ROTARY_SHARE, ignored=SECTIONS)
+    head_dim = values.integer("head_dim", 256)
+    eps = values.number("rms_norm_eps", 1e-6)
+    return {
+        "vocab_size": values.integer("vocab_size"),
+        "d_model": values.integer("hidden_size"),
+        "num_layers": config_parts.num_layers(values),
+        "rms_norm_eps": eps,
+        "tie_embeddings": values.boolean("tie_word_embeddings", False),
+        "num_heads": values.integer("num_attention_heads", 16),
+        "num_kv_heads": values.integer("num_key_value_heads", usual_kv_heads),
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rotary_dim": int(head_dim * share),
+        "max_position_embeddings": values.integer("max_position_embeddings", 32768),
+        "attention_bias": values.boolean("attention_bias", False),
+        "qk_norm": True,
+        "attention_gate": True,
+        "num_delta_heads": values.integer("linear_num_value_heads", 32),
+        "num_delta_key_heads": values.integer("linear_num_key_heads", 16),
+        "delta_key_dim": values.integer("linear_key_head_dim", 128),
+        "delta_value_dim": values.integer("linear_value_head_dim", 128),
+        "d_conv": values.integer("linear_conv_kernel_dim", 4),
+        "conv_bias": False,
+        "gated_norm_eps": eps,
+        **config_parts.special_tokens(values),
+    }
+
+
+def rename(values: CheckedJson, config: HybridConfig, stored: Collection[str]) -> Rename:
+    shape = config.gated_delta_shape
+    interleaved = of_key_heads(shape) if config.has("gated_delta") else {}
+    others = rename_common(config, stored, "model.")
+    rows = {
+        "in_proj_qkvz": 2 * shape.d_inner + 2 * shape.conv_dims[0],
+        "in_proj_ba": 2 * shape.num_heads,
+    }
+
+    def source(name: str) -> Source:
+        layer, _, projection = name.removesuffix(".weight").rpartition(".")
+        if projection not in interleaved:
+            return others(name)
+        theirs, make = interleaved[projection]
+        place = f"{translated(layer + '.', WORDS)}{theirs}.weight"
+        return Source((place,), make, (rows[theirs], config.d_model))
+
+    return source
+
+
+def of_key_heads(shape: GatedDeltaShape) -> dict[str, tuple[str, Make]]:
+    """Our projections of the gated delta rule: of which stored one, and what takes them out.
+
+    There the rows of q, k, v and z, and of b and a, lie side by side for each key head.
+    """
+    heads_a_key = shape.num_heads // shape.num_key_heads
+    values = heads_a_key * shape.value_dim
+
+    def parts(*sizes: int) -> Callable[[Tensor], list[Tensor]]:
+        def split(tensor: Tensor) -> list[Tensor]:
+            by_key = tensor.unflatten(0, (shape.num_key_heads, -1))
+            return [part.flatten(0, 1) for part in by_key.split(list(sizes), dim=1)]
+
+        return split
+
+    qkvz = parts(shape.key_dim, shape.key_dim, values, values)
+    ba = parts(heads_a_key, heads_a_key)
+    return {
+        "in_proj_qkv": ("in_proj_qkvz", lambda tensor: torch.cat(qkvz(tensor)[:3])),
+        "in_proj_z": ("in_proj_qkvz", lambda tensor: qkvz(tensor)[3]),
+        "in_proj_b": ("in_proj_ba", lambda tensor: ba(tensor)[0]),
+        "in_proj_a": ("in_proj_ba", lambda tensor: ba(tensor)[1]),
+    }
+
+
+def rename_common(config: HybridConfig, stored: Collection[str], prefix: str) -> Rename:
+    """Where the parameters are that Qwen3.5 stores likewise, behind a prefix."""
+    order, d_model = rotary_order(config), config.d_model
+    inner, num_experts = config.expert_intermediate_size, config.num_experts
+
+    def of_each_head(second: bool) -> Make:
+        """q_proj gives a head's q and its gate side by side."""
+        return lambda tensor: tensor.unflatten(0, (config.num_heads, 2, -1))[
+            :, int(second)
+        ].flatten(0, 1)
+
+    def source(name: str) -> Source:
+        place = re.sub(r"^model\.", prefix, translated(name, WORDS))
+        if name.endswith(PLUS_ONE):
+            of_heads = name.endswith((".q_norm.weight", ".k_norm.weight"))
+            make = after_each_other(plus_one, order) if of_heads else plus_one
+            return Source((place,), make, wide=True)
+        if ".k_proj." in name:
+            return Source((place,), order)
+        if ".self_attn.q_proj." in name or ".self_attn.gate_proj." in name:
+            rows = 2 * config.num_heads * config.head_dim
+            shape = (rows, d_model) if name.endswith("weight") else (rows,)
+            if ".gate_proj." in name:
+                return Source((place,), of_each_head(True), shape)
+            return Source((place,), after_each_other(of_each_head(False), order), shape)
+        if place in stored or not name.endswith((".experts.up", ".experts.down")):
+            return Source((place,))  # newer versions store all experts in one
+        each = [f"{place.rpartition('.')[0]}.{expert}" for expert in range(num_experts)]
+        if name.endswith(".down"):
+            names = tuple(f"{expert}.down_proj.weight" for expert in each)
+            return Source(names, stacked, (d_model, inner))
+        names = tuple(f"{expert}.{way}_proj.weight" for expert in each for way in ("gate", "up"))
+        return Source(names, stacked_pairs, (inner, d_model))
+
+    return source
+
+
+LAYOUT = Layout(
+    "Qwen3-Next", ("qwen3_next",), spec, rename,
+    frozenset({  # of experts, where there are some
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    }),
+    MULTI_TOKEN_PREDICTION,
+)  # fmt: skip

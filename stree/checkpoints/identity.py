@@ -1,0 +1,41 @@
+"""What identifies a checkpoint: a hash of the files on which depends what it computes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from stree.common.errors import CheckpointRefused, NotFound
+from stree.common.files import MANIFEST_NAME, read_manifest, require_own_files, sha256_of_file
+from stree.speculation_profile import PROFILE_NAME
+
+CURVE_NAME = "tau_vs_step.svg"  # beside a model card
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+# Files of an export that say something about it, and change nothing that it computes.
+_UNCOUNTED = (MANIFEST_NAME, "provenance.json", PROFILE_NAME, CURVE_NAME)
+
+
+def checkpoint_sha256(directory: str | os.PathLike[str]) -> str:
+    """What identifies a checkpoint: a sha256 over those of all its files, so weights, configs,
+    tokenizer and chat template. Only where it comes from (provenance.json), what was measured of
+    it, and what it says to people (*.md) do not count.
+
+    Taken from the manifest where there is one (loading verifies that it is true), else read from
+    the files. Raises NotFound without the folder, CheckpointRefused without weights.
+    """
+    directory = Path(directory)
+    manifest = directory / MANIFEST_NAME
+    if not directory.is_dir():
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
+    require_own_files(directory)
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    if not any(name.endswith(_WEIGHT_SUFFIXES) for name in names):
+        raise CheckpointRefused(f"{directory} holds no weights (*.safetensors or *.bin)")
+    listed = read_manifest(directory)["files"] if manifest.exists() else {}
+    parts = [
+        f"{name} {listed[name]['sha256'] if name in listed else sha256_of_file(directory / name)}"
+        for name in names
+        if not name.startswith(".") and not name.endswith(".md") and name not in _UNCOUNTED
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

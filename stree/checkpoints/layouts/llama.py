@@ -1,0 +1,99 @@
+"""Llama, as transformers has it: attention layers only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stree.checkpoints import config_parts
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.sources import Layout, as_it_is
+from stree.common.errors import CheckpointRefused
+from stree.models.config import HybridConfig
+
+
+def spec(values: CheckedJson) -> HybridConfig:
+    fields = fields_of(values)
+    return HybridConfig(**fields, attn_layers=tuple(range(fields["num_layers"])))
+
+
+def fields_of(values: CheckedJson) -> dict[str, Any]:
+    """What Llama's config.json says of a `HybridConfig`."""
+    values.require("hidden_act", "silu", default="silu")
+    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
+        values.require(name, False, default=False)
+    values.require("is_causal", True, default=True)
+    values.require("sliding_window", None, default=None)
+    num_heads, num_layers = values.integer("num_attention_heads"), config_parts.num_layers(values)
+    d_model = values.integer("hidden_size")
+    _require_full_attention(values, num_layers)
+    rope_theta, rope_scaling, _ = config_parts.rope(values)
+    return {
+        "vocab_size": values.integer("vocab_size"),
+        "d_model": d_model,
+        "num_layers": num_layers,
+        "intermediate_size": values.integer("intermediate_size"),
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": values.boolean("tie_word_embeddings", False),
+        "num_heads": num_heads,
+        "num_kv_heads": values.integer("num_key_value_heads", num_heads),
+        "head_dim": values.integer("head_dim", d_model // max(num_heads, 1)),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "max_position_embeddings": values.integer("max_position_embeddings", 2048),
+        **config_parts.special_tokens(values),
+    }
+
+
+def _require_full_attention(values: CheckedJson, num_layers: int) -> None:
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointRefused(
+            f"{values.path} has layer_types = {kinds!r:.99}, wanted a list of {num_layers}: copy "
+            "it again"
+        )
+    if other := [kind for kind in kinds if kind != "full_attention"]:
+        raise CheckpointRefused(
+            f"{values.path} asks for layer_types of {other[0]!r:.99}; only 'full_attention' is "
+            "supported"
+        )
+
+
+def config_json(config: HybridConfig, dtype: str) -> dict[str, Any]:
+    """config.json of a model of attention layers."""
+    return {"architectures": ["LlamaForCausalLM"], **json_fields(config, dtype, "llama")}
+
+
+def json_fields(config: HybridConfig, dtype: str, model_type: str) -> dict[str, Any]:
+    """What Llama's config.json says of a model, of whatever type."""
+    return {
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        # Llama's config must name some heads even if no layer has them.
+        "num_attention_heads": config.num_heads or config.num_ssm_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_ssm_heads,
+        "head_dim": config.head_dim or config.ssm_head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": dtype,
+    }
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    return list(ids) if len(ids) > 1 else (ids[0] if ids else None)
+
+
+LAYOUT = Layout("transformers Llama", ("llama",), spec, as_it_is, frozenset({"pretraining_tp"}))

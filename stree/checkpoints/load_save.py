@@ -1,0 +1,366 @@
+"""Checkpoint folders to HybridModel and back.
+
+Read: every layout of checkpoint_configs.py; safetensors in one file or sharded with an index, and
+pickled `.bin` files as plain tensors only. Names, shapes and number formats are checked against the
+config before a single weight is read. Written: MambaInLlama's layout (Llama's own when there are
+only attention layers, ours for layers that it has no words for), whole or not at all.
+
+dt_bias, A_log and D stay in fp32 whatever the rest is in: they are a few numbers per layer that
+act through exponentials, and the recurrence compounds their rounding over the whole sequence. So
+does the correction of experts' scores, which decides between near equals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stree.checkpoints.configs import (
+    CheckpointConfig,
+    config_files,
+    read_checkpoint_config,
+)
+from stree.checkpoints.pickled import load_tensors
+from stree.checkpoints.sources import Source
+from stree.checkpoints.tokenizer import fingerprint
+from stree.common.errors import CheckpointRefused, UsageError
+from stree.common.files import MANIFEST_NAME, publish_directory, verify_manifest
+from stree.common.plain_data import read_json
+from stree.models.config import HybridConfig
+from stree.models.model import HybridModel
+
+SHARD_BYTES = 5_000_000_000
+SAMPLED_NUMBERS = 256  # a stored tensor, by which weights are told from others
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_HEAD_IDS = "head_ids"
+_ALWAYS_FP32 = (".dt_bias", ".A_log", ".D", ".correction_bias")
+_READABLE_FORMATS = ("F64", "F32", "F16", "BF16")
+_READABLE_IDS = ("I64", "I32")
+_BUFFERS_OF_OLD_LLAMAS = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def load_config(path: str | os.PathLike[str]) -> HybridConfig:
+    """The config of the checkpoint folder `path`; raises as `load_model` does."""
+    return read_checkpoint_config(Path(path)).model
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> HybridModel:
+    """Load a checkpoint folder of any known layout, in evaluation mode.
+
+    Each tensor goes straight to `device` and `dtype` (dt_bias, A_log and D at least fp32), so the
+    peak is one model and one tensor. With MANIFEST.json every file is verified first. Rows that
+    state-spaces adds to round its vocabulary up are dropped. The manifest's tokenizer fingerprint
+    stays with the model, so that a `Decoder` can compare.
+
+    Raises NotFound without the folder, and CheckpointRefused, with what was found and what was
+    wanted, for a foreign or unsupported config, a damaged file, and missing, unexpected or
+    misshapen tensors.
+    """
+    directory = Path(path)
+    if directory.is_symlink():
+        directory = directory.resolve()  # one checkpoint, though a training moves `latest`
+    manifest = verify_manifest(directory) if (directory / MANIFEST_NAME).exists() else {}
+    checkpoint = read_checkpoint_config(directory)
+    try:
+        with torch.device("meta"):
+            model = HybridModel(checkpoint.model)
+    except (RuntimeError, OverflowError) as error:  # a size beyond what a tensor can have
+        raise CheckpointRefused(
+            f"{directory}: its config describes no possible model ({error})"
+        ) from error
+    model.tokenizer_fingerprint = manifest.get("tokenizer_fingerprint")
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with _open_weights(directory) as stored:
+        sources = _match(checkpoint, expected, stored, directory)
+        if checkpoint.model.tie_embeddings:
+            _require_equal_head(sources[_EMBEDDING].names[0], stored, directory)
+        weights = {}
+        for name, source in sources.items():
+            tensor = source.make(*map(stored.read, source.names))[: expected[name][0]]
+            weights[name] = tensor.to(device, kept_dtype(name, dtype, source), copy=True)
+    model.load_state_dict(weights, strict=True, assign=True)
+    _require_head_ids(model, directory)
+    return model.eval()
+
+
+def weights_fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return a sha256 of the weights in a checkpoint folder, from evenly spaced samples.
+
+    Takes SAMPLED_NUMBERS of each stored tensor, rounded to bf16: the same weights in other shards
+    or in bf16 give the same fingerprint, and an 8B checkpoint is read at a few places only.
+    Configs, tokenizer and names of files do not count. Raises as `load_model` for what it reads.
+    """
+    digest = hashlib.sha256()
+    with _open_weights(Path(path)) as stored:
+        for name in sorted(stored.shapes):
+            numbers = stored.read(name).reshape(-1)
+            digest.update(f"{name} {stored.shapes[name]}\n".encode())
+            if numbers.numel():
+                places = torch.linspace(0, numbers.numel() - 1, SAMPLED_NUMBERS, dtype=torch.double)
+                sampled = numbers[places.long()].to(torch.bfloat16)
+                digest.update(sampled.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_model(
+    model: HybridModel,
+    directory: str | os.PathLike[str],
+    tokenizer: Any = None,
+    extra_files: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    manifest_extra: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Publish `model` as the checkpoint folder `directory`, whole or not at all.
+
+    Writes config.json, mamba_config.json (unless all layers are attention: transformers loads
+    such a folder as Llama), model.safetensors or shards of at most `shard_bytes` with their
+    index, the tokenizer's files, `extra_files` (name to text) and MANIFEST.json with
+    `manifest_extra` and the tokenizer's fingerprint. `dtype` None keeps each tensor's own.
+
+    Raises CannotWrite when the disk refuses or `directory` exists without `overwrite`, and
+    UsageError when the tokenizer has more ids than the model.
+    """
+    if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} ids, the model {model.config.vocab_size}: "
+            "save the tokenizer that the model was made for"
+        )
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    formats = {
+        name: tensor.dtype if dtype is None else kept_dtype(name, dtype)
+        for name, tensor in state.items()
+    }
+    sizes = {name: state[name].numel() * formats[name].itemsize for name in state}
+    extra = dict(manifest_extra or {})
+    if tokenizer is not None:
+        extra.setdefault("tokenizer_fingerprint", fingerprint(tokenizer))
+    with publish_directory(directory, extra, overwrite, needed_bytes=sum(sizes.values())) as folder:
+        text_files = config_files(model.config, str(formats[_EMBEDDING]).removeprefix("torch."))
+        shards = _plan_shards(sizes, shard_bytes)
+        for file_name, names in shards.items():
+            tensors = {name: state[name].to("cpu", formats[name]).contiguous() for name in names}
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            text_files["model.safetensors.index.json"] = _index_of(shards, sizes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        for name, text in {**text_files, **(extra_files or {})}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+# Names
+
+
+def _match(
+    checkpoint: CheckpointConfig,
+    expected: Mapping[str, tuple[int, ...]],
+    stored: _StoredTensors,
+    directory: Path,
+) -> dict[str, Source]:
+    """Where each parameter comes from, after checking that names, shapes and formats all fit."""
+    rename = checkpoint.rename(stored.shapes)
+    sources = {name: rename(name) for name in expected}
+    wanted_names = [each for source in sources.values() for each in source.names]
+    missing = [each for each in dict.fromkeys(wanted_names) if each not in stored.shapes]
+    unexpected = set(stored.shapes) - set(wanted_names)
+    if checkpoint.model.tie_embeddings:
+        unexpected.discard(_HEAD)
+    for pattern in (_BUFFERS_OF_OLD_LLAMAS, checkpoint.layout.dropped):
+        if pattern is not None:
+            unexpected = {name for name in unexpected if not pattern.fullmatch(name)}
+    if missing or unexpected:
+        raise CheckpointRefused(
+            f"{directory} does not hold the {checkpoint.layout.name} model that its config "
+            f"describes: {_some(missing)} missing, {_some(sorted(unexpected))} not expected; "
+            "use weights and config of the same checkpoint"
+        )
+    for name, source in sources.items():
+        wanted = source.shape or expected[name]
+        if name in (_EMBEDDING, _HEAD) and not checkpoint.model.head_vocab_size:
+            wanted = (checkpoint.padded_vocab_size, *wanted[1:])
+        formats = _READABLE_IDS if name == _HEAD_IDS else _READABLE_FORMATS
+        for place in source.names:
+            if stored.shapes[place] != wanted:
+                raise CheckpointRefused(
+                    f"{place} in {directory} has shape {stored.shapes[place]}, its config wants "
+                    f"{wanted}: use weights and config of the same checkpoint"
+                )
+            if stored.formats[place] not in formats:
+                raise CheckpointRefused(
+                    f"{place} in {directory} is stored as {stored.formats[place]}, wanted one of "
+                    f"{', '.join(formats)}: use a checkpoint that is not quantised"
+                )
+    return sources
+
+
+def _require_head_ids(model: HybridModel, directory: Path) -> None:
+    ids, size = model.head_ids, model.config.vocab_size
+    if ids is None:
+        return
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= size:
+        raise CheckpointRefused(
+            f"{_HEAD_IDS} in {directory} are not ascending token ids below {size}: copy or export "
+            "the checkpoint again"
+        )
+
+
+def _require_equal_head(embedding: str, stored: _StoredTensors, directory: Path) -> None:
+    """Tied checkpoints may repeat the embedding as lm_head.weight; it must be the same."""
+    if _HEAD in stored.shapes and not (
+        stored.shapes[_HEAD] == stored.shapes[embedding]
+        and torch.equal(stored.read(_HEAD), stored.read(embedding))
+    ):
+        raise CheckpointRefused(
+            f"{directory} says that head and embedding are tied, but {_HEAD} differs from "
+            f"{embedding}: correct tie_word_embeddings (or tie_embeddings) in config.json"
+        )
+
+
+def kept_dtype(name: str, dtype: torch.dtype, source: Source | None = None) -> torch.dtype:
+    """What a parameter is kept in by a model that is loaded in `dtype`."""
+    if name == _HEAD_IDS:
+        return torch.long
+    wide = name.endswith(_ALWAYS_FP32) or (source is not None and source.wide)
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    if not names:
+        return "nothing"
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+# Reading files
+
+
+class _StoredTensors:
+    """Shapes and formats of the tensors in a folder's weight files; data only when asked for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.formats: dict[str, str] = {}
+        self._readers: dict[str, Any] = {}
+
+    def add_safetensors(self, path: Path, stack: ExitStack) -> None:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            header = file.get_slice(name)
+            self._add(path, name, header.get_shape(), header.get_dtype(), file.get_tensor)
+
+    def add_pickle(self, path: Path) -> None:
+        try:
+            tensors = load_tensors(path)
+        except Exception as error:
+            # The unpickler raises whatever a damaged or hostile byte stream makes of it.
+            raise _damaged(path, error) from error
+        for name, tensor in tensors.items():
+            number_format = {"float": "F", "bfloat": "BF"}.get(
+                re.sub(r"\d.*", "", str(tensor.dtype).removeprefix("torch.")), "I"
+            )
+            self._add(
+                path, name, tensor.shape, f"{number_format}{tensor.dtype.itemsize * 8}",
+                tensors.__getitem__,
+            )  # fmt: skip
+
+    def _add(self, path: Path, name: str, shape: Any, number_format: str, reader: Any) -> None:
+        if name in self.shapes:
+            raise _damaged(path, f"{name} is in another file as well")
+        self.shapes[name] = tuple(shape)
+        self.formats[name] = number_format
+        self._readers[name] = reader
+
+    def read(self, name: str) -> Tensor:
+        return self._readers[name](name)
+
+
+@contextmanager
+def _open_weights(directory: Path) -> Iterator[_StoredTensors]:
+    """The folder's weight files: one file before an index, safetensors before pickles."""
+    stored = _StoredTensors()
+    with ExitStack() as stack:
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            single, index = directory / name, directory / f"{name}.index.json"
+            if not single.is_file() and not index.is_file():
+                continue
+            for path in [single] if single.is_file() else _indexed_files(index):
+                if name.endswith(".safetensors"):
+                    stored.add_safetensors(path, stack)
+                else:
+                    stored.add_pickle(path)
+            yield stored
+            return
+        raise CheckpointRefused(
+            f"{directory} holds no weights: wanted model.safetensors or pytorch_model.bin, "
+            "or the index of their shards"
+        )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        # Hidden files are in no manifest, and what they are was not looked at.
+        if outside := [name for name in names if Path(name).name != name or name.startswith(".")]:
+            raise ValueError(f"it names {outside[0]!r:.99}, wanted files beside it")
+        paths = [index.parent / name for name in names]
+        missing = [path for path in paths if not path.is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(index, error) from error
+    if missing:
+        raise CheckpointRefused(f"{missing[0]} is missing, {index.name} lists it: copy it again")
+    return paths
+
+
+def _damaged(path: Path, reason: object) -> CheckpointRefused:
+    return CheckpointRefused(f"{path} cannot be read ({reason}): copy or export it again")
+
+
+# Writing files
+
+
+def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """File name to tensor names, in the model's order, each file at most `shard_bytes`."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, start=1)
+    }
+
+
+def _index_of(shards: Mapping[str, list[str]], sizes: Mapping[str, int]) -> str:
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    return json.dumps(index, indent=2) + "\n"

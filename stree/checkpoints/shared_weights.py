@@ -1,0 +1,104 @@
+"""A model that transformers has loaded, run by us: the same tensors, not copies of them.
+
+A parameter that is one of theirs as it is becomes ours, the very object: when our products join its
+weights with others, theirs are joined, too. Halves of a fused projection are views of it. Only
+what a layout has to reorder or scale (q and k of partial rotary, Qwen's gated q, embeddings with a
+multiplier, everything in Falcon-H1) is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.checkpoints.checked_json import CheckedJson
+from stree.checkpoints.configs import CheckpointConfig, checkpoint_config_of
+from stree.checkpoints.load_save import kept_dtype
+from stree.checkpoints.sources import Source
+from stree.common.errors import CheckpointRefused, UsageError
+from stree.models.layers.part import Part
+from stree.models.model import HybridModel
+
+
+@torch.no_grad()
+def shared_model(theirs: Any) -> HybridModel:
+    """A `HybridModel` of the weights of a model of transformers, on its device, in its dtype.
+
+    Weights that are trained or replaced afterwards need a new one. Raises `UsageError` for what is
+    no such model or not on one device, CheckpointRefused for one of no known family, or whose
+    tensors are not those that its config describes (adapters, quantised layers).
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(theirs, PreTrainedModel):
+        raise UsageError(
+            f"the model is a {type(theirs).__name__}, wanted one that transformers has loaded "
+            "(AutoModelForCausalLM.from_pretrained)"
+        )
+    name = Path(f"the config of this {type(theirs).__name__}")
+    checkpoint = checkpoint_config_of(CheckedJson(json.loads(theirs.config.to_json_string()), name))
+    with torch.device("meta"):
+        ours = HybridModel(checkpoint.model)
+    state: dict[str, Tensor] = theirs.state_dict(keep_vars=True)
+    for each, tensor in state.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointRefused(
+                f"{each} of the model is a {type(tensor).__name__}, wanted a plain tensor: load it "
+                "unquantised, and whole"
+            )
+    devices = {tensor.device for tensor in state.values()}
+    if len(devices) != 1 or devices == {torch.device("meta")}:
+        told = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"the model lies on {told}: load it on one device")
+    rename = checkpoint.rename(state)
+    sources = {each: rename(each) for each in ours.state_dict()}
+    _require_all_used(checkpoint, sources, state)
+    dtype: torch.dtype = theirs.get_input_embeddings().weight.dtype  # type: ignore[assignment,union-attr]
+    for each, tensor in ours.state_dict().items():
+        source = sources[each]
+        made = source.make(*(state[stored] for stored in source.names))
+        if made.shape != tensor.shape:
+            raise CheckpointRefused(
+                f"{', '.join(source.names)} make a tensor of shape {tuple(made.shape)}, the "
+                f"model's config wants {tuple(tensor.shape)}"
+            )
+        _put(ours, each, made.to(kept_dtype(each, dtype, source)))
+    for part in ours.modules():
+        if isinstance(part, Part):
+            part.keeps_rows = True  # or transformers could not save what is joined
+    return ours.eval()
+
+
+def _require_all_used(
+    checkpoint: CheckpointConfig, sources: dict[str, Source], state: dict[str, Tensor]
+) -> None:
+    wanted = {name for source in sources.values() for name in source.names}
+    missing = sorted(wanted - state.keys())
+    used = {id(state[name]) for name in wanted if name in state}
+    dropped = checkpoint.layout.dropped
+    left = [
+        name for name, tensor in state.items()
+        if id(tensor) not in used and not (dropped and dropped.fullmatch(name))
+    ]  # fmt: skip
+    if missing or left:
+        some = ", ".join((missing or left)[:3])
+        raise CheckpointRefused(
+            f"the model is not as {checkpoint.layout.name}'s config describes it: {some} "
+            f"{'missing' if missing else 'not expected'}; merge adapters, and load it unquantised"
+        )
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make it the model's tensor of that name; a parameter as the object that it is."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,179 @@
+"""Loading a tokenizer from a checkpoint folder, and telling whether two are the same one.
+
+Equal vocabulary sizes prove nothing: a drafter whose ids mean other words drafts nonsense
+silently. Target and drafter are therefore compared by a fingerprint of what gives ids meaning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stree.common.errors import CheckpointRefused, NotFound, first_line
+from stree.common.files import require_own_files
+from stree.common.plain_data import read_json
+from stree.models.config import HybridConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+    """Return the `transformers` tokenizer stored in `directory`; no network, no remote code.
+
+    Raises NotFound without the folder, CheckpointRefused when its tokenizer files are absent or
+    unreadable, or when `require_own_files` refuses one of those that the library may open.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise NotFound(f"no folder {directory}: give the path of a checkpoint")
+    require_own_files(directory)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointRefused(
+            f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}): "
+            "copy the tokenizer files of the model that it was trained with"
+        )
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            _refuse_what_lies_elsewhere(directory / name)
+        # AutoTokenizer would ask config.json for a class; tokenizer.json says everything itself.
+        if (directory / "tokenizer.json").is_file():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        _require_text_templates(tokenizer)
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # The libraries raise everything from KeyError to bare Exception on a damaged file, and a
+        # panic of the one in Rust is no Exception.
+        raise CheckpointRefused(
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}): "
+            "copy its files again"
+        ) from error
+
+
+def _refuse_what_lies_elsewhere(path: Path) -> None:
+    """Code that comes with a tokenizer, and files that its config names outside of its folder."""
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict) or config.get("auto_map"):
+        raise ValueError(f"{path.name} asks for code of its own, which is not run, or is no object")
+    # Where the last owner's special_tokens_map_file was is written by transformers, and not read.
+    for key in config.keys() - {"special_tokens_map_file"}:
+        named = config[key] if isinstance(config[key], list) else [config[key]]
+        for name in named:
+            if "file" not in key or not isinstance(name, str) or Path(name).name == name:
+                continue
+            if any(os.path.exists(place) for place in (name, path.parent / name)):
+                raise ValueError(f"{path.name} names the file {name:.99} elsewhere in {key}")
+
+
+def _require_text_templates(tokenizer: Any) -> None:
+    found = getattr(tokenizer, "chat_template", None)
+    for template in found.values() if isinstance(found, dict) else [found]:
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"its chat template is a {type(template).__name__}, wanted text")
+
+
+def eos_token_ids(config: HybridConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer: all that a model's config or its tokenizer names.
+
+    Published folders name several, each in another file: an end of the text in config.json, an end
+    of the turn in the tokenizer. Empty when neither names one.
+    """
+    end = getattr(tokenizer, "eos_token_id", None)
+    of_tokenizer = () if end is None or end >= config.vocab_size else (end,)
+    return tuple(dict.fromkeys((*config.eos_token_ids, *of_tokenizer)))
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Hex sha256 of what gives a token id its meaning and a conversation its form.
+
+    Covers the sorted (id, token) pairs, the special tokens, the normaliser and the chat template.
+    """
+    content = {
+        "vocabulary": sorted((index, token) for token, index in tokenizer.get_vocab().items()),
+        "special": {name: _text(value) for name, value in tokenizer.special_tokens_map.items()},
+        "normalizer": _normalizer(tokenizer),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def require_same_tokenizer(
+    target_directory: str | os.PathLike[str], drafter_directory: str | os.PathLike[str]
+) -> str:
+    """Return the common fingerprint of two checkpoint folders' tokenizers.
+
+    Raises CheckpointRefused, naming the first difference, when they are not the same tokenizer.
+    """
+    target, drafter = load_tokenizer(target_directory), load_tokenizer(drafter_directory)
+    common = fingerprint(target)
+    if fingerprint(drafter) != common:
+        raise CheckpointRefused(
+            f"the drafter {drafter_directory} does not use the tokenizer of the target "
+            f"{target_directory}: {_first_difference(target, drafter)}; "
+            "use a drafter that was distilled from this target"
+        )
+    return common
+
+
+def _first_difference(target: Any, drafter: Any) -> str:
+    theirs = {index: token for token, index in drafter.get_vocab().items()}
+    ours = {index: token for token, index in target.get_vocab().items()}
+    if len(ours) != len(theirs):
+        return f"vocabulary of {len(theirs)} tokens, wanted {len(ours)}"
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            return f"id {index} is {theirs.get(index)!r}, wanted {ours.get(index)!r}"
+    if _normalizer(target) != _normalizer(drafter):
+        return "the normalisers differ"
+    if target.special_tokens_map != drafter.special_tokens_map:
+        return f"special tokens {drafter.special_tokens_map}, wanted {target.special_tokens_map}"
+    return "the chat templates differ"
+
+
+def _normalizer(tokenizer: Any) -> Any:
+    """The normaliser's parameters as data; None for tokenizers without (or not in) Rust."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return json.loads(backend.to_str())["normalizer"] if backend is not None else None
+
+
+def _text(value: Any) -> Any:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, without any that mark its begin or end."""
+    with refusing_panics():
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+@contextmanager
+def refusing_panics() -> Iterator[None]:
+    """Raises `CheckpointRefused` where the tokenizer's Rust code gives up, which is no `Exception`
+    of Python's: a regular expression that explodes on a text, say."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointRefused(
+            f"the tokenizer cannot encode the text ({first_line(error)}): its tokenizer.json asks "
+            "for more than can be computed; take the published one"
+        ) from error

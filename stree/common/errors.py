@@ -1,0 +1,185 @@
+"""What can go wrong for a user, and the exit code that each kind ends a command with."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+from stree.common.text import shown
+
+_LONGEST_REASON = 2000
+
+
+class StreeError(ValueError):
+    """A reason to stop that the user can act on: says what was got, what was wanted, what to do.
+
+    Its message may quote files: control characters in it are replaced.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shown(str(message)))
+
+
+class UsageError(StreeError):
+    """Wrong arguments or configuration."""
+
+
+class NotFound(UsageError):
+    """A file or folder that was named and is not there, whatever it was to hold: what is there and
+    is wrong has the code of its kind."""
+
+
+class BadData(StreeError):
+    """Conversations or benchmark files that cannot be used."""
+
+    exit_code = 65
+
+
+class CheckpointRefused(StreeError):
+    """A checkpoint or tokenizer that is damaged, foreign or does not fit its partner."""
+
+    exit_code = 66
+
+
+class InvariantBroken(StreeError):
+    """Losslessness broken, NaN met, or no progress: the results would be wrong."""
+
+    exit_code = 70
+
+
+class OutOfMemory(StreeError):
+    """Something did not fit; the message names it and the setting that shrinks it."""
+
+    exit_code = 71
+
+
+class CannotWrite(StreeError):
+    """The disk or folder refuses a write."""
+
+    exit_code = 73
+
+
+class Preempted(StreeError):
+    """Stopped from outside with everything saved: run the same command to go on."""
+
+    exit_code = 75
+
+
+class Interrupted(Preempted):
+    """Stopped by Ctrl-C with everything saved."""
+
+    exit_code = 128 + signal.SIGINT
+
+
+def kind_of_code(code: int) -> type[StreeError]:
+    """The kind of error that ended a command with this exit code; InvariantBroken for others."""
+    kinds = (UsageError, BadData, CheckpointRefused, OutOfMemory, CannotWrite, Preempted)
+    return next((kind for kind in kinds if kind.exit_code == code), InvariantBroken)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: a GPU's, the host's under PyTorch (which has no type for that), or
+    Python's own."""
+    is_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return is_torch or isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def naming_what_does_not_fit(remedy: str, what: str = "") -> Iterator[None]:
+    """Turn running out of memory in here into an `OutOfMemory`: what it was for, what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        named = f"{what}: " if what else ""
+        raise OutOfMemory(f"{named}{first_line(error)}; {remedy}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without its explanations; its type when it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def exit_with_reason(main: Callable[[], object]) -> None:
+    """Run an entry point; a `StreeError` becomes one line on stderr and its exit code, and so does
+    a library that is not installed.
+
+    One of several processes leaves without the interpreter's own shutdown: a thread of PyTorch's
+    that asks for the interpreter then aborts the process (seen, rarely, on a busy machine), and the
+    launcher would end the others for it.
+    """
+    code: object = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # τ in a terminal of ASCII
+    try:
+        main()
+        sys.stdout.flush()
+    except StreeError as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        code = error.exit_code
+    except BrokenPipeError:  # `… | head` has seen enough; what would have come is not known
+        _drop_output()
+        code = 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        if error.name is None or "." in error.name:  # no library as a whole
+            raise
+        print(
+            f"error: {sys.executable} has no library {error.name!r}: install stree there with all "
+            "that it needs, or use an environment that has it, in a clone .venv/bin/stree",
+            file=sys.stderr,
+        )
+        code = UsageError.exit_code
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = one_line(str(error.filename))
+            print(f"error: {name:.60}… is longer than a path can be: name another", file=sys.stderr)
+            code = UsageError.exit_code
+        elif error.errno == errno.ENOSPC:
+            _drop_output()
+            print(f"error: {error}: free some space, then run again", file=sys.stderr)
+            code = CannotWrite.exit_code
+        else:
+            raise
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = Interrupted.exit_code
+    except SystemExit as leaving:
+        code = 0 if leaving.code is None else leaving.code
+    if isinstance(code, int) and _one_of_many():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _drop_output() -> None:
+    """What is still to be flushed, and can't be, goes nowhere: the interpreter would fail of it."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def warn(message: str) -> None:
+    """Warn the caller of the function that calls this one, in one line; it may quote files."""
+    warnings.warn(one_line(message), stacklevel=3)
+
+
+def one_line(text: str) -> str:
+    """A reason as one line that a terminal can show: what libraries and files say may be of many
+    lines, of any length, or move the cursor."""
+    line = " ".join(shown(text[: 4 * _LONGEST_REASON], " ").split())
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + " …"
+
+
+def _one_of_many() -> bool:
+    counts = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    return any(count.isdigit() and int(count) > 1 for count in counts)

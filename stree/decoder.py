@@ -1,0 +1,480 @@
+"""One sequence: a batch of one row, with a streamer and with times by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request, samples_of
+from stree.common import threads
+from stree.common.clock import PAUSED, PhaseClock
+from stree.common.errors import UsageError, naming_what_does_not_fit
+from stree.common.words import ends_of
+from stree.drafters import Drafter
+from stree.drafters.cross_tokenizer import Retokenised
+from stree.drafters.model import Drawing
+from stree.drafters.ngram import NGram
+from stree.generation import GenerationConfig, GenerationOutput
+from stree.model_words import described, placed
+from stree.models.model import HybridModel
+from stree.prompts import chat_ids, is_several_chats, one_prompt, text_ids
+from stree.settings import Asked, asked_for, asked_of_texts, end_of
+from stree.tree_policy.adaptive import Modes, largest_of
+from stree.tree_policy.names import as_growth
+from stree.tree_policy.step_times import Costs
+from stree.trees.token_tree import TokenTree
+from stree.verifiers import Verifier
+from stree_kernels import ops
+
+
+class Decoder:
+    """A target, optionally with a drafter and a tree, and the caches to decode one sequence.
+
+    Several threads may ask: each answer waits for the end of the one before.
+
+    Args:
+        target: A `HybridModel`.
+        drafter: A model, n-grams or anything that fills trees (`stree.drafters.Drafter`). Without
+            one, decoding is plain.
+        tree: The token tree (default with a drafter: the paper's), or `Modes`, whose costs are
+            measured first (`measure_costs`).
+        max_length: Tokens of the longest sequence, prompt included; none goes beyond the target's
+            positions.
+        tokenizer: For texts, and for stop strings.
+        verifier: By name (`stree.verifiers.named`), or one of your own.
+        backtracking: "replay" or "joint", as in `BatchDecoder`.
+        num_prefixes: How many prefixes are held of what was read and generated, two a generation,
+            so that a conversation's next turn does not read them again. Each has the memory of a
+            state and its keys.
+
+    Raises:
+        UsageError: When target and drafter have different vocabularies, or different tokenizers by
+            the fingerprints in their checkpoints' manifests.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+        tree: TokenTree | Modes | str | None = None,
+        *,
+        max_length: int = 2048,
+        tokenizer: Any = None,
+        verifier: str | Verifier = "coupled",
+        backtracking: str = "replay",
+        num_prefixes: int = 0,
+    ) -> None:
+        tree = None if tree is None else as_growth(tree)
+        if tree is not None and largest_of(tree).num_nodes == 1:
+            drafter = None  # a root alone leaves nothing to draft
+        self.batch = BatchDecoder(
+            target, drafter, tree,
+            num_rows=1, max_length=max_length, tokenizer=tokenizer, verifier=verifier,
+            backtracking=backtracking, num_prefixes=num_prefixes,
+        )  # fmt: skip
+        self.target, self.drafter, self.tree = target, self.batch.drafter, self.batch.tree
+        self.max_length, self.tokenizer = max_length, tokenizer
+        self.eos_token_ids = self.batch.eos_token_ids
+
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.batch.growth)
+        ends = ends_of(self.eos_token_ids)
+        return f"Decoder({models}, max_length {self.max_length}, {ends}, {placed(self.target)})"
+
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[int],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput | list[GenerationOutput]: ...
+
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Generate after a prompt, or after several, one after the other.
+
+        Args:
+            inputs: The ids of at least one token as a list, an array or tensor (T,) or (1, T), or
+                what a tokenizer returns (`input_ids`, `attention_mask`). Several prompts are a list
+                of those, or a tensor (B, T) that is padded, left or right, with its attention_mask.
+            generation_config: Ours or `transformers`'.
+            attention_mask: 0 where `inputs` are padded.
+            streamer: For one prompt: an object with `put(tokens)` and `end()`, such as
+                `transformers.TextStreamer`. It is ended after an error, too.
+            **options: Fields of either config, as well as do_sample and max_length. They win over
+                generation_config.
+
+        Returns:
+            A `GenerationOutput`; a list of them for several prompts, and with
+            `num_return_sequences`, whose answers to a prompt follow one another.
+
+        Raises:
+            UsageError: When the prompt does not fit, and for what cannot be honoured (num_beams,
+                no_repeat_ngram_size, …).
+            InvariantBroken: On NaN logits.
+            OutOfMemory: When the caches do not fit.
+        """
+
+        def read() -> Asked:
+            return asked_for(inputs, generation_config, attention_mask, options, self.tokenizer)
+
+        return self._serve(read, streamer)
+
+    @overload
+    def complete(
+        self,
+        text: str,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def complete(
+        self,
+        text: Sequence[str],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def complete(
+        self,
+        text: str | Sequence[str],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def complete(
+        self,
+        text: str | Sequence[str],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        **options: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Go on after a text, or after each of a list, as `generate` does after tokens."""
+        several = isinstance(text, list | tuple)
+        return self._serve(
+            partial(self._read, text_ids, text, several, generation_config, options), streamer
+        )
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[str | Sequence[Mapping[str, Any]]],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: None = None,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Any,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_return_sequences: int,
+        **options: Any,
+    ) -> list[GenerationOutput]: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """Answer a conversation in the form of the tokenizer's chat template, or several.
+
+        Args:
+            messages: `[{"role": "user", "content": "…"}]`, whose contents may be text parts; a list
+                of such conversations; or a text, which is one question.
+            generation_config: As in `generate`.
+            streamer: As in `generate`.
+            tools: Functions or JSON schemas, for the template.
+            documents: Mappings, for the template.
+            enable_thinking: For templates that read it.
+            chat_template_kwargs: Other variables of the template, and another `chat_template`.
+            **options: As in `generate`.
+
+        Returns:
+            As `generate`.
+
+        Raises:
+            UsageError: As `generate`, and for what the template does not read or refuses.
+        """
+        variables = dict(tools=tools, documents=documents, enable_thinking=enable_thinking)
+        encode = partial(chat_ids, **{**variables, **(chat_template_kwargs or {})})
+        several = is_several_chats(messages)
+        return self._serve(
+            partial(self._read, encode, messages, several, generation_config, options), streamer
+        )
+
+    def _read(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        given: Any,
+        several: bool,
+        generation_config: Any,
+        options: dict[str, Any],
+    ) -> Asked:
+        """As `asked_for`, for what the tokenizer encodes first."""
+        return asked_of_texts(encode, given, several, generation_config, options, self.tokenizer)
+
+    def _serve(
+        self, read: Callable[[], Asked], streamer: Any
+    ) -> GenerationOutput | list[GenerationOutput]:
+        with ExitStack() as stack:
+            if streamer is not None:
+                stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
+            asked, several = read()
+            requests = [
+                sample
+                for prompt, config in asked
+                for sample in samples_of(Request(prompt, config, keep_prompt=True))
+            ]
+            if streamer is not None and len(requests) > 1:
+                raise UsageError(
+                    f"asked for {len(requests)} answers: a streamer shows one answer at a time"
+                )
+            outputs = [self._generate(request, streamer) for request in requests]
+        return outputs if several or len(outputs) > 1 else outputs[0]
+
+    def _generate(self, request: Request, streamer: Any) -> GenerationOutput:
+        batch, prompt = self.batch, one_prompt(request.prompt_ids)
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        with ExitStack() as stack:
+            stack.enter_context(
+                naming_what_does_not_fit(
+                    "lower max_new_tokens, take a smaller tree, or use bfloat16 or a larger GPU",
+                    f"decoding after {len(prompt)} tokens with {self.tree}",
+                )
+            )
+            stack.enter_context(ops.current(self.target.device))
+            stack.enter_context(threads.for_decoding(self.target))
+            stack.enter_context(batch.lock)  # another thread's answer waits for this one's end
+            stack.callback(setattr, batch, "phase_clock", None)
+            reports = stack.enter_context(closing(batch.serve([request], self._start_clock)))
+            for num_calls, served in enumerate(reports):
+                clock, report = batch.phase_clock, served.report
+                assert clock is not None
+                if num_calls == 0 and report.error is None:  # a prompt is read alone, so at once
+                    prefill_s = clock.start_decoding()
+                elif report.error is None:
+                    clock.mark("host")
+                    if report.finish_reason:
+                        decode_s, time_ms = clock.stop(num_calls)
+                if streamer is not None and report.error is None:
+                    streamer.put(torch.tensor(report.tokens))
+                clock.mark(PAUSED)
+            output = served.release()
+            output.stats.prefill_s = prefill_s
+            if num_calls:
+                output.stats.decode_s, output.stats.time_ms = decode_s, time_ms
+            return output
+
+    def _start_clock(self, row: int) -> None:
+        """Begin to time the answer of a row that was admitted, graphs left out."""
+        self.batch.prepare()
+        self.batch.phase_clock = PhaseClock(self.target.device)
+
+    def measure_costs(
+        self,
+        context: int | None = None,
+        num_steps: int = 8,
+        generation: GenerationConfig = GenerationConfig(),
+    ) -> Costs:
+        """As `BatchDecoder.measure_costs`."""
+        return self.batch.measure_costs(context, num_steps, generation=generation)
+
+    def forget(self) -> None:
+        """As `BatchDecoder.forget`."""
+        self.batch.forget()
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """As `BatchDecoder.forgetting`."""
+        return self.batch.forgetting()
+
+    def num_reusable(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt would not be read again now."""
+        return self.batch.num_reusable(prompt)
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Sequence[int],
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> GenerationOutput: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Sequence[Sequence[int] | Tensor | Mapping[str, Any]],
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Any,
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: int,
+    **options: Any,
+) -> list[GenerationOutput]: ...
+
+
+@overload
+def generate(
+    target: Any,
+    inputs: Any,
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: None = None,
+    **options: Any,
+) -> GenerationOutput | list[GenerationOutput]: ...
+
+
+def generate(
+    target: Any,
+    inputs: Any,
+    generation_config: Any = None,
+    *,
+    drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+    tree: TokenTree | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    **options: Any,
+) -> GenerationOutput | list[GenerationOutput]:
+    """Generate once, as `Decoder.generate`; a `Decoder` does it again without new buffers."""
+    with ExitStack() as stack:
+        if streamer is not None:
+            stack.callback(end_of(streamer))
+        mask = options.pop("attention_mask", None)
+        asked, several = asked_for(inputs, generation_config, mask, options, tokenizer)
+        depth = tree.max_depth if tree is not None else TokenTree.paper().max_depth
+        longest = max(len(prompt) + config.max_new_tokens for prompt, config in asked)
+        decoder = Decoder(
+            target, drafter, tree, max_length=longest + depth + 1, tokenizer=tokenizer
+        )
+        stack.pop_all()  # from here on the decoder ends it
+    return decoder._serve(lambda: (asked, several), streamer)

@@ -1,0 +1,435 @@
+"""A door from transformers: its `generate`, asked of a model that it has loaded, with speculation.
+
+transformers itself reads the arguments, by its own rules and defaults, and hands over prompts,
+logits processors and stopping criteria; only the loop over tokens is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import chain
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.memory_report import Room
+from stree.batching.sequences import Request, SampleRequest, SharedPrompt
+from stree.batching.serve import Served
+from stree.batching.step_timing import length_to_time
+from stree.checkpoints.load_save import load_model
+from stree.checkpoints.shared_weights import shared_model
+from stree.common.errors import UsageError, one_line
+from stree.drafters import Drafter
+from stree.drafters.cross_tokenizer import Retokenised
+from stree.drafters.model import Drawing
+from stree.drafters.names import DrafterName
+from stree.drafters.ngram import NGram
+from stree.generation import GenerationConfig, GenerationOutput, require_whole
+from stree.loading import checkpoint_folder
+from stree.model_words import described, placed
+from stree.models.joint import require_backtracking
+from stree.models.model import HybridModel
+from stree.prompts import prompts_of
+from stree.settings import end_of
+from stree.tree_policy.adaptive import Modes, deepest_of
+from stree.tree_policy.names import as_growth, refuse_unknown
+from stree.trees.token_tree import TokenTree
+from stree.verifiers import Verifier, named
+
+_PLAIN = {  # what else asks for another search, or another answer
+    "num_beams": 1, "penalty_alpha": 0.0, "prompt_lookup_num_tokens": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False,
+    "return_dict_in_generate": False, "synced_gpus": False,
+}  # fmt: skip
+LENGTH_STEP = 256  # of the buffers, so that prompts of other lengths find them large enough
+_KEPT = "_stree_decoder"
+# Arguments of transformers' generate that are neither settings nor its model's
+_TAKEN = ("inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria",
+          "logits_processor", "prefix_allowed_tokens_fn", "tokenizer")  # fmt: skip
+
+
+def from_transformers(
+    model: Any,
+    drafter: Any = None,
+    tree: TokenTree | Modes | str | None = None,
+    *,
+    verifier: str | Verifier = "coupled",
+    backtracking: str = "replay",
+    num_prefixes: int = 0,
+    **unknown: Never,
+) -> TransformersDecoder:
+    """A decoder whose `generate` is `model.generate`, with drafts.
+
+    Args:
+        model: Of any supported family, loaded by transformers on one device. Its tensors are shared
+            (`stree.checkpoints.shared_weights`).
+        drafter: A name that `stree.load` takes (a folder, one on the hub, n-grams, `top:FOLDER`), a
+            model of ours or of transformers. None decodes plainly.
+        tree: A tree, a choice among several, or a name of either, as in `stree.load` (default with
+            a drafter: the paper's).
+        verifier: As in `stree.load`.
+        backtracking: As in `stree.load`.
+        num_prefixes: As in `stree.load`. Prefixes are forgotten when a call needs larger buffers
+            than those before.
+
+    All other settings are the model's own, or come with each call of `generate`.
+
+    Raises:
+        UsageError: When model, drafter and tree do not fit.
+        CheckpointRefused: For a model of no known family.
+    """
+    refuse_unknown("from_transformers", unknown)
+    target = shared_model(model)
+    tree = None if tree is None else as_growth(tree)
+    return TransformersDecoder(
+        model, target, _drafter(drafter, target), tree, verifier,
+        backtracking=backtracking, num_prefixes=num_prefixes,
+    )  # fmt: skip
+
+
+def _require_tensor(ids: Any) -> None:
+    """As `model.generate` takes prompts, or leaves them out."""
+    if ids is None or isinstance(ids, Tensor):
+        return
+    unpacked = ": generate(**batch) takes a tokenizer's" if isinstance(ids, Mapping) else ""
+    raise UsageError(
+        f"the prompts are a {type(ids).__name__}, wanted a tensor (B, T) of token ids{unpacked}"
+    )
+
+
+def _drafter(
+    given: Any, target: HybridModel
+) -> HybridModel | Drawing | NGram | Retokenised | Drafter | None:
+    if isinstance(given, str | os.PathLike):
+        name = DrafterName.parse(given) if isinstance(given, str) else DrafterName(given)
+        own = None
+        if name.folder is not None:
+            own = load_model(checkpoint_folder(name.folder), target.device, target.dtype)
+        return name.make(own, None)
+    made = HybridModel | Drawing | NGram | Retokenised
+    if given is None or isinstance(given, made) or hasattr(given, "draft"):
+        return given
+    return shared_model(given)
+
+
+class TransformersDecoder:
+    """A model of transformers, the same weights as `target`, and what drafts for it.
+
+    outputs, what the last `generate` did for each prompt: tokens, and statistics such as τ.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        target: HybridModel,
+        drafter: HybridModel | Drawing | NGram | Retokenised | Drafter | None = None,
+        tree: TokenTree | Modes | None = None,
+        verifier: str | Verifier = "coupled",
+        *,
+        backtracking: str = "replay",
+        num_prefixes: int = 0,
+    ) -> None:
+        self.model, self.target, self.drafter = model, target, drafter
+        self._made_of = _weights(model)
+        default = TokenTree.chain(0, "root") if drafter is None else TokenTree.paper()
+        self.tree, self.verifier = tree or default, named(verifier)
+        self._max_depth = deepest_of(self.tree).max_depth
+        self.backtracking = require_backtracking(backtracking)
+        require_whole("num_prefixes", num_prefixes, least=0)
+        self.num_prefixes = num_prefixes
+        if drafter is None and self._max_depth:
+            raise UsageError(f"{tree} needs a drafter to fill it")
+        self.outputs: list[GenerationOutput] = []
+        self._batch: BatchDecoder | None = None
+
+    def __repr__(self) -> str:
+        models = described(self.target, self.drafter, self.tree)
+        return f"TransformersDecoder({models}, {placed(self.target)})"
+
+    @property
+    def room(self) -> Room | None:
+        """How many sequences the last call had buffers for, how many more there is memory for, and
+        why; None before the first. A call with more, or longer ones, makes larger buffers."""
+        return None if self._batch is None else self._batch.room
+
+    def generate(
+        self, inputs: Any = None, generation_config: Any = None, **arguments: Any
+    ) -> Tensor:
+        """`model.generate`: the same arguments, the same (B, T) tensor of prompts and what follows,
+        padded with the padding token; greedy, the same tokens.
+
+        Sampling follows the same distribution; seeds come from PyTorch's generator, so
+        `torch.manual_seed` repeats it, with other tokens than transformers'. A stopping criterion
+        is asked about one sequence at a time, after each of its tokens, without scores. A streamer
+        takes one prompt. Raises `UsageError`, naming it, for what cannot be honoured: beams, logits
+        processors other than temperature, top-k, top-p, min-p and repetition penalty, outputs
+        beside tokens, inputs that are no tokens.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        with ExitStack() as stack:
+            streamer = given.pop("streamer", None)
+            if streamer is not None:
+                stack.callback(end_of(streamer))  # whatever happens: somebody may wait for it
+            for ids in (inputs, given.get("input_ids")):
+                _require_tensor(ids)
+            _require_supported(given, generation_config, self.model.generation_config)
+            _require_no_hooks(self.model)
+            self._follow()
+            generation_config = _stop_strings_as_criterion(generation_config, given)
+            # transformers gives neither streamer nor tokenizer to another's loop
+            decode = partial(self._decode, streamer)
+            return self.model.generate(inputs, generation_config, custom_generate=decode, **given)
+
+    def _follow(self) -> None:
+        """Take the model's weights anew where it was trained or moved: some of ours are made of
+        them."""
+        weights = _weights(self.model)
+        if weights != self._made_of:
+            self._batch = None  # its buffers go before there is another model
+            self.target, self._made_of = shared_model(self.model), weights
+
+    def _decode(
+        self,
+        streamer: Any,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **prepared: Any,
+    ) -> Tensor:
+        """What transformers calls in place of its own loop, with all that it has prepared."""
+        if streamer is not None and len(input_ids) > 1:
+            raise UsageError(f"got {len(input_ids)} prompts: a streamer shows one answer at a time")
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        mask = _left_padding(prepared.get("attention_mask"))
+        settings = _settings_of(logits_processor, generation_config, mask)
+        stops = _Stops(stopping_criteria, input_ids.shape[1])
+        prompts, _ = prompts_of(input_ids, mask)
+        requests: list[Request] = []
+        times = (
+            generation_config.num_return_sequences or 1
+        )  # each prompt stands one after the other
+        for number, prompt in enumerate(prompts):
+            if number % times == 0:
+                shared = SharedPrompt(times - 1)
+            seed = int(torch.randint(2**62, ())) if "temperature" in settings else 0
+            generation = GenerationConfig(
+                stops.max_new_tokens, seed=seed, eos_token_id=stops.eos_ids or None,
+                ignore_eos=not stops.eos_ids, **settings,
+            )  # fmt: skip
+            requests.append(SampleRequest(prompt, generation, keep_prompt=True, shared=shared))
+        rows = self._serve(requests, input_ids, stops, streamer)
+        longest = max(map(len, rows))
+        padding = generation_config._pad_token_tensor
+        shape = (len(rows), longest)
+        new = input_ids.new_full(shape, 0 if padding is None else int(padding))
+        for row, tokens in enumerate(rows):
+            new[row, : len(tokens)] = torch.tensor(tokens)
+        return torch.cat([input_ids, new], dim=1)
+
+    def _serve(
+        self, requests: list[Request], input_ids: Tensor, stops: _Stops, streamer: Any
+    ) -> list[list[int]]:
+        """The new tokens of each request."""
+        batch = self._batch_for(requests)
+        tokens: list[list[int]] = [[] for _ in requests]
+        ends: list[int | None] = [None] * len(requests)  # after so many tokens
+        under_way: dict[int, Served] = {}
+        with closing(batch.serve(requests)) as reports:
+            for served in reports:
+                index, report = served.number, served.report
+                if report.error is not None:
+                    continue  # which `serve` raises
+                under_way[index] = served
+                for token in report.tokens:
+                    tokens[index].append(token)
+                    if streamer is not None and ends[index] is None:
+                        streamer.put(torch.tensor([token]))
+                    if ends[index] is None and stops.asked(input_ids[index], tokens[index]):
+                        ends[index] = len(tokens[index])
+                if report.finish_reason:
+                    ends[index] = ends[index] or len(tokens[index])
+                if stops.eos_ids:
+                    if ends[index] is not None:
+                        served.release()
+                elif None not in ends:
+                    # Without an EOS, transformers lets sequences go on until the last one stops
+                    last = max(end for end in ends if end is not None)
+                    for each in under_way.values():
+                        if len(tokens[each.number]) >= last:
+                            each.release()
+        self.outputs = [under_way[index].release() for index in range(len(requests))]
+        if stops.eos_ids:
+            return [row[:end] for row, end in zip(tokens, ends, strict=True)]
+        last = max(end for end in ends if end is not None)
+        return [row[:last] for row in tokens]
+
+    def _batch_for(self, requests: Sequence[Request]) -> BatchDecoder:
+        """Buffers that are large enough; those of the last call where they are."""
+        longest = self._max_depth + 1 + max(
+            len(each.prompt_ids) + each.generation.max_new_tokens for each in requests
+        )  # fmt: skip
+        if isinstance(self.tree, Modes):
+            longest = max(longest, length_to_time(deepest_of(self.tree)))
+        batch = self._batch
+        if batch is None or batch.num_rows < len(requests) or batch.max_length < longest:
+            num_rows = max(len(requests), batch.num_rows if batch else 0)
+            rounded = -(-longest // LENGTH_STEP) * LENGTH_STEP
+            length = max(rounded, batch.max_length if batch else 0)
+            self._batch = batch = None  # before there is another one
+            batch = BatchDecoder(
+                self.target, self.drafter, self.tree,
+                num_rows=num_rows, max_length=length, verifier=self.verifier,
+                backtracking=self.backtracking, num_prefixes=self.num_prefixes,
+            )  # fmt: skip
+            asked = requests[0].generation
+            if isinstance(self.tree, Modes) and self.tree.costs.misfit(
+                self.target, self.tree.trees, asked.temperature, num_rows
+            ):
+                batch.measure_costs(generation=asked)
+            self._batch = batch
+        return batch
+
+
+class _Stops:
+    """transformers' stopping criteria: lengths and ends of sequence as ours, others asked."""
+
+    def __init__(self, criteria: Any, prompt_length: int) -> None:
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        if not lengths:
+            raise UsageError("generate was given no length at which to stop: give max_new_tokens")
+        self.max_new_tokens = min(lengths) - prompt_length
+        ends = [each for each in criteria if isinstance(each, EosTokenCriteria)]
+        self.eos_ids = tuple(sorted({int(i) for each in ends for i in each.eos_token_id}))
+        own = (MaxLengthCriteria, EosTokenCriteria)
+        self.others = [each for each in criteria if not isinstance(each, own)]
+
+    def asked(self, prompt: Tensor, tokens: list[int]) -> bool:
+        """Whether a criterion ends a sequence (T,) here."""
+        if not self.others:
+            return False
+        so_far = torch.cat([prompt, prompt.new_tensor(tokens)])[None]
+        return any(bool(torch.as_tensor(each(so_far, None)).any()) for each in self.others)
+
+
+def _settings_of(processors: Any, generation_config: Any, mask: Tensor | None) -> dict[str, Any]:
+    """Ours for logits processors, of which transformers makes a list; empty when greedy."""
+    from transformers.generation import logits_process as theirs
+
+    names = {
+        theirs.TemperatureLogitsWarper: "temperature", theirs.TopKLogitsWarper: "top_k",
+        theirs.TopPLogitsWarper: "top_p", theirs.MinPLogitsWarper: "min_p",
+        theirs.RepetitionPenaltyLogitsProcessor: "penalty",
+    }  # fmt: skip
+    sampled = bool(generation_config.do_sample)
+    asked: dict[str, Any] = {"temperature": 1.0} if sampled else {}
+    for each in processors:
+        name = names.get(type(each))
+        unseen = getattr(each, "prompt_ignore_length", None)
+        if unseen is not None and mask is not None:  # padding is no part of our prompts
+            padding = (mask != 0).int().argmax(1)
+            unseen = None if torch.equal(torch.as_tensor(unseen), padding) else unseen
+        if name is None or unseen is not None or not (sampled or name == "penalty"):
+            raise UsageError(
+                f"generate cannot honour {type(each).__name__}: leave out what asks for it"
+            )
+        asked["repetition_penalty" if name == "penalty" else name] = getattr(each, name)
+    return asked
+
+
+def _stop_strings_as_criterion(generation_config: Any, given: dict[str, Any]) -> Any:
+    """Let stop strings, in the arguments or the config, be one of the stopping criteria; returns
+    the config without them."""
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    tokenizer = given.pop("tokenizer", None)
+    strings = given.pop("stop_strings", None) or getattr(generation_config, "stop_strings", None)
+    if not strings:
+        return generation_config
+    if tokenizer is None:
+        raise UsageError("stop_strings need the tokenizer: pass tokenizer= beside them")
+    criteria = [*given.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
+    given["stopping_criteria"] = StoppingCriteriaList(criteria)
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
+    return generation_config
+
+
+def _require_supported(arguments: dict[str, Any], *configs: Any) -> None:
+    """Raise `UsageError` for an argument that is no setting and not taken, and for settings, the
+    first that is given counts, of another search than token by token or answer than ids."""
+    from transformers import GenerationConfig as Theirs
+
+    known = {*_TAKEN, *_PLAIN, *vars(Theirs())}
+    refused = {name: value for name, value in arguments.items() if name not in known}
+    for name, neutral in _PLAIN.items():
+        said = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        value = next((each for each in said if each is not None), neutral)
+        if value != neutral:
+            refused[name] = value
+    if refused:
+        told = ", ".join(f"{name} = {one_line(repr(value)):.40}" for name, value in refused.items())
+        raise UsageError(f"generate cannot honour {told}: leave it out")
+
+
+def _require_no_hooks(model: Any) -> None:
+    """Raise `UsageError` for a hook that might change what a module computes; transformers' own
+    only take notes."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", None)).startswith("transformers."):
+                raise UsageError(
+                    f"{name or 'the model'} has a forward hook, which is not run here: remove it, "
+                    "or decode with model.generate alone"
+                )
+
+
+def _weights(model: Any) -> tuple[Any, ...]:
+    """Another value when a weight was trained, moved or replaced (through `.data`: not)."""
+    versions = (
+        (id(each), 0 if each.is_inference() else each._version)
+        for each in chain(model.parameters(), model.buffers())
+    )
+    return model.device, model.dtype, *versions
+
+
+def _left_padding(mask: Tensor | None) -> Tensor | None:
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise UsageError("attention_mask pads at the right: wanted padding at the left")
+    return mask
+
+
+def generate(
+    model: Any,
+    *,
+    drafter: Any = None,
+    tree: TokenTree | Modes | str | None = None,
+    verifier: str | Verifier = "coupled",
+    backtracking: str = "replay",
+    num_prefixes: int = 0,
+    **arguments: Any,
+) -> Tensor:
+    """What transformers runs for `model.generate(…, custom_generate=stree.CUSTOM_GENERATE)`, with
+    the arguments of `from_transformers` beside its own. The decoder stays with the model, for the
+    next call with the same ones."""
+    options: dict[str, Any] = dict(
+        verifier=verifier, backtracking=backtracking, num_prefixes=num_prefixes
+    )
+    made_of = (drafter, tree, options, model.device, model.dtype)
+    kept = model.__dict__.get(_KEPT)
+    if kept is None or kept[0] != made_of:
+        model.__dict__.pop(_KEPT, None)  # its buffers go before there are others
+        kept = made_of, from_transformers(model, drafter, tree, **options)
+        model.__dict__[_KEPT] = kept
+    return kept[1].generate(**arguments)

@@ -1,0 +1,169 @@
+"""Grouped-query attention with rotary positions: over sequences, over a cache, over trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.models.config import HybridConfig
+from stree.models.layer_caches import AttentionCache
+from stree.models.layers.norm import RMSNorm
+from stree.models.layers.part import (
+    Extension,
+    Part,
+    Sequences,
+    TreeCall,
+    project,
+    project_parts,
+    put,
+)
+from stree_kernels import naive, ops
+from stree_kernels.contracts import Steering, Stream, Topology
+
+Adapters = Sequence[nn.Module] | None  # what is added to q, k and v
+
+
+class Attention(Part):
+    """Attention of `num_heads` heads to `num_kv_heads` keys and values, as in Llama.
+
+    d_input, what it reads (d_model unless given); it gives d_model.
+    """
+
+    def __init__(self, config: HybridConfig, d_input: int | None = None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        width, kv_width = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.width = width + 2 * kv_width  # of q, k and v side by side
+        d_input, bias = d_input or config.d_model, config.attention_bias
+        self.q_proj = nn.Linear(d_input, width, bias=bias)
+        self.k_proj = nn.Linear(d_input, kv_width, bias=bias)
+        self.v_proj = nn.Linear(d_input, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.gated = config.attention_gate
+        if self.gated:
+            self.gate_proj = nn.Linear(d_input, width, bias=bias)
+        self.normed = config.qk_norm
+        if self.normed:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        read = (self.q_proj, self.k_proj, self.v_proj)
+        return [(*read, self.gate_proj) if self.gated else read, (self.o_proj,)]
+
+    def _project(
+        self, x: Tensor, context: Sequences, adapters: Adapters
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, P), k and v (B, Hkv, T, P), rotated."""
+        projected = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        if adapters is not None:
+            projected = [y + own(x) for y, own in zip(projected, adapters, strict=True)]
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        assert context.rotary is not None
+        q, k = (naive.rotate(part, *context.rotary) for part in (q, k))
+        return q, k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x: Tensor, context: Sequences, adapters: Adapters = None) -> Tensor:
+        q, k, v = self._project(x, context, adapters)
+        return self._finish(self._attend(q, k, v, context), x)
+
+    def extend(
+        self, x: Tensor, cache: AttentionCache, context: Extension, adapters: Adapters = None
+    ) -> Tensor:
+        q, k, v = self._project(x, context, adapters)
+        bound = context.start + x.shape[1]
+        cache.keys[:, :, context.start : bound] = k
+        cache.values[:, :, context.start : bound] = v
+        y = self._attend(q, cache.keys[:, :, :bound], cache.values[:, :, :bound], context)
+        return self._finish(y, x)
+
+    def tree(
+        self, x: Stream, cache: AttentionCache, call: TreeCall, adapters: Adapters = None
+    ) -> Tensor:
+        read, last = self.packed
+        projected = project(x, read)
+        if adapters is not None:
+            projected = projected + torch.cat([own(ops.norm(x)) for own in adapters], dim=-1)
+        return project_parts(self.mix(projected, cache, call), last)
+
+    def mix(
+        self, projected: Tensor, cache: AttentionCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        qkv = projected
+        if self.gated:
+            qkv, gate = projected.split([self.width, projected.shape[-1] - self.width], dim=-1)
+        if self.normed:
+            scales, num_k = (self.q_norm.weight, self.k_norm.weight), cache.keys.shape[1]
+            qkv = ops.norm_heads(qkv, *scales, self.q_norm.eps, num_k)
+
+        def attend(
+            nodes: Tensor, to: Tensor | None, topology: Topology, steering: Steering, first: int
+        ) -> Tensor:
+            if self.normed and steering.ready == "all":  # the norm is the launch ahead
+                steering = replace(steering, ready="memory")
+            return ops.attend_tree(
+                nodes, cache.keys, cache.values, cache.rotary,
+                topology, steering, first, call.bound, self.scale, to,
+            )  # fmt: skip
+
+        if not self.gated:
+            return call.over_nodes(cache, attend, qkv, out)
+        return put(ops.sigmoid_gated(call.over_nodes(cache, attend, qkv), gate), out)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Sequences) -> Tensor:
+        if context.bounds is not None:
+            return packed_attention(
+                q, k.transpose(1, 2), v.transpose(1, 2), context.bounds, self.scale
+            )
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=context.mask, is_causal=context.mask is None,
+            scale=self.scale, enable_gqa=True,
+        )  # fmt: skip
+        return y.transpose(1, 2).flatten(-2)
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.o_proj(naive.sigmoid_gated(y, self.gate_proj(x)) if self.gated else y)
+
+
+def takes_packed(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `packed_attention` has a kernel for heads of this width, in this dtype."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return (
+        head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8,)
+    )
+
+
+def sample_bounds(starts: Tensor) -> Tensor:
+    """(samples + 1,) int32: where each sample begins, of starts (B, T) bool, in the rows laid end
+    to end, and their length. Waits for the device."""
+    begins = starts.flatten().nonzero()[:, 0]
+    bounds = torch.cat([begins, begins.new_tensor([starts.numel()])]).int()
+    # A compiled layer is not compiled again for another number of samples.
+    torch._dynamo.maybe_mark_dynamic(bounds, 0)
+    return bounds
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None
+) -> Tensor:
+    """Causal attention (B, T, H · P) within each of the samples that rows are packed of, where
+    `takes_packed`: PyTorch's flash attention, which neither reads a mask nor computes what one
+    would drop.
+
+    q (B, T, H, P); k and v (B, T, Hkv, P); bounds (samples + 1,) int32, where each sample begins in
+    the rows laid end to end, and B · T.
+    """
+    longest = q.shape[1]
+    parts = [each.to(v.dtype).flatten(0, 1) for each in (q, k, v)]
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        *parts, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
+    return y.flatten(-2).unflatten(0, q.shape[:2])

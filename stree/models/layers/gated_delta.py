@@ -1,0 +1,118 @@
+"""The gated delta rule as a mixer: over sequences, on from a state, over trees.
+
+Shapes: B batch, T tokens, D model width, G key heads, H value heads, K and V their head dims,
+C conv channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.models.config import HybridConfig
+from stree.models.layer_caches import GatedDeltaCache
+from stree.models.layers.norm import RMSNorm
+from stree.models.layers.part import (
+    Extension,
+    Part,
+    Sequences,
+    TreeCall,
+    lay_channels_together,
+    project,
+    project_parts,
+    put,
+)
+from stree_kernels import naive, ops
+from stree_kernels.contracts import GatedDeltaWeights, Stream
+from stree_kernels.gated_delta.scan import gated_delta_scan
+
+
+class GatedDeltaNet(Part):
+    """q, k, v → conv, SiLU → gated delta rule → norm of each head, then silu(z) → out."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.chunk_size = config.chunk_size
+        self.shape = shape = config.gated_delta_shape
+        d_model, heads, channels = config.d_model, shape.num_heads, shape.num_channels
+        self.in_proj_z = nn.Linear(d_model, shape.d_inner, bias=False)
+        self.in_proj_qkv = nn.Linear(d_model, channels, bias=False)
+        self.in_proj_a = nn.Linear(d_model, heads, bias=False)
+        self.in_proj_b = nn.Linear(d_model, heads, bias=False)
+        self.conv1d = nn.Conv1d(
+            channels, channels, shape.width, groups=channels, bias=config.conv_bias
+        )
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.norm = RMSNorm(shape.value_dim, config.gated_norm_eps)
+        self.out_proj = nn.Linear(shape.d_inner, d_model, bias=False)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        return [
+            (self.in_proj_z, self.in_proj_qkv, self.in_proj_a, self.in_proj_b), (self.out_proj,)
+        ]  # fmt: skip
+
+    def pack_own(self) -> None:
+        lay_channels_together(self.conv1d)
+
+    @property
+    def weights(self) -> GatedDeltaWeights:
+        """What conv and rule read."""
+        return GatedDeltaWeights(
+            self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log
+        )
+
+    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+        inputs = self.in_proj_qkv(x)
+        q, k, v = self._convolve(inputs, context.segment_ids)
+        y, _ = gated_delta_scan(
+            q, k, v, *self._decay_and_strength(x),
+            chunk_size=self.chunk_size, segment_ids=context.segment_ids,
+        )  # fmt: skip
+        return self._finish(y, x)
+
+    def extend(self, x: Tensor, cache: GatedDeltaCache, context: Extension) -> Tensor:
+        seen = torch.cat([cache.tail, self.in_proj_qkv(x)], dim=1)
+        q, k, v = (part[:, self.shape.tail :] for part in self._convolve(seen, None))
+        y, state = gated_delta_scan(
+            q, k, v, *self._decay_and_strength(x),
+            chunk_size=self.chunk_size, initial_state=cache.state,
+        )  # fmt: skip
+        cache.state.copy_(state)
+        cache.tail = seen[:, seen.shape[1] - self.shape.tail :]
+        return self._finish(y, x)
+
+    def tree(self, x: Stream, cache: GatedDeltaCache, call: TreeCall) -> Tensor:
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
+
+    def mix(
+        self, projected: Tensor, cache: GatedDeltaCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        def rule(nodes: Tensor, to: None, *where: Any) -> Tensor:
+            kept = (cache.rows, cache.derived, cache.updates, cache.state)
+            return ops.gated_delta_tree(nodes, *kept, self.weights, self.shape, *where)
+
+        y = call.over_nodes(cache, rule, projected)
+        z = projected[..., : self.shape.d_inner]
+        return put(ops.gate_normed(y, z, self.norm.weight, self.norm.eps), out)
+
+    def _convolve(
+        self, inputs: Tensor, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k (B, T, G, K) and v (B, T, H, V) of raw conv inputs (B, T, C)."""
+        weights = self.weights
+        y = naive.segment_conv(inputs, weights.conv, weights.conv_bias, segment_ids)
+        return naive.split_heads(F.silu(y), self.shape)
+
+    def _decay_and_strength(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g and β, (B, T, H)."""
+        log_decay = naive.log_decays(self.in_proj_a(x), self.weights)
+        return log_decay, self.in_proj_b(x).to(log_decay.dtype).sigmoid()
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        y = naive.gate_normed(y.flatten(-2), self.in_proj_z(x), self.norm.weight, self.norm.eps)
+        return self.out_proj(y)

@@ -1,0 +1,169 @@
+"""A layer: blocks of parts behind norms, and how they hang on the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from stree.models.config import MIXERS, Block, HybridConfig
+from stree.models.layers.attention import Attention
+from stree.models.layers.gated_delta import GatedDeltaNet
+from stree.models.layers.mamba import Mamba2
+from stree.models.layers.mlp import MLP, Experts
+from stree.models.layers.norm import RMSNorm
+from stree.models.layers.parallel import SideBySide
+from stree.models.layers.part import Sequences
+from stree.models.layers.short_conv import ShortConv
+from stree_kernels.contracts import Stream
+
+NORM_NAMES = ("input_layernorm", "post_attention_layernorm")  # of a layer's blocks
+PART_NAMES = {
+    "attention": "self_attn"
+}  # MambaInLlama's and Llama's; others are called what they are
+
+
+def make_part(kind: str, config: HybridConfig) -> nn.Module:
+    """A part of a layer, with random weights."""
+    if kind == "mlp":
+        return MLP(config, config.intermediate_size)
+    if kind == "shared_mlp":
+        return MLP(config, config.shared_intermediate_size, gated=config.shared_gate)
+    classes = {
+        "attention": Attention, "mamba": Mamba2, "short_conv": ShortConv,
+        "gated_delta": GatedDeltaNet, "experts": Experts,
+    }  # fmt: skip
+    return classes[kind](config)
+
+
+class Adapter(nn.Module):
+    """A low-rank term beside a projection."""
+
+    def __init__(self, width: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class SharedTransformer(nn.Module):
+    """Attention and MLP, one after the other and without residuals, that several layers use."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width = 2 * config.d_model
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.self_attn = Attention(config, width)
+        self.post_attention_layernorm = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.mlp = MLP(config, config.intermediate_size)
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        self.self_attn.pack()
+        self.mlp.pack()
+
+
+class SharedUse(nn.Module):
+    """One layer's use of a shared transformer: its own adapters, and a last projection."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width, rank = config.d_model, config.adapter_rank
+        self.adapts_attention = config.attention_adapters
+        if self.adapts_attention:
+            kv_width = config.num_kv_heads * config.head_dim
+            self.q_adapter = Adapter(2 * width, rank, config.num_heads * config.head_dim)
+            self.k_adapter = Adapter(2 * width, rank, kv_width)
+            self.v_adapter = Adapter(2 * width, rank, kv_width)
+        inner = config.intermediate_size * (1 if config.mlp_kind == "relu2" else 2)
+        self.mlp_adapter = Adapter(width, rank, inner)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def run(self, block: Any, normed: Any, slot: int, call: Any) -> Tensor:
+        """What the shared block makes of the stream beside the embeddings, which its norm has
+        normed, to be added to the stream."""
+        adapters = None
+        if self.adapts_attention:
+            adapters = (self.q_adapter, self.k_adapter, self.v_adapter)
+        y = call.total(call.run(block.self_attn, normed, slot, adapters))
+        _, normed = call.add_norm(y, None, block.post_attention_layernorm)
+        y = call.total(call.run(block.mlp, normed, None, self.mlp_adapter))
+        return call.project(self.out, y)
+
+
+class Layer(nn.Module):
+    """One or two blocks, each a norm and parts side by side, as `HybridConfig.blocks` says.
+
+    first_slot, the place in a cache of its first mixer.
+    """
+
+    def __init__(self, config: HybridConfig, index: int, first_slot: int) -> None:
+        super().__init__()
+        self.index = index
+        self.blocks = config.blocks(index)
+        self.slots: dict[str, int] = {}
+        for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
+            self.add_module(norm_name, RMSNorm(config.d_model, config.rms_norm_eps))
+            if block.shared is not None:
+                self.shared_use = SharedUse(config)
+                self.slots["shared"] = first_slot + len(self.slots)
+            for kind in block.parts:
+                self.add_module(PART_NAMES.get(kind, kind), make_part(kind, config))
+                if kind in MIXERS:
+                    self.slots[kind] = first_slot + len(self.slots)
+        self._parts = {block: self._parts_of(block) for block in self.blocks}
+
+    def _module_of(self, kind: str) -> Any:
+        return getattr(self, PART_NAMES.get(kind, kind))
+
+    def parts(self, block: Block) -> list[tuple[Any, int | None]]:
+        """What runs in a block, with the places of their caches; several mixers count as one part,
+        which knows those itself."""
+        return self._parts[block]
+
+    def _parts_of(self, block: Block) -> list[tuple[Any, int | None]]:
+        parts = [(self._module_of(kind), self.slots.get(kind)) for kind in block.parts]
+        mixers = [(part, slot) for part, slot in parts if slot is not None]
+        if len(mixers) < 2 or len(mixers) < len(parts):
+            return parts
+        return [(SideBySide(mixers), None)]
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        for block in self.blocks:
+            for part, _ in self.parts(block):
+                part.pack()
+
+    @property
+    def mixer(self) -> Any:
+        """The layer's first part with a memory."""
+        return self._module_of(next(kind for kind in self.slots if kind != "shared"))
+
+    def mixers(self) -> list[tuple[int, Any]]:
+        """Its own parts with a memory, each with the place of its cache."""
+        return [
+            (slot, self._module_of(kind)) for kind, slot in self.slots.items() if kind != "shared"
+        ]
+
+    def run(self, x: Tensor | Stream | None, y: Any, call: Any) -> tuple[Any, Any]:
+        """The residual stream x, to which y is still to be added, before and after the layer."""
+        for block, norm_name in zip(self.blocks, NORM_NAMES, strict=False):
+            norm = getattr(self, norm_name)
+            if block.shared is None:
+                x, normed = call.add_norm(x, y, norm)
+            else:
+                shared: Any = call.shared[block.shared]
+                assert call.embedded is not None
+                x, both = call.add_norm(x, y, shared.input_layernorm, call.embedded)
+                y = self.shared_use.run(shared, both, self.slots["shared"], call)
+                _, normed = call.add_norm(x, y, norm)
+            y = call.together([call.run(part, normed, slot) for part, slot in self.parts(block)])
+            if norm_name == NORM_NAMES[0]:
+                call.enter(self.index, x)
+        assert x is not None and y is not None
+        return x, y
+
+    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+        return context.add(*self.run(x, None, context))

@@ -1,0 +1,120 @@
+"""The parts of a layer without a memory: MLPs, and experts behind a router.
+
+Shapes: R rows (tokens of all sequences), E experts, K of them chosen, I an MLP's width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stree.models.config import HybridConfig
+from stree.models.layers.part import Part, Pass, project, project_parts
+from stree_kernels import naive, ops
+from stree_kernels.contracts import Router, Stream
+
+
+class MLP(Part):
+    """down(silu(gate)·up), or what else `HybridConfig.mlp_kind` says.
+
+    gated, multiplied by a sigmoid of the input, one a token.
+    """
+
+    def __init__(self, config: HybridConfig, width: int, *, gated: bool = False) -> None:
+        super().__init__()
+        self.kind = config.mlp_kind
+        bias = config.mlp_bias
+        if self.kind != "relu2":
+            self.gate_proj = nn.Linear(config.d_model, width, bias=bias)
+        self.up_proj = nn.Linear(config.d_model, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.d_model, bias=bias)
+        self.gated = gated
+        if gated:
+            self.gate = nn.Linear(config.d_model, 1, bias=False)
+
+    def _read(self) -> tuple[nn.Linear, ...]:
+        return (self.up_proj,) if self.kind == "relu2" else (self.gate_proj, self.up_proj)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        return [self._read(), (self.down_proj,)]
+
+    def forward(self, x: Tensor, context: Pass, adapter: nn.Module | None = None) -> Tensor:
+        if self.kind == "swiglu" and adapter is None:
+            return self._finish(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), x)
+        y = torch.cat([projection(x) for projection in self._read()], dim=-1)
+        y = self.down_proj(naive.activated(y if adapter is None else y + adapter(x), self.kind))
+        return self._finish(y, x)
+
+    def tree(self, x: Stream, cache: None, call: Pass, adapter: Any = None) -> Tensor:
+        read, down = self.packed
+        if self.kind != "relu2" and adapter is not None and read.bias is None:
+            normed, up = ops.norm(x), adapter.up.weight
+            low = ops.linear(normed, adapter.down.weight)
+            y = ops.linear_adapted(normed, read.weight, low, up, self.kind)
+        elif self.kind == "swiglu" and adapter is None and read.bias is None:
+            y = ops.linear_swiglu(x, read.weight)
+        else:
+            y = project(x, read)
+            y = ops.activated(y if adapter is None else y + adapter(ops.norm(x)), self.kind)
+        y = project_parts(y, down)
+        return self._finish(y, ops.norm(x)) if self.gated else y
+
+    def _finish(self, y: Tensor, x: Tensor) -> Tensor:
+        """y (…, D), or parts of it (S, …, D), as the gate of x (…, D) lets it through."""
+        return y * self.gate(x).sigmoid().to(y.dtype) if self.gated else y
+
+
+class Experts(Part):
+    """MLPs of which a router (`Router`) chooses a few a token, and weighs what they give.
+
+    No step waits for the device, so that calls can be captured.
+    """
+
+    correction_bias: Tensor  # (E,), of a sigmoid router
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        d_model, experts = config.d_model, config.num_experts
+        inner, outer = config.expert_intermediate_size, config.expert_latent_size or d_model
+        self.router = nn.Linear(d_model, experts, bias=False)
+        self.routing = Router(
+            config.experts_per_token, config.router == "softmax", config.router_normalised,
+            config.router_scale, config.router_groups, config.router_top_groups,
+        )  # fmt: skip
+        if config.router == "sigmoid":
+            self.register_buffer("correction_bias", torch.zeros(experts))
+        self.up = nn.Parameter(
+            torch.empty(experts, inner * (1 if config.mlp_kind == "relu2" else 2), outer)
+        )
+        self.down = nn.Parameter(torch.empty(experts, outer, inner))
+        if config.expert_latent_size:
+            self.latent_in = nn.Linear(d_model, outer, bias=config.mlp_bias)
+            self.latent_out = nn.Linear(outer, d_model, bias=config.mlp_bias)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        latent = [(self.latent_in,), (self.latent_out,)] if self.config.expert_latent_size else []
+        return [(self.router,), *latent]
+
+    def forward(self, x: Tensor, context: Pass) -> Tensor:
+        return self._parts(x, naive)[0]
+
+    def tree(self, x: Stream, cache: None, call: Pass) -> Tensor:
+        return self._parts(ops.norm(x), ops)
+
+    def _parts(self, x: Tensor, module: Any) -> Tensor:
+        """Parts of a sum (S, …, D), by the ops of a module."""
+        rows = x.flatten(0, -2)
+        logits = module.linear_wide(rows, self.router.weight)
+        correction = None if self.routing.softmax else self.correction_bias
+        weights, chosen = module.choose_experts(logits, correction, self.routing)
+        latent = self.config.expert_latent_size
+        if latent:
+            rows = self.latent_in(rows)
+        y = module.experts(rows, weights, chosen, self.up, self.down, self.config.mlp_kind)
+        if latent:
+            y = self.latent_out(y.sum(0).to(rows.dtype))[None]
+        return y.unflatten(1, x.shape[:-1])

@@ -1,0 +1,87 @@
+"""Mixers side by side on one input: their first projections as one product, their last as another.
+
+What they give is summed, so that the last projections' weights, next to each other, make one of
+what the mixers have mixed, next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.layers.part import Joined, Sequences, TreeCall, joined, project
+from stree_kernels import ops
+from stree_kernels.contracts import Stream
+
+
+@dataclass
+class SideBySide:
+    """Several mixers as one part of a layer; mixers, each with the place of its cache, and packed,
+    their first and last products, since the last `pack`."""
+
+    mixers: list[tuple[Any, int]]
+    packed: tuple[Joined, Joined] | tuple[None, None] = (None, None)
+
+    def __call__(self, x: Tensor, context: Sequences) -> Tensor:
+        return context.together([context.run(mixer, x, slot) for mixer, slot in self.mixers])
+
+    def tree(self, x: Stream, cache: None, call: TreeCall) -> Tensor:
+        (read, last), closing = self.packed, self._closing()
+        assert read is not None and last is not None
+        widths = [sum(each.out_features for each in mixer.reading()) for mixer, _ in self.mixers]
+        projected = project(x, read)
+        inner = [each.in_features for each in closing]
+        y = projected.new_empty(*projected.shape[:-1], sum(inner))
+        for (mixer, slot), own, out in zip(
+            self.mixers, projected.split(widths, dim=-1), y.split(inner, dim=-1), strict=True
+        ):
+            mixer.mix(own, call.caches[slot], call, out)
+            call = call.after_a_mixer()
+        parts = ops.linear_parts(y, last.weight)
+        for each in closing:
+            if each.bias is not None:
+                parts[0] += each.bias
+        return parts
+
+    def pack(self) -> None:
+        """See `Part.pack`."""
+        read, last = self.packed
+        keeps_rows = any(mixer.keeps_rows for mixer, _ in self.mixers)
+        reading = joined(self._reading(), read, keeps_rows)
+        self.packed = reading, next_to_each_other(self._closing(), last)
+        for mixer, _ in self.mixers:
+            mixer.pack_own()
+
+    def product_sizes(self) -> list[tuple[int, int]]:
+        """See `Part.product_sizes`."""
+        reading, closing = self._reading(), self._closing()
+        return [
+            (sum(each.out_features for each in reading), reading[0].in_features),
+            (closing[0].out_features, sum(each.in_features for each in closing)),
+        ]
+
+    def _reading(self) -> list[nn.Linear]:
+        return [each for mixer, _ in self.mixers for each in mixer.reading()]
+
+    def _closing(self) -> list[nn.Linear]:
+        return [mixer.closing() for mixer, _ in self.mixers]
+
+
+def next_to_each_other(projections: Sequence[nn.Linear], before: Joined | None = None) -> Joined:
+    """Weights of projections whose results are summed, (E, D₁ + D₂ + …); as `before`, if they still
+    lie there. As those of `joined`, the projections' own become views."""
+    sizes = [each.in_features for each in projections]
+    if before is not None and all(
+        own.weight.data_ptr() == piece.data_ptr() and own.weight.stride() == piece.stride()
+        and own.weight.dtype == piece.dtype
+        for own, piece in zip(projections, before.weight.split(sizes, dim=1), strict=True)
+    ):  # fmt: skip
+        return before
+    weight = ops.laid(torch.cat([each.weight.detach() for each in projections], dim=1))
+    for own, piece in zip(projections, weight.split(sizes, dim=1), strict=True):
+        own.weight.data = piece
+    return Joined(weight, None)

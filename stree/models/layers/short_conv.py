@@ -1,0 +1,64 @@
+"""A gated short convolution as a mixer: C · conv(B · x), without activation or further state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stree.models.config import HybridConfig
+from stree.models.layer_caches import ShortConvCache
+from stree.models.layers.part import (
+    Extension,
+    Part,
+    Sequences,
+    TreeCall,
+    project,
+    project_parts,
+    put,
+)
+from stree_kernels import naive, ops
+from stree_kernels.contracts import Stream
+
+
+class ShortConv(Part):
+    """LFM2's mixer, as wide as the model."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        width, bias = config.d_model, config.short_conv_bias
+        self.in_proj = nn.Linear(width, 3 * width, bias=bias)
+        self.conv = nn.Conv1d(width, width, config.d_conv, groups=width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+
+    def products(self) -> list[tuple[nn.Linear, ...]]:
+        return [(self.in_proj,), (self.out_proj,)]
+
+    def forward(self, x: Tensor, context: Sequences) -> Tensor:
+        B, C, values = self.in_proj(x).chunk(3, dim=-1)
+        y = naive.segment_conv(
+            B * values, self.conv.weight[:, 0], self.conv.bias, context.segment_ids
+        )
+        return self.out_proj(C * y)
+
+    def extend(self, x: Tensor, cache: ShortConvCache, context: Extension) -> Tensor:
+        B, C, values = self.in_proj(x).chunk(3, dim=-1)
+        tail = cache.width - 1
+        seen = torch.cat([cache.tail, B * values], dim=1)
+        y = naive.segment_conv(seen, self.conv.weight[:, 0], self.conv.bias, None)[:, tail:]
+        cache.tail = seen[:, -tail:]
+        return self.out_proj(C * y)
+
+    def tree(self, x: Stream, cache: ShortConvCache, call: TreeCall) -> Tensor:
+        read, last = self.packed
+        return project_parts(self.mix(project(x, read), cache, call), last)
+
+    def mix(
+        self, projected: Tensor, cache: ShortConvCache, call: TreeCall, out: Tensor | None = None
+    ) -> Tensor:
+        def conv(nodes: Tensor, to: Tensor | None, *where: Any) -> Tensor:
+            weights = (self.conv.weight[:, 0], self.conv.bias)
+            return put(ops.short_conv_tree(nodes, cache.rows, *weights, *where), to)
+
+        return call.over_nodes(cache, conv, projected, out)

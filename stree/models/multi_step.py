@@ -1,0 +1,125 @@
+"""Training a drafter on what it drafts from: after every token of a sequence at once, a draft of
+the sequence's own next tokens, read as drafted ones are (`stree.models.hidden_states`).
+
+Pass 0 reads each token with its target's feature. Pass k reads each token t as the k-th of a draft
+that begins after token t − k: with the drafter's own hidden state of pass k − 1 after token t − 1,
+on from the state that pass 0 has after token t − k, as a decoder does. A Mamba-2 layer needs no
+state a token for that. Its state after token t of pass k is
+
+    h^k_t = (Π_{i<k} a^{k−i}_{t−i}) h^0_{t−k}
+            + Σ_{i<k} (Π_{j<i} a^{k−j}_{t−j}) (dt·x ⊗ B)^{k−i}_{t−i}
+
+with a = exp(dt·A), so y^k_t = h^k_t·C^k_t is the scan of pass 0, k tokens later and asked with the
+C of pass k, and k further products. Token t − j in the conv is that of pass max(k − j, 0).
+
+Where a sequence has not k tokens before t, the pass says nothing of use, and reaches no other.
+
+Shapes: B rows of a batch, T tokens, H heads, P head dim, S state, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.common.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.layers.part import Sequences
+from stree_kernels.mamba.chunk_scan import chunk_scan
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What a layer's conv and scan have read in one pass: inputs (B, T, C), x (B, T, Gx, P), dt
+    (B, T, H), B (B, T, Gb, S)."""
+
+    inputs: Tensor
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+
+
+@dataclass
+class Ahead(Sequences):
+    """One pass over whole sequences; `scanned` has what each layer, by the place of its cache, has
+    read in the passes so far."""
+
+    scanned: dict[int, list[Scanned]] = field(default_factory=dict)
+
+    def run(self, part: Any, x: Tensor, slot: int | None, *adapters: Any) -> Tensor:
+        return part(x, self) if slot is None else part.ahead(x, slot, self)
+
+
+def convolved(
+    weight: Tensor, bias: Tensor | None, passes: Sequence[Tensor], segment_ids: Tensor | None
+) -> Tensor:
+    """`naive.segment_conv` of the last of the passes' inputs (B, T, C): before it stand as many
+    tokens of those before, and then the first's."""
+    width, depth = weight.shape[1], len(passes) - 1
+    weight = weight.to(passes[0].dtype)
+    y = passes[-1] * weight[:, -1]
+    for back in range(1, min(width, y.shape[1])):
+        shifted = passes[max(depth - back, 0)][:, :-back]
+        if segment_ids is not None:
+            shifted = shifted * (segment_ids[:, back:] == segment_ids[:, :-back])[..., None]
+        y = y + F.pad(shifted * weight[:, -1 - back], (0, 0, back, 0))
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def scanned_ahead(
+    passes: Sequence[Scanned],
+    A: Tensor,
+    C: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    """y (B, T, H, P) of the last pass, C (B, T, Gc, S) its own, given what all have scanned."""
+    first, last, depth = passes[0], passes[-1], len(passes) - 1
+    x, dt, B = (_later(each, depth) for each in (first.x, first.dt, first.B))
+    segments = None
+    if segment_ids is not None:
+        before = segment_ids[:, :1].expand(-1, depth)
+        segments = torch.cat([before, segment_ids], 1)[:, : C.shape[1]]
+    y, _ = chunk_scan(x, dt, A, B, C, chunk_size=chunk_size, segment_ids=segments)
+    y = y.to(last.dt.dtype)
+    heads = last.dt.shape[-1]
+    asked = _per_head(C, heads)
+    total = torch.zeros_like(last.dt)  # dt·A summed over the tokens after t − i, up to t
+    new = torch.zeros_like(y)
+    for back in range(depth):
+        kept = passes[depth - back]
+        x, dt, B = (_later(each, back) for each in (kept.x, kept.dt, kept.B))
+        score = (asked * _per_head(B, heads)).sum(-1, dtype=dt.dtype) * dt * total.exp()
+        new = new + score[..., None] * _per_head(x, heads)
+        total = total + dt * A
+    y = y * total.exp()[..., None] + new + D[:, None] * _per_head(last.x, heads)
+    return y.to(last.x.dtype)
+
+
+def _later(values: Tensor, count: int) -> Tensor:
+    """What stands at t − count, at t; zero at first."""
+    if not count:
+        return values
+    return torch.cat([torch.zeros_like(values[:, :count]), values[:, :-count]], dim=1)
+
+
+def _per_head(values: Tensor, num_heads: int) -> Tensor:
+    """(B, T, H, ·) of (B, T, G, ·)."""
+    groups = values.shape[2]
+    return values if groups == num_heads else values.repeat_interleave(num_heads // groups, 2)
+
+
+def require_ahead(config: HybridConfig) -> None:
+    """Raises `UsageError` for a drafter whose layers cannot be trained ahead."""
+    others = [part for part in ("attention", "short_conv", "gated_delta") if config.has(part)]
+    if others:
+        raise UsageError(
+            f"model.features.ahead is for drafters of Mamba-2 layers and MLPs, this one has "
+            f"{others[0]}: set it to 0, or take other layers"
+        )

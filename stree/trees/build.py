@@ -1,0 +1,28 @@
+"""The trees of a batch as tensors, whether their shapes are fixed or grow in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stree.trees.dynamic import grown_forest
+from stree.trees.token_tree import BeamTree, TokenTree
+from stree.trees.tree_batch import Forest, fixed_trees
+
+
+def tree_batch(trees: Sequence[TokenTree], device: torch.device) -> Forest:
+    """Return the trees of B rows as tensors on a device.
+
+    Args:
+        trees: A tree a row. Where one grows (`BeamTree`), all rows must have that tree.
+        device: The device of the tensors.
+
+    Example:
+        >>> tree_batch([TokenTree.chain(2)], torch.device("cpu")).parents.tolist()
+        [[-1, 0, 1]]
+    """
+    if grown := {tree for tree in trees if isinstance(tree, BeamTree)}:
+        (tree,) = grown
+        return grown_forest(tree, len(trees), device)
+    return fixed_trees(tuple(trees), device)

@@ -1,0 +1,204 @@
+"""Trees that grow on the device, another one for each row in each step, in tensors of fixed places.
+
+Shapes: B rows, N nodes of a tree, P nodes of the pool that it is chosen from, W nodes that a level
+gives W children each. The pool has the root, its children, and then level by level the children of
+the W best nodes above, in their order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from stree.batching.state import Rows
+from stree.models.head_columns import columns_of
+from stree.trees.token_tree import BeamTree, SlotTree, TokenTree
+from stree.trees.tree_batch import Forest, Level
+from stree_kernels import ops
+from stree_kernels.contracts import Topology
+
+
+class GrownForest(Forest):
+    """A tree a row, all of one `BeamTree`. A draft writes its tensors, anew in each step.
+
+    `levels` are the pool's: their nodes, written by `grow`, and the places of their children.
+    """
+
+    pool: Tensor  # type: ignore[misc]
+    values: Tensor | None  # type: ignore[misc]
+
+    def __init__(self, tree: BeamTree, batch: int, device: torch.device) -> None:
+        def filled(value: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.full((batch, *shape), value, dtype=dtype, device=device)
+
+        self.tree, self.device = tree, device
+        self.pool = filled(0, tree.num_drawn)
+        # What is given children, and what becomes the tree, are the best by these
+        self._paths = self._slots = filled(0, tree.num_drawn, dtype=torch.float32)
+        self.values = self._paths
+        self.tokens = filled(0, tree.num_nodes)
+        self.parents = filled(-1, tree.num_nodes)
+        self.depths = filled(0, tree.num_nodes, dtype=torch.int32)
+        self._drawn = filled(0, 1 + tree.num_inner)  # the nodes of all levels, one after the other
+        self._inner_parents = filled(-1, tree.num_inner)
+        self._drawn_by, self._pool_depths = _constants(tree, device)
+        self._numbers = torch.arange(tree.num_nodes, device=device)
+        self._topologies: dict[tuple[int, int], Topology] = {}
+        levels, width = [], tree.width
+        for depth in range(tree.depth):
+            count = width if depth else 1
+            start, children = (1 + (depth - 1) * width, self._first(depth + 1)) if depth else (0, 1)
+            places = torch.arange(children, children + count * width, device=device)
+            levels.append(Level(
+                self._drawn[:, start : start + count], filled(depth, count, dtype=torch.int32),
+                places.view(1, count, width).repeat(batch, 1, 1), filled(0, count),
+            ))  # fmt: skip
+        self.levels = tuple(levels)
+
+    @property
+    def trees(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
+        """The rows' trees as they are now. Waits for the device."""
+        return tuple(TokenTree(tuple(row)) for row in self.parents.tolist())
+
+    @property
+    def children(self) -> Tensor:  # type: ignore[override]
+        """(B, N, W), −1 for none."""
+        batch, size = self.parents.shape
+        parents = torch.where(self.parents < 0, size, self.parents)
+        rank = (parents[..., None] == parents[:, None]).tril(-1).sum(-1)
+        width = self.tree.width
+        children = self.parents.new_full((batch, (size + 1) * width), -1)
+        nodes = torch.arange(size, device=self.device).expand(batch, -1)
+        return children.scatter(1, parents * width + rank, nodes)[:, : size * width].unflatten(
+            1, (size, width)
+        )
+
+    @property
+    def judged(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        children = self.children
+        levels = []
+        for depth in range(self.tree.depth):
+            nodes = torch.where(self.depths == depth, self._numbers, -1)
+            levels.append((nodes, torch.where(nodes[..., None] < 0, -1, children)))
+        return tuple(levels)
+
+    @property
+    def shape(self) -> tuple[TokenTree, ...]:  # type: ignore[override]
+        return (self.tree,)
+
+    def own(self) -> GrownForest:
+        return type(self)(self.tree, len(self.pool), self.device)
+
+    def static(self) -> GrownForest:  # type: ignore[override]
+        return self.own()
+
+    def hold(self, forest: Forest) -> None:
+        """Nothing to take over: a draft makes the trees."""
+
+    def topology(self, width: int) -> Topology:
+        return self._built(self.parents, self.tree.depth, width)
+
+    def inner_topology(self, width: int) -> Topology:
+        return self._built(self._inner_parents, self.tree.depth - 2, width)
+
+    def grow(self, level: int) -> None:
+        start = (level - 1) * self.tree.width
+        ops.pick_level(
+            self._paths, self._drawn_by, self._first(level), self._first(level + 1),
+            self.levels[level].nodes, self._inner_parents[:, start : start + self.tree.width],
+        )  # fmt: skip
+
+    def above(self, level: int) -> Tensor:
+        if level < 2:  # below the root, or the root
+            return self.levels[level].above
+        start = (level - 1) * self.tree.width
+        parents = self._inner_parents[:, start : start + self.tree.width]
+        return parents - (start - self.tree.width)
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        ops.pick_tree(
+            self._slots, self._drawn_by, self._drawn, self._pool_depths, tokens,
+            self.tokens, self.parents, self.depths,
+        )  # fmt: skip
+        return self.tokens
+
+    def _drawn_after(self, nodes: Tensor) -> Tensor:
+        return self._drawn.gather(1, self._drawn_by[nodes])
+
+    def _first(self, depth: int) -> int:
+        """Where the pool's nodes of a depth begin."""
+        return 1 + (depth > 1) * self.tree.width + max(depth - 2, 0) * self.tree.width**2
+
+    def _built(self, parents: Tensor, max_depth: int, width: int) -> Topology:
+        batch, size = parents.shape
+        key = (size, width)
+        if key not in self._topologies:
+            self._topologies[key] = Topology(
+                torch.zeros(batch, size, size, dtype=torch.bool, device=self.device),
+                torch.zeros(batch, size, dtype=torch.int32, device=self.device),
+                torch.zeros(batch, size, width, dtype=torch.int32, device=self.device),
+                written=True,
+            )
+        ops.build_topology(parents, max_depth, self._topologies[key])
+        return self._topologies[key]
+
+
+class SlotForest(GrownForest):
+    """A tree a row, all of one `SlotTree`: chosen by the values of slots, not of what they hold."""
+
+    def __init__(self, tree: SlotTree, batch: int, device: torch.device) -> None:
+        super().__init__(tree, batch, device)
+        self.values, self._slots = None, torch.zeros_like(self._paths)  # `rate` writes both
+        self.drawn_by = torch.zeros_like(self.parents)
+
+    def rate(
+        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+    ) -> None:
+        nodes, places = self.levels[level].nodes, self.levels[level].places
+        temperature = rows.temperature[:, None, None]
+        scores = logits.double() / torch.where(temperature > 0, temperature, 1.0)
+        drawn = tokens.gather(1, places.flatten(1)).view_as(places)
+        if ids is not None:
+            drawn = columns_of(drawn, ids).clamp(max=len(ids) - 1)
+        logs = scores.log_softmax(-1).gather(2, drawn)
+        shares = logs.exp()
+        left = (1.0 - (shares.cumsum(-1) - shares)).clamp(min=0.0, max=1.0).cummin(-1).values
+        above = self._paths.gather(1, nodes)[..., None]
+        slots = above + left.log().to(above.dtype)
+        # However it rounds, nothing that a slot holds is better than the slot
+        paths = torch.minimum(above + logs.to(above.dtype), slots)
+        self._slots.scatter_(1, places.flatten(1), slots.flatten(1))
+        self._paths.scatter_(1, places.flatten(1), paths.flatten(1))
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        slots = self._slots.masked_fill(self._slots.isnan(), -torch.inf)
+        picks = slots.sort(dim=1, descending=True, stable=True).indices[:, : self.tree.num_nodes]
+        places = torch.arange(self._drawn.shape[1], device=self.device).expand_as(self._drawn)
+        drawn_at = torch.zeros_like(self.pool).scatter_(1, self._drawn, places)
+        self.drawn_by.copy_(drawn_at.gather(1, picks))
+        return super().finish(tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def grown_forest(tree: BeamTree, batch: int, device: torch.device) -> GrownForest:
+    """One to ask for sizes: a step that runs has its own."""
+    if isinstance(tree, SlotTree):
+        return SlotForest(tree, batch, device)
+    return GrownForest(tree, batch, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(tree: BeamTree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each node of a pool: the place in all levels of what it is drawn from, and its depth."""
+    drawn_by, depths = [0], [0]
+    for depth in range(1, tree.depth + 1):
+        parents = range(1 + (depth - 2) * tree.width, 1 + (depth - 1) * tree.width)
+        for parent in parents if depth > 1 else range(1):
+            drawn_by += [parent] * tree.width
+            depths += [depth] * tree.width
+    return (
+        torch.tensor(drawn_by, device=device),
+        torch.tensor(depths, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,327 @@
+"""Token trees: which draft hangs under which."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from operator import mul
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from stree.common.errors import NotFound, UsageError
+from stree.common.plain_data import parse_yaml, read_text
+
+MAX_NODES = 2048  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
+MAX_CHILDREN = 255  # of a node: one program finds a row's best (`kernels/sampling/top.py`)
+# Of what `TokenTree.load` takes
+FORMS = "paper, chain-N, expand-K-…, png-N-D, beam-W-D-N, dyspec-W-D-N or a YAML file"
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A static token tree; node 0 is the root, the last token that is already certain.
+
+    Args: parents, one index a node, −1 for the root, each before its children. Raises
+    `UsageError` for any other order, for more than 2,048 nodes or 255 children of one, or for an
+    empty tree.
+    """
+
+    parents: tuple[int, ...]
+    name: str = "tree"
+
+    def __post_init__(self) -> None:
+        parents = tuple(self.parents)
+        object.__setattr__(self, "parents", parents)
+        if not 1 <= len(parents) <= MAX_NODES:
+            raise UsageError(
+                f"tree {self.name!r} has {len(parents)} nodes, wanted 1 to {MAX_NODES}"
+            )
+        if any(isinstance(parent, bool) or not isinstance(parent, int) for parent in parents):
+            raise UsageError(f"tree {self.name!r}: parents must be whole numbers, got {parents}")
+        if parents[0] != -1:
+            raise UsageError(f"tree {self.name!r}: node 0 is the root, so its parent must be -1")
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise UsageError(
+                    f"tree {self.name!r}: node {node} has parent {parent}; a parent comes before "
+                    f"its children, so wanted 0 to {node - 1}. Renumber the nodes by depth"
+                )
+        if len(parents) > MAX_CHILDREN and (most := max(map(len, self.children))) > MAX_CHILDREN:
+            raise UsageError(
+                f"tree {self.name!r} has a node with {most} children, wanted at most {MAX_CHILDREN}"
+            )
+
+    @classmethod
+    def chain(cls, num_drafts: int, name: str | None = None) -> TokenTree:
+        """The root followed by one sequence of drafts."""
+        if num_drafts >= MAX_NODES:  # before so many nodes are made
+            raise UsageError(f"a chain of {num_drafts} drafts, wanted at most {MAX_NODES - 1}")
+        return cls(tuple(range(-1, num_drafts)), name or f"chain-{num_drafts}")
+
+    @classmethod
+    def paper(cls) -> TokenTree:
+        """STree's static tree: 13 nodes, 4 levels of 3 (its Fig. 4a)."""
+        return cls((-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 7), "paper")
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> TokenTree:
+        """A tree by name ("paper", "chain-4", "expand-3-2-1", "png-6-2", "beam-4-5-16",
+        "dyspec-4-5-16", …) or from a YAML file, as those in configs/trees/.
+
+        The file holds `name` and `parents`. Raises `UsageError` when it does not.
+        """
+        name = str(name_or_path)
+        if re.fullmatch(r"chain-[0-9]{1,9}", name):
+            return cls.chain(int(name[6:]))
+        if chains := re.fullmatch(r"png-([0-9]{1,3})-([0-9]{1,3})", name):
+            return several_chains(*map(int, chains.groups()))
+        if re.fullmatch(r"expand(-[0-9]{1,3}){1,64}", name):
+            return expanded([int(count) for count in name.split("-")[1:]])
+        if grown := BeamTree.named(name):
+            return grown
+        if name == "paper":
+            return cls.paper()
+        path = Path(name)
+        if not os.path.isfile(path):
+            raise NotFound(f"no tree {name!r:.200}: give {FORMS}")
+        try:
+            content = parse_yaml(read_text(path))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"tree {path} is no YAML: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("parents"), list):
+            raise UsageError(f"tree {path} must hold `parents: [-1, 0, …]`")
+        unknown = sorted(str(key) for key in content.keys() - {"name", "parents", "description"})
+        if unknown:
+            raise UsageError(f"tree {path} has unknown keys {unknown}")
+        name = content.get("name", path.stem)
+        if not isinstance(name, str):
+            raise UsageError(f"tree {path} has the name {name!r}, wanted a text")
+        return cls(tuple(content["parents"]), name)
+
+    def __hash__(self) -> int:
+        """Kept, since what is known of trees is asked for by them many times a step."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.parents)  # not of text, whose hash is another in each process
+
+    @cached_property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices by depth, the root's level first."""
+        levels: list[list[int]] = [[] for _ in range(self.max_depth + 1)]
+        for node, depth in enumerate(self.depths):
+            levels[depth].append(node)
+        return tuple(map(tuple, levels))
+
+    @cached_property
+    def widest(self) -> int:
+        """The most children that a node has."""
+        return max(map(len, self.children))
+
+    def end_of(self, path: Sequence[int]) -> int:
+        """The node of `parents` at which an accepted path ends."""
+        return path[-1]
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """(N, N) bool on the CPU: [i, j] is true when j is i or an ancestor of i."""
+        mask = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def windows(self, width: int) -> Tensor:
+        """(N, width) on the CPU: what a causal convolution of that width sees at each node.
+
+        Indices point into [the width − 1 last committed inputs, the nodes' inputs], oldest first.
+        """
+        rows: list[list[int]] = []
+        for node, parent in enumerate(self.parents):
+            above = list(range(width - 1)) if parent < 0 else rows[parent][1:]
+            rows.append([*above, width - 1 + node])
+        return torch.tensor(rows)
+
+    def __str__(self) -> str:
+        shape = list(self.parents) if self.num_nodes <= 32 else f"of {self.num_nodes} nodes"
+        return f"{self.name} {shape}"
+
+
+@dataclass(frozen=True)
+class BeamTree(TokenTree):
+    """A tree that each step grows anew for each row, best first and level by level, on the device.
+
+    At each of `depth` levels the `width` best nodes are given `width` children each; of all nodes
+    that were drawn the num_nodes best (the root included) are verified. A node is as good as its
+    path is probable by the drafter. So grows EAGLE-2 (Li et al. 2024). Whether a draft is left out
+    depends on its own token: only verifiers that do not ask how it was drawn keep the target's
+    distribution.
+
+    `parents` is one of the shapes that such a tree may have: what is recorded of it are depths.
+    Make it with `of`.
+    """
+
+    width: int = 1
+    depth: int = 1
+
+    __hash__ = TokenTree.__hash__
+
+    kind: ClassVar[str] = "beam"
+    by_slots: ClassVar[bool] = False  # a draft is there or not whatever its own token is
+    most_drawn: ClassVar[int] = 4096  # nodes that are chosen from
+
+    @classmethod
+    def of(cls, width: int, depth: int, num_nodes: int) -> Self:
+        """Raises `UsageError` for numbers that no such tree has."""
+        name = f"{cls.kind}-{width}-{depth}-{num_nodes}"
+        pool = 1 + width + width * width * (depth - 1)
+        if min(width, depth) < 1 or pool > cls.most_drawn:
+            raise UsageError(
+                f"{name} draws {pool} nodes in {depth} levels of width {width}, wanted at least "
+                f"one level and at most {cls.most_drawn} nodes"
+            )
+        most = min(pool, MAX_NODES)
+        if not depth < num_nodes <= most:
+            raise UsageError(
+                f"{name} verifies {num_nodes} nodes of {pool}, wanted {depth + 1} (a path to its "
+                f"depth) to {most}"
+            )
+        left, levels = num_nodes - 1 - depth, [1]
+        for _ in range(depth):
+            more = min(left, width * levels[-1] - 1)
+            levels.append(1 + more)
+            left -= more
+        parents, start = [-1], 0
+        for above, count in pairwise(levels):
+            parents += [start + at // width for at in range(count)]
+            start += above
+        return cls(tuple(parents), name, width, depth)
+
+    @classmethod
+    def named(cls, name: str) -> BeamTree | None:
+        """Of "KIND-WIDTH-DEPTH-NODES", beam or dyspec; None for another name. Raises `UsageError`
+        as `of`."""
+        found = re.fullmatch(r"(beam|dyspec)((?:-[0-9]{1,4}){3})", name)
+        if found is None:
+            return None
+        kind = SlotTree if found[1] == SlotTree.kind else BeamTree
+        return kind.of(*map(int, found[2].split("-")[1:]))
+
+    @property
+    def num_drawn(self) -> int:
+        """How many nodes there are to choose from, the root included."""
+        return 1 + self.width + self.width * self.width * (self.depth - 1)
+
+    @property
+    def num_inner(self) -> int:
+        """How many nodes below the root are given children."""
+        return self.width * (self.depth - 1)
+
+    @property
+    def widest(self) -> int:
+        return self.width
+
+    def end_of(self, path: Sequence[int]) -> int:
+        return self.levels[len(path) - 1][0]
+
+    def __str__(self) -> str:
+        return f"{self.name} (grown in each step)"
+
+
+@dataclass(frozen=True)
+class SlotTree(BeamTree):
+    """DySpec's tree (Xiong et al. 2024, Algorithm 1), level by level: as `BeamTree`, but of all
+    that were drawn those are verified whose slots are the best. A slot's value is how probable it
+    is by the drafter that the path to its parent and none of its elder siblings is accepted.
+
+    All of that is known before the slot's token is drawn, so every verifier stays exact. What a
+    slot holds may take another node's children away, but all slots below that one are worth less
+    than this slot, so it does not help the slot itself. In each step and row the last slot's value
+    is the threshold of DySpec's Algorithm 2.
+    """
+
+    __hash__ = TokenTree.__hash__
+
+    kind = "dyspec"
+    by_slots = True
+    most_drawn = 2047  # each has noise of its own, at positions that fit 31 bits (`forest.FAR`)
+
+
+def expanded(counts: Sequence[int]) -> TokenTree:
+    """SpecInfer's expansion ⟨k1, k2, …⟩ (Miao et al. 2024): each node at depth i has k_i children.
+    Raises `UsageError` for one with more than 2,048 nodes, or without children somewhere."""
+    name = "-".join(["expand", *map(str, counts)])
+    if min(counts) < 1 or 1 + sum(accumulate(counts, mul)) > MAX_NODES:
+        raise UsageError(
+            f"{name} has {1 + sum(accumulate(counts, mul))} nodes, wanted at least one child a "
+            f"node and at most {MAX_NODES} nodes"
+        )
+    return balanced(counts, name)
+
+
+def balanced(branching: Sequence[int], name: str = "balanced") -> TokenTree:
+    """A tree whose nodes at depth d all have branching[d] children."""
+    parents, level = [-1], [0]
+    for width in branching:
+        start = len(parents)
+        parents += [node for node in level for _ in range(width)]
+        level = list(range(start, len(parents)))
+    return TokenTree(tuple(parents), name)
+
+
+def several_chains(num_drafts: int, count: int) -> TokenTree:
+    """`count` chains of num_drafts drafts below one root, which n-grams fill: PNG(n, d) (Snakes and
+    Ladders)."""
+    parents = [-1, *[0] * count, *range(1, (num_drafts - 1) * count + 1)]
+    return TokenTree(tuple(parents[: 1 + num_drafts * count]), f"png-{num_drafts}-{count}")
+
+
+@cache
+def index_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Node or row indices on a device, made once: no copy, hence no wait, in a decoding step."""
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def as_tree(tree: TokenTree | str | Path) -> TokenTree:
+    """A tree, or the one of a name or file. Raises `UsageError` for anything else."""
+    if isinstance(tree, str | Path):
+        return TokenTree.load(tree)
+    if not isinstance(tree, TokenTree):
+        raise UsageError(f"a tree is {tree!r:.60}, wanted a TokenTree, its name or a YAML file")
+    return tree

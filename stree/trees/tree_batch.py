@@ -1,0 +1,306 @@
+"""The token trees of a batch as tensors: a tree a row, padded to the largest.
+
+Shapes: B rows, N nodes of the largest tree, K children of the widest node, W conv width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from stree.common.lru import kept_by_trees
+from stree.trees.token_tree import TokenTree
+from stree_kernels.contracts import Topology
+
+if TYPE_CHECKING:
+    from stree.batching.state import Rows
+
+FAR = 2**20  # positions; above those of any sequence, and 2,047 nodes times this fit 31 bits
+
+
+@kept_by_trees
+def topology_of(tree: TokenTree, width: int, device: torch.device) -> Topology:
+    """One tree on a device, for a conv of that width."""
+    return Topology(
+        tree.ancestors.to(device)[None],
+        torch.tensor(tree.depths, dtype=torch.int32, device=device)[None],
+        tree.windows(width).int().to(device)[None],
+    )
+
+
+@dataclass(frozen=True)
+class Level:
+    """What drafting needs of one level: nodes (B, n) with children, the root's level first, their
+    depths (B, n) int32, and the places (B, n, k) of their children; −1 for none. above (B, n):
+    which of the level above are their parents."""
+
+    nodes: Tensor
+    depths: Tensor
+    places: Tensor
+    above: Tensor
+
+    def noise_at(self, unshared: bool) -> Tensor:
+        """(B, n) int32, how far behind the root's position the noise is that the children are drawn
+        with: where their depth is, as the target's own; or, unshared, where no other node has it,
+        in no step."""
+        return self.nodes.clamp(min=0).int() * FAR if unshared else self.depths
+
+    def noise_of_each(self, unshared: bool) -> Tensor:
+        """(B, n, k) int32, the same where siblings are drawn independently: each where no other
+        node has it, in no step, but the first, if shared, where the target's own is."""
+        noise = self.places.clamp(min=0).int() * FAR
+        return noise if unshared else torch.cat([self.depths[..., None], noise[..., 1:]], -1)
+
+
+@dataclass
+class Forest:
+    """A tree a row.
+
+    parents (B, N), −1 for the root and −2 for padding; depths (B, N) int32; children (B, N, K), −1
+    for none; drawn_by (B, N), the place of a node with children in the order of `levels`.
+    """
+
+    trees: tuple[TokenTree, ...]
+    parents: Tensor
+    depths: Tensor
+    children: Tensor
+    drawn_by: Tensor
+    levels: tuple[Level, ...]
+    device: torch.device
+
+    def static(self) -> StaticForest:
+        """One of its own tensors, which may `hold` other forests of the shape."""
+        return StaticForest(self)
+
+    def own(self) -> Forest:
+        """One whose tensors no other step writes."""
+        return self
+
+    def hold(self, forest: Forest) -> None:
+        raise NotImplementedError
+
+    # What drafters do with forests whose trees grow
+
+    pool: ClassVar[Tensor | None] = None  # (B, P) tokens, of which some become the trees'
+    values: ClassVar[Tensor | None] = None  # (B, P) fp32, how good each of them is
+
+    def grow(self, level: int) -> None:
+        """Find out which nodes a level has, when those above have children."""
+
+    def above(self, level: int) -> Tensor:
+        """(B, n), as in `Level`, when the level has grown."""
+        return self.levels[level].above
+
+    def rate(
+        self, level: int, logits: Tensor, rows: Rows, tokens: Tensor, ids: Tensor | None
+    ) -> None:
+        """Find out how good the children of a level's nodes are that tokens now hold, drawn from
+        logits (B, n, K) of the tokens ids (K,), ascending; None for all."""
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        """The trees' tokens (B, N), given all that were drawn."""
+        return tokens
+
+    def drafts_of(self, rows: Rows, tokens: Tensor) -> Tensor | None:
+        """Of trees (B, N), the tokens (B, N, D) on the path from the root to each node, for rows
+        with penalties; the root's for none."""
+        if not rows.penalised:
+            return None
+        nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return _path(tokens, nodes, lambda at: self.parents.gather(1, at), self.max_depth)
+
+    def drafts_at(self, rows: Rows, tokens: Tensor, level: int) -> Tensor | None:
+        """`drafts_of` the nodes (B, n) of a level, given all that were drawn."""
+        if not rows.penalised:
+            return None
+        return _path(tokens, self.levels[level].nodes, self._drawn_after, level)
+
+    def _drawn_after(self, nodes: Tensor) -> Tensor:
+        """The parents of nodes, below 0 for none, among all that were drawn."""
+        return self.parents.gather(1, nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @property
+    def judged(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """By depth the nodes (B, n) with children, and their children (B, n, k); −1 for none."""
+        return tuple((level.nodes, level.places) for level in self.levels)
+
+    @property
+    def num_drawn_from(self) -> int:
+        """How many places for nodes with children all levels have."""
+        return sum(level.nodes.shape[1] for level in self.levels)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.levels)
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """What forests have in common that differ in what their tensors hold only."""
+        return (tuple(self.children.shape), *(tuple(each.places.shape) for each in self.levels))
+
+    def topology(self, width: int) -> Topology:
+        """For a conv of that width; padding sees itself only."""
+        return _topology(self.trees, width, self.device)
+
+    def inner_topology(self, width: int) -> Topology:
+        """Of what a drafter must read to grow the trees: the nodes of `levels` but the roots, which
+        are committed by then, so that their children begin trees of their own."""
+        return _inner_topology(self.trees, width, self.device)
+
+
+@kept_by_trees
+def fixed_trees(trees: tuple[TokenTree, ...], device: torch.device) -> Forest:
+    size = max(tree.num_nodes for tree in trees)
+    widest = max(1, *(len(nodes) for tree in trees for nodes in tree.children))
+    parents = [_padded(tree.parents, size, -2) for tree in trees]
+    depths = [_padded(tree.depths, size, 0) for tree in trees]
+    children = [
+        [_padded(nodes, widest, -1) for nodes in tree.children]
+        + [[-1] * widest] * (size - tree.num_nodes)
+        for tree in trees
+    ]
+    inner = _inner(trees)
+    drawn_by = torch.zeros(len(trees), size, dtype=torch.long)
+    levels, done = [], 0
+    for depth, level in enumerate(inner):
+        count = max(map(len, level))
+        width = max(
+            len(tree.children[node]) for tree, row in zip(trees, level, strict=True) for node in row
+        )
+        nodes = torch.tensor([_padded(row, count, -1) for row in level])
+        places = torch.full((len(trees), count, width), -1)
+        above = torch.zeros_like(nodes)
+        for row, (tree, there) in enumerate(zip(trees, level, strict=True)):
+            for at, node in enumerate(there):
+                drawn_by[row, node] = done + at
+                if depth:
+                    above[row, at] = inner[depth - 1][row].index(tree.parents[node])
+                places[row, at, : len(tree.children[node])] = torch.tensor(tree.children[node])
+        same = torch.full_like(nodes, depth, dtype=torch.int32)
+        tensors = (each.to(device) for each in (nodes, same, places, above))
+        levels.append(Level(*tensors))
+        done += count
+    return Forest(
+        trees, torch.tensor(parents, device=device),
+        torch.tensor(depths, dtype=torch.int32, device=device),
+        torch.tensor(children, device=device), drawn_by.to(device), tuple(levels), device,
+    )  # fmt: skip
+
+
+class StaticForest(Forest):
+    """A forest whose tensors stay where they are while its trees are exchanged, for graphs."""
+
+    def __init__(self, forest: Forest) -> None:
+        levels = tuple(map(_cloned, forest.levels))
+        super().__init__(**{**vars(_cloned(forest)), "levels": levels})
+        self._topologies: dict[tuple[Callable[..., Topology], int], Topology] = {}
+
+    def topology(self, width: int) -> Topology:
+        return self._static(_topology, width)
+
+    def inner_topology(self, width: int) -> Topology:
+        return self._static(_inner_topology, width)
+
+    def hold(self, forest: Forest) -> None:
+        """Take over the trees of another forest of the same shape."""
+        if forest.trees == self.trees:
+            return
+        _copy(self, forest)
+        for mine, theirs in zip(self.levels, forest.levels, strict=True):
+            _copy(mine, theirs)
+        for (make, width), topology in self._topologies.items():
+            _copy(topology, make(forest.trees, width, self.device))
+        self.trees = forest.trees
+
+    def _static(self, make: Callable[..., Topology], width: int) -> Topology:
+        if (make, width) not in self._topologies:
+            self._topologies[make, width] = _cloned(make(self.trees, width, self.device))
+        return self._topologies[make, width]
+
+
+T = TypeVar("T", Forest, Level, Topology)
+
+
+def _tensors(of: Forest | Level | Topology) -> dict[str, Any]:
+    return {name: value for name, value in vars(of).items() if isinstance(value, Tensor)}
+
+
+def _cloned(of: T) -> T:
+    return replace(of, **{name: tensor.clone() for name, tensor in _tensors(of).items()})
+
+
+def _copy(mine: T, theirs: T) -> None:
+    for name, tensor in _tensors(mine).items():
+        tensor.copy_(getattr(theirs, name))
+
+
+def _path(tokens: Tensor, nodes: Tensor, above: Callable[[Tensor], Tensor], length: int) -> Tensor:
+    """(B, n, length) tokens from nodes (B, n) upwards, and from the root on its own."""
+    path = []
+    for _ in range(length):
+        nodes = nodes.clamp(min=0)
+        path.append(tokens.gather(1, nodes))
+        nodes = above(nodes)
+    return torch.stack(path, -1) if path else nodes.new_zeros(*nodes.shape, 0)
+
+
+def _inner(trees: tuple[TokenTree, ...]) -> list[list[list[int]]]:
+    """For each depth, each row's nodes with children; as deep as any row has them."""
+    deepest = max(tree.max_depth for tree in trees)
+    return [
+        [
+            [node for node in tree.levels[depth] if tree.children[node]]
+            if depth <= tree.max_depth
+            else []
+            for tree in trees
+        ]
+        for depth in range(deepest)
+    ]
+
+
+@kept_by_trees
+def _topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
+    size = max(tree.num_nodes for tree in trees)
+    ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    depths = torch.zeros(len(trees), size, dtype=torch.int32)
+    windows = torch.zeros(len(trees), size, width, dtype=torch.int32)
+    for row, tree in enumerate(trees):
+        ancestors[row, : tree.num_nodes, : tree.num_nodes] = tree.ancestors
+        depths[row, : tree.num_nodes] = torch.tensor(tree.depths)
+        windows[row, : tree.num_nodes] = tree.windows(width)
+    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+
+
+@kept_by_trees
+def _inner_topology(trees: tuple[TokenTree, ...], width: int, device: torch.device) -> Topology:
+    levels = _inner(trees)[1:]
+    counts = [max(map(len, level)) for level in levels]
+    size = sum(counts)
+    ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    depths = torch.zeros(len(trees), size, dtype=torch.int32)
+    windows = torch.zeros(len(trees), size, width, dtype=torch.int32)
+    for row, tree in enumerate(trees):
+        place: dict[int, int] = {}
+        done = 0
+        for level, count in zip(levels, counts, strict=True):
+            place |= {node: done + at for at, node in enumerate(level[row])}
+            done += count
+        for node, at in place.items():
+            path = [place[each] for each in tree.path_to(node)[1:]]
+            ancestors[row, at, path] = True
+            depths[row, at] = len(path) - 1
+            seen = list(range(width - 1)) + [width - 1 + each for each in path]
+            windows[row, at] = torch.tensor(seen[-width:])
+    return Topology(ancestors.to(device), depths.to(device), windows.to(device))
+
+
+def _padded(values: Sequence[int], size: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (size - len(values))]

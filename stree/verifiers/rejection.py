@@ -1,0 +1,56 @@
+"""What verifiers share that judge drafts by what they were drawn from, and by coins."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from stree.batching.state import Rows
+from stree.drafters import Drawn, Proposal
+from stree.trees.tree_batch import Forest
+from stree.verifiers.coupled import Coupled
+from stree_kernels import ops
+from stree_kernels.contracts import Drafts
+from stree_kernels.naive import Choose
+
+
+class Judging:
+    """A verifier that is a rule of `naive.accept_drafts`.
+
+    choose, for tests, draws in place of the rows' own random numbers.
+    """
+
+    rule: ClassVar[str]
+    accepts = frozenset(Drawn)
+    reads_logits = True
+    chains_only = False
+    any_growth = False
+    by_slots = True
+
+    def __init__(self, choose: Choose | None = None) -> None:
+        self.choose = choose
+
+    def accept(
+        self,
+        logits: Tensor,
+        proposal: Proposal,
+        forest: Forest,
+        rows: Rows,
+        cache: Any,
+        report: Tensor,
+    ) -> None:
+        sampling = rows.sampling
+        if sampling is None:  # all rules follow the best tokens
+            return Coupled().accept(logits, proposal, forest, rows, cache, report)
+        drafts = Drafts(
+            proposal.tokens, forest.parents, forest.children.contiguous(),
+            forest.judged, proposal.logits,
+            None if proposal.logits is None else forest.drawn_by, proposal.points, proposal.finite,
+            proposal.independent,
+        )  # fmt: skip
+        logits = rows.kept(logits, forest.drafts_of(rows, proposal.tokens))
+        ops.accept_drafts(
+            self.rule, logits, drafts, sampling, rows.active,
+            cache.path, cache.path_length, rows.block, rows.root, report, self.choose,
+        )  # fmt: skip

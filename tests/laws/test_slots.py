@@ -1,0 +1,297 @@
+"""DySpec's trees: chosen by slots, so that coins may judge them; and SpecInfer's expansion."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+from eager import without_graphs
+from enumerated import CONTEXT, RELATIONS, distance, random_case, related_case
+from growing import Growing, Telling
+from lanes import quick_first
+from toys import TableTarget, exact_distribution, right_now_and_then, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree
+from stree.batching.runners import new_report
+from stree.batching.state import Rows
+from stree.batching.step import Step
+from stree.common.errors import UsageError
+from stree.drafters.model import ModelDrafter
+from stree.trees import dynamic as grown_trees
+from stree.trees.build import tree_batch
+from stree.trees.dynamic import SlotForest
+from stree.trees.token_tree import SlotTree, balanced
+from stree.verifiers.block import Block
+from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.naive import Naive
+from stree.verifiers.traversal import Traversal
+from stree_kernels import ops
+
+CPU = torch.device("cpu")
+
+
+def block_distribution(
+    tables, tree: SlotTree, setting: GenerationConfig, verifier=MultiStep
+) -> dict:
+    """Of what one step gives a row, over all draws and coins."""
+    target = TableTarget(tables[0])
+
+    def run(choose):
+        everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
+        everyone.set(0, setting, CONTEXT[:-1], len(tables[0]))
+        everyone.begin(0, 1, CONTEXT[-1])
+        cache.rows[0].committed = list(CONTEXT[:-1])
+        drafter = Telling(tables[1], choose)
+        drafter.read(0, torch.tensor(CONTEXT[:-1]))
+        rows, forest = everyone.narrow(0, 1, [setting]), SlotForest(tree, 1, CPU)
+        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
+        proposal = step.draft(rows, forest, 1, 8)
+        report = new_report(rows, forest)
+        step.verify(rows, forest, proposal, 8, report)
+        _, count, *tokens = report[0].tolist()
+        return tuple(tokens[:count])
+
+    return exact_distribution(run)
+
+
+CASES = [
+    ("dyspec-2-1-2", MultiStep), ("dyspec-3-1-3", MultiStep), ("dyspec-1-2-3", MultiStep),
+    ("dyspec-2-1-3", Traversal), ("dyspec-1-2-3", Traversal), ("dyspec-1-2-3", Block),
+    ("dyspec-3-1-3", Naive),
+    pytest.param("dyspec-2-2-3", MultiStep, marks=pytest.mark.long),
+    pytest.param("dyspec-1-3-4", Block, marks=pytest.mark.long),
+    *(pytest.param(name, verifier, marks=pytest.mark.long)
+      for name in ("dyspec-2-2-4", "dyspec-2-2-5", "dyspec-1-3-4")
+      for verifier in (MultiStep, Traversal, Naive)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "verifier"), CASES)
+def test_output_distribution_is_the_targets(name, verifier):
+    """Laws with ties, too: slots of one value are in the order of their depths."""
+    tree = TokenTree.load(name)
+    target, drafter, _, other = random_case(len(name) + tree.num_nodes, [balanced([3])])
+    for table, setting in ((drafter, GenerationConfig(temperature=1.0)), (drafter.round(), other)):
+        distribution = block_distribution((target, table), tree, setting, verifier)
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+RELATED = [("dyspec-2-1-3", MultiStep), ("dyspec-1-2-3", Traversal)]
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier", "relation", "seed"),
+    quick_first(
+        [(*case, relation, 0) for case in RELATED for relation in RELATIONS[1:]],
+        [
+            *(("dyspec-1-2-3", Block, relation, seed)
+              for relation in RELATIONS[1:] for seed in range(4)),
+            *((name, verifier, relation, seed)
+              for name in ("dyspec-2-1-3", "dyspec-3-1-3", "dyspec-1-2-3")
+              for verifier in (MultiStep, Traversal, Naive)
+              for relation in RELATIONS[1:] for seed in range(4)),
+            *(("dyspec-2-2-4", verifier, relation, 0)
+              for verifier in (MultiStep, Traversal) for relation in RELATIONS[1:]),
+        ],
+    ),
+)  # fmt: skip
+def test_so_it_is_of_distributions_that_are_related(name, verifier, relation, seed):
+    tree = TokenTree.load(name)
+    target, drafter, _, setting = related_case(seed, relation, [balanced([3])])
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+    assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"), [("dyspec-1-2-3", MultiStep), ("dyspec-2-1-3", Traversal)]
+)
+def test_so_it_is_with_a_penalty_that_each_slot_has_of_its_own(name, verifier, monkeypatch):
+    tree = TokenTree.load(name)
+    target, drafter, _, _ = random_case(2, [balanced([3])])
+    setting = GenerationConfig(temperature=1.0, repetition_penalty=1.8)
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+    monkeypatch.setattr(SlotForest, "drafts_of", lambda self, rows, tokens: None)
+    distribution = block_distribution((target, drafter), tree, setting, verifier)
+    assert distance(distribution, target, setting, tree.max_depth + 1) > 1e-4
+
+
+MISTAKES = {
+    "a slot is as good as what it holds": (SlotForest.rate, "slots.flatten(1)", "paths.flatten(1)"),
+    "others' distributions": (SlotForest.finish, "drawn_at.gather(1, picks)", "0 * picks"),
+    "other slots are verified": (SlotForest.finish, "descending=True", "descending=False"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistake_is_caught(mistake, monkeypatch):
+    function, line, instead = MISTAKES[mistake]
+    source = textwrap.dedent(inspect.getsource(function)).replace(
+        "super()", "super(type(self), self)"
+    )
+    assert source.count(line) == 1, line
+    scope = dict(vars(grown_trees))
+    exec("from __future__ import annotations\n" + source.replace(line, instead), scope)
+    monkeypatch.setattr(SlotForest, function.__name__, scope[function.__name__])
+    setting, worst = GenerationConfig(temperature=1.0), 0.0
+    for name in ("dyspec-2-1-2", "dyspec-1-2-3"):
+        tree = TokenTree.load(name)
+        target, drafter, _, _ = random_case(3, [balanced([3])])
+        distribution = block_distribution((target, drafter), tree, setting)
+        worst = max(worst, distance(distribution, target, setting, tree.max_depth + 1))
+    assert worst > 1e-4
+
+
+def by_heap(shares_of, size: int, depth: int) -> Counter:
+    """DySpec's Algorithm 1, to a depth: the paths of a tree's drafts. shares_of(path), the tokens
+    that would be drawn after it one after the other, and their probabilities."""
+    heap, order, paths = [(-1.0, 0, (), 0)], 1, Counter()
+    while len(paths) < size:
+        value, _, parent, rank = heapq.heappop(heap)
+        tokens, probs = shares_of(parent)
+        token, residual = tokens[rank], 1.0 - sum(probs[:rank])
+        share = probs[rank] / residual  # R[y]
+        paths[*parent, token] += 1
+        if rank + 1 < len(tokens):
+            heapq.heappush(heap, (value * (1 - share), order, parent, rank + 1))
+        if len(parent) + 1 < depth:
+            heapq.heappush(heap, (value * share, order + 1, (*parent, token), 0))
+        order += 2
+    return paths
+
+
+@pytest.mark.parametrize("name", ["dyspec-4-3-5", "dyspec-5-4-6", "dyspec-6-3-7"])
+def test_the_tree_is_dyspecs(name):
+    """Of the draws that are there, wide enough that no slot is missing."""
+    tree = TokenTree.load(name)
+    setting, shapes = GenerationConfig(temperature=1.2, seed=5), set()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        table = 2 * torch.randn(9, 9, 9, dtype=torch.float64)
+        rows = Rows.new(1, tree.num_nodes)
+        rows.set(0, setting)
+        rows.begin(0, 1, CONTEXT[-1])
+        drafter, forest = Growing(table), SlotForest(tree, 1, CPU)
+        drafter.read(0, torch.tensor(CONTEXT[:-1]))
+        drafter.draft(rows.narrow(0, 1, [setting]), forest, 1, 8, True)
+        pool, children = forest.pool[0].tolist(), {}
+        nodes = torch.cat([level.nodes[0] for level in forest.levels]).tolist()
+        places = [each for level in forest.levels for each in level.places[0].tolist()]
+        paths = {0: ()}
+        for node, there in zip(nodes, places, strict=True):
+            children[paths[node]] = [pool[place] for place in there]
+            paths |= {place: (*paths[node], pool[place]) for place in there}
+
+        def shares_of(path, children=children, table=table):
+            probs = (table[tuple([*CONTEXT, *path][-2:])] / setting.temperature).softmax(-1)
+            return children[path], probs[children[path]].tolist()
+
+        (grown,) = forest.trees
+        got = Counter(
+            tuple(int(forest.tokens[0, each]) for each in grown.path_to(node)[1:])
+            for node in range(1, tree.num_nodes)
+        )
+        assert got == by_heap(shares_of, tree.num_nodes - 1, tree.depth)
+        shapes.add(grown.parents)
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "multi_step", "traversal"])
+def test_steps_of_models_as_graphs_and_without(verifier, monkeypatch, captured_on_cpu):
+    """In a batch of several settings; with `coupled` the tokens are plain decoding's."""
+    target = tiny_model(1)
+    drafter, tree = right_now_and_then(target), TokenTree.load("dyspec-3-3-8")
+    served = [
+        Request([3, 1, 4], GenerationConfig(12, temperature, seed=seed, top_k=top_k))
+        for seed, (temperature, top_k) in enumerate([(0.0, 0), (0.7, 9), (1.3, 0)])
+    ]
+    plain = BatchDecoder(target, num_rows=3, max_length=64).generate(served)
+
+    def decode():
+        return BatchDecoder(
+            target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
+        ).generate(served)
+
+    outputs = decode(), without_graphs(monkeypatch, decode)
+    assert [each.tokens for each in outputs[0]] == [each.tokens for each in outputs[1]]
+    exact = 3 if verifier == "coupled" else 1
+    assert [e.tokens for e in outputs[0]][:exact] == [e.tokens for e in plain][:exact]
+    assert sum(sum(each.stats.accepted_per_call) for each in outputs[0]) > 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verifier", ["multi_step", "traversal"])
+def test_steps_of_fused_kernels_give_the_same_tokens(verifier, monkeypatch, captured_on_cpu):
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
+    target = tiny_model(1, torch.float32, num_layers=2)
+    drafter, tree = right_now_and_then(target), TokenTree.load("dyspec-3-3-8")
+    served = [
+        Request([5, 6, 7], GenerationConfig(6, temperature=1.0, seed=seed)) for seed in (3, 4)
+    ]
+
+    def serve():
+        decoder = BatchDecoder(target, drafter, tree, num_rows=2, max_length=32, verifier=verifier)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted
+
+
+def test_a_drafter_of_a_model_says_what_its_drafts_were_drawn_from():
+    """`drawn_by` names, for each node with children, the row of logits after its path."""
+    model, tree = tiny_model(3, attn_layers=()), SlotTree.of(3, 3, 8)
+    setting, drafter = GenerationConfig(temperature=1.3, seed=5), ModelDrafter(model, 1, 64, 9)
+    rows, forest, text = Rows.new(1, 8), tree_batch([tree], CPU).own(), [4, 9, 2, 7]
+    rows.set(0, setting)
+    drafter.read(0, torch.tensor(text[:-1]))
+    rows.begin(0, len(text) - 1, text[-1])
+    with torch.no_grad():
+        proposal = drafter.draft(rows.narrow(0, 1, [setting]), forest, 1, 32, True)
+        (grown,) = forest.trees
+        for node, children in enumerate(grown.children):
+            if children:
+                path = proposal.tokens[0, grown.path_to(node)[1:]].tolist()
+                wanted = model(torch.tensor([text + path]))[0, -1]
+                got = proposal.logits[0, forest.drawn_by[0, node]]
+                torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_names_lead_to_trees_and_back():
+    tree = TokenTree.load("dyspec-3-4-13")
+    assert isinstance(tree, SlotTree) and tree.name == "dyspec-3-4-13"
+    assert TokenTree.load("expand-3-2-1").parents == balanced([3, 2, 1]).parents
+    assert TokenTree.load("expand-3-2-1").name == "expand-3-2-1"
+    for name, reason in (
+        ("expand-3-0", "at least one child"), ("expand-20-20-20", "has 8421 nodes"),
+        ("dyspec-3-4-4", "wanted 5"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=reason):
+            TokenTree.load(name)
+
+
+def test_a_verifier_that_says_nothing_of_it_refuses_it():
+    model = tiny_model(1)
+
+    class Own(MultiStep):
+        by_slots = False
+
+    with pytest.raises(UsageError, match="judges trees of one shape, dyspec-2-2-4 grows"):
+        Decoder(model, model, TokenTree.load("dyspec-2-2-4"), verifier=Own())
+
+
+def test_noise_of_each_slot_has_a_position_of_its_own():
+    """Which 31 bits hold; trees that draw more are refused."""
+    with pytest.raises(UsageError, match="at most 2047 nodes"):
+        TokenTree.load("dyspec-16-16-64")
+    tree = TokenTree.load("dyspec-16-8-64")
+    forest = SlotForest(tree, 1, torch.device("cpu"))
+    forest.levels[1].nodes.fill_(tree.num_drawn - 1)
+    assert (forest.levels[1].noise_at(True) > 0).all()

@@ -1,0 +1,527 @@
+"""The gate on tiny models: the target as its own drafter is the best there is, the target with
+noise a fair baseline, and a stranger the worse checkpoint that must not get through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from damage import flip_last_byte
+from tiny_run import make_workspace
+
+from stree import Decoder, metrics
+from stree.checkpoints.load_save import load_model, save_model, weights_fingerprint
+from stree.checkpoints.partners import TARGET_WEIGHTS
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import BadData, CheckpointRefused, NotFound, UsageError
+from stree.tree_policy.adaptive import PLAIN
+from stree.tree_policy.step_times import Costs
+from stree_pipelines.benchmark_checkpoint import build_parser
+from stree_pipelines.benchmark_checkpoint import main as benchmark_checkpoint
+from stree_pipelines.comparison.gate import gate
+from stree_pipelines.comparison.gate import summary as gate_summary
+from stree_pipelines.comparison.repeats import repeats
+from stree_pipelines.evaluation.records import (
+    RESULTS_NAME,
+    BaselineTiming,
+    ResultStore,
+    SampleRow,
+    Turn,
+    write_rows,
+)
+from stree_pipelines.reports.run_data import told_shares
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+STEPS = {"worse": 1, "fair": 10, "better": 100}
+TAU = "acceptance_length=-3%"
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """target/, drafter/{worse,fair,better}, two benchmarks, and out/, which all tests share: what
+    one has measured the next one reads."""
+    root = make_workspace(tmp_path_factory.mktemp("world"))
+    tokenizer = load_tokenizer(root / "target")
+    for (name, step), noise in zip(STEPS.items(), (10.0, 0.3, 0.0), strict=True):
+        model = load_model(root / "target")
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
+        save_model(
+            model, root / "drafter" / name, tokenizer,
+            extra_files={"provenance.json": json.dumps({"step": step})},
+        )  # fmt: skip
+    for benchmark, count in {"sums": 8, "few": 3}.items():
+        prompts = [{"id": f"{i}", "turns": [f"What is {i} plus {i + 3}?"]} for i in range(count)]
+        (root / f"{benchmark}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    return root
+
+
+def arguments(world: Path, name: str, *more: str, baseline: Path | None = None) -> list[str]:
+    return [
+        str(world / "drafter" / name), "--baseline", str(baseline or world / "drafter/fair"),
+        "--target", str(world / "target"), "--out", str(world / "out"), "--device", "cpu",
+        "--benchmarks", str(world / "sums.jsonl"), "--max_new_tokens", "12", "--ignore_eos", *more,
+    ]  # fmt: skip
+
+
+def summary(world: Path) -> str:
+    return (world / "out/summary.md").read_text()
+
+
+def test_a_worse_checkpoint_fails(world):
+    wanted = ["--fail-below", TAU, "depth_accept_rates[1]=-5%"]
+    with pytest.raises(gate.Regression, match=r"acceptance_length of stree on .*regression") as got:
+        benchmark_checkpoint(arguments(world, "worse", *wanted))
+    assert got.value.exit_code == 70
+    assert "depth_accept_rates[1]" in str(got.value)
+    assert summary(world).startswith("## Checkpoint benchmark: regression\n")
+
+
+def test_the_same_checkpoint_passes(world, tmp_path):
+    link = tmp_path / "main"
+    link.symlink_to(world / "drafter/fair")
+    wanted = ["--fail_below", TAU, "speedup=-5%", "tokens_per_second=-0%", "--promote"]
+    benchmark_checkpoint(arguments(world, "fair", *wanted, baseline=link))
+    assert summary(world).startswith("## Checkpoint benchmark: no regression\n")
+    assert f"- baseline: `{world}/drafter/fair`, step 10" in summary(world)
+    assert "the same weights" in summary(world)
+    assert link.resolve() == world / "drafter/fair", "equal is not better"
+    assert "stays" in summary(world)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "file"])
+def test_a_better_checkpoint_becomes_the_baseline_only_when_told(world, tmp_path, kind):
+    pointer = tmp_path / "main"
+    if kind == "symlink":
+        pointer.symlink_to(os.path.relpath(world / "drafter/fair", tmp_path))
+    else:
+        pointer.write_text(str(world / "drafter/fair") + "\n")
+    benchmark_checkpoint(arguments(world, "better", "--fail_below", TAU, baseline=pointer))
+    assert leads_to(pointer) == world / "drafter/fair"
+    more = ["--fail_below", TAU, "--promote"]
+    benchmark_checkpoint(arguments(world, "better", *more, baseline=pointer))
+    assert leads_to(pointer) == world / "drafter/better"
+    assert pointer.is_symlink() == (kind == "symlink")
+    assert "leads to it now" in summary(world)
+    assert not list(tmp_path.glob(".tmp-*"))
+    # The pointer is the next run's baseline, and yesterday's checkpoint does not pass any more.
+    with pytest.raises(gate.Regression):
+        benchmark_checkpoint(arguments(world, "fair", *more, baseline=pointer))
+    assert leads_to(pointer) == world / "drafter/better"
+
+
+def test_a_damaged_checkpoint_is_not_judged_by_what_it_was(world, tmp_path):
+    """Neither it nor the baseline, though the rows of both are there; nor stays what was said."""
+    wanted = ["--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *wanted))
+    for damaged, whole in (("better", "fair"), ("fair", "better")):
+        copy = tmp_path / damaged
+        shutil.copytree(world / "drafter" / damaged, copy)
+        flip_last_byte(copy / "model.safetensors")
+        given = arguments(world, whole, *wanted, baseline=copy)
+        if damaged == "better":
+            given = [str(copy), *arguments(world, damaged, *wanted)[1:]]
+        with pytest.raises(CheckpointRefused, match="its bytes changed"):
+            benchmark_checkpoint(given)
+        assert not (world / "out/summary.md").exists()
+
+
+def leads_to(pointer: Path) -> Path:
+    if pointer.is_symlink():
+        return pointer.resolve()
+    return (pointer.parent / pointer.read_text().strip()).resolve()
+
+
+def test_a_run_that_is_too_small_says_so(world):
+    few = ["--benchmarks", str(world / "few.jsonl"), "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "worse", *few))
+    assert "inconclusive, the run is too small to tell" in summary(world).splitlines()[0]
+    assert "too few prompts: 3," in summary(world)
+
+
+def test_thresholds_of_one_benchmark_look_at_that_one(world):
+    both = ["--benchmarks", str(world / "sums.jsonl"), str(world / "few.jsonl")]
+    with pytest.raises(gate.Regression) as got:
+        benchmark_checkpoint(
+            arguments(world, "worse", *both, "--fail_below", f"sums.{TAU}", f"few.{TAU}", TAU)
+        )
+    assert "on sums at" in str(got.value) and "on few at" not in str(got.value)
+    assert "| few " in summary(world)
+    assert "| all benchmarks " in summary(world)
+
+
+def test_a_gate_in_batches_says_so_and_finds_what_one_at_a_time_finds(world):
+    more = ["--batch_size", "3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *more))
+    assert "new tokens a turn, in batches of 3, seed 0" in summary(world)
+    with pytest.raises(gate.Regression):
+        benchmark_checkpoint(arguments(world, "worse", *more))
+    rows = {(row.checkpoint, row.method, row.batch_size): row
+            for row in ResultStore(world / "out").results()}  # fmt: skip
+    worse = str(world / "drafter/worse")
+    alone, together = (rows[worse, "stree", batch_size] for batch_size in (1, 3))
+    assert together.acceptance_length == alone.acceptance_length
+    assert together.lossless.share == 1 and together.rows_per_call > 2
+
+
+def test_a_gate_under_a_penalty_says_so_and_both_checkpoints_have_it(world):
+    more = ["--repetition_penalty", "1.3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "better", *more))
+    assert "new tokens a turn, repetition_penalty 1.3, seed 0" in summary(world)
+    rows = [row for row in ResultStore(world / "out").results() if row.repetition_penalty == 1.3]
+    assert [Path(row.checkpoint or "plain").name for row in rows] == ["plain", "better", "fair"]
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+
+
+def test_a_gate_of_a_tree_that_is_chosen_step_by_step_names_it(world):
+    name = "bandit chain-2 or paper"
+    more = ["--tree", name, "--benchmarks", str(world / "few.jsonl"), "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "fair", *more))
+    trend = json.loads((world / "out/trend.json").read_text())
+    assert any(f"tree {name}, " in each["extra"] for each in trend)
+    rows = ResultStore(world / "out").results()
+    (row,) = [row for row in rows if row.tree and row.tree.name == name]
+    assert sum(row.tree_shares.values()) == pytest.approx(1.0)
+    shares = told_shares(row)
+    assert f"of the baseline {shares}; of the checkpoint {shares}\n" in summary(world)
+
+
+def test_a_choice_that_took_plain_decoding_says_so(world, monkeypatch):
+    """As where it costs next to nothing."""
+
+    def measured(decoder, *_):
+        costs = {(1, tree): 1e-6 if tree == PLAIN else 1.0 for tree in decoder.modes.trees}
+        decoder.modes.costs = Costs(costs)
+        return decoder.modes.costs
+
+    monkeypatch.setattr(Decoder, "measure_costs", lambda each, **_: measured(each.batch))
+    more = ["--tree", "chain-2 or chain-3", "--fail_below", TAU]
+    benchmark_checkpoint(arguments(world, "fair", *more))
+    told = summary(world)
+    assert told.startswith("## Checkpoint benchmark: inconclusive")
+    assert "of the baseline plain 100%; of the checkpoint plain 100%; plain ones draft" in told
+    assert "inconclusive, plain decoding was chosen for every step of both" in told
+
+
+def test_results_of_an_earlier_run_are_a_baseline(world, tmp_path):
+    """Nothing is measured for the baseline: its checkpoint may be gone."""
+    first = arguments(world, "fair", "--fail_below", TAU)
+    first[first.index("--out") + 1] = str(tmp_path / "old")
+    benchmark_checkpoint(first)
+    before = (tmp_path / "old/results.jsonl").read_bytes()
+    with pytest.raises(gate.Regression):
+        benchmark_checkpoint(
+            arguments(world, "worse", "--fail_below", TAU, baseline=tmp_path / "old")
+        )
+    assert (tmp_path / "old/results.jsonl").read_bytes() == before
+    for more, reason in {
+        ("--max_new_tokens", "9"): "only with another target, tree, prompts or decoding",
+        ("--batch_size", "2"): "only with another target, tree, prompts or decoding",
+        ("--top_p", "0.9"): "only with another target, tree, prompts or decoding",
+        ("--baseline_step", "3"): "at all at step 3",
+    }.items():
+        with pytest.raises(UsageError, match=reason):
+            benchmark_checkpoint(
+                arguments(world, "worse", "--fail_below", TAU, *more, baseline=tmp_path / "old")
+            )
+    with pytest.raises(UsageError, match=r"several checkpoints.*--baseline_step"):
+        benchmark_checkpoint(
+            arguments(world, "better", "--fail_below", TAU, baseline=world / "out")
+        )
+    chosen = ["--fail_below", TAU, "--baseline_step", str(STEPS["fair"])]
+    benchmark_checkpoint(arguments(world, "better", *chosen, baseline=world / "out"))
+
+
+def test_speeds_of_a_cpu_shared_out_otherwise_are_no_baseline_and_other_figures_say_so(
+    world, tmp_path
+):
+    first = arguments(world, "fair", "--fail_below", TAU)
+    old = tmp_path / "old"
+    first[first.index("--out") + 1] = str(old)
+    benchmark_checkpoint(first)
+    rows = [
+        row.model_copy(update={
+            "environment": row.environment.model_copy(update={"num_threads": 7, "git_sha": "old"})
+        })
+        for row in ResultStore(old).results()
+    ]  # fmt: skip
+    write_rows(old / RESULTS_NAME, rows)
+    with pytest.raises(UsageError, match=r"\(1 × 7 threads\), this is .*\(1 × 1 threads\)"):
+        benchmark_checkpoint(arguments(world, "fair", "--fail_below", "speedup=-3%", baseline=old))
+    benchmark_checkpoint(arguments(world, "fair", "--fail_below", TAU, baseline=old))
+    (line,) = (text for text in summary(world).splitlines() if text.startswith("- measured apart"))
+    assert "7 threads, code old; this on" in line and "1 threads" in line
+
+
+def test_a_drafter_s_name_is_judged_and_a_baseline_and_never_a_pointer_s(world, tmp_path):
+    fair, out = world / "drafter/fair", ("--out", str(tmp_path / "out"), "--limit", "2")
+    given = arguments(world, "fair", "--fail_below", TAU, *out)
+    given[given.index("--baseline") + 1] = f"float8:{fair}"
+    benchmark_checkpoint([*given, "--dry_run"])
+    benchmark_checkpoint(given)
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert f"- baseline: `float8:{fair}`, step 10" in summary
+    assert f"- checkpoint: `{fair}`, step 10" in summary
+    with pytest.raises(UsageError, match="cannot be moved by --promote"):
+        benchmark_checkpoint([*given, "--promote"])
+    (tmp_path / "pointer").symlink_to(fair)
+    given = arguments(
+        world, "fair", "--fail_below", TAU, "--promote", baseline=tmp_path / "pointer"
+    )
+    with pytest.raises(UsageError, match="--promote lets the baseline lead to a folder"):
+        benchmark_checkpoint([f"float8:{fair}", *given[1:]])
+    with pytest.raises(NotFound, match="--baseline: no folder nowhere"):
+        given = arguments(world, "fair", "--fail_below", TAU, baseline="float8:nowhere")
+        benchmark_checkpoint(given)
+
+
+def test_trend_json_is_what_github_action_benchmark_reads(world):
+    benchmark_checkpoint(arguments(world, "better", "--fail_below", TAU))
+    entries = json.loads((world / "out/trend.json").read_text())
+    assert {entry["unit"] for entry in entries} == {"tokens/call", "× autoregressive", "tokens/s"}
+    for entry in entries:
+        assert set(entry) <= {"name", "unit", "value", "range", "extra"}
+        assert isinstance(entry["value"], float) and entry["value"] > 0
+    length = next(entry for entry in entries if entry["name"].endswith(": acceptance_length"))
+    assert length["name"] == "sums, stree, T = 0: acceptance_length"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reason"),
+    [
+        ("acceptance_length", "is no threshold"),
+        ("acceptance_length=3%", "the change has a sign"),
+        ("acceptance_length=-three%", "is no threshold"),
+        ("acceptance=-3%", "no metric 'acceptance'"),
+        ("tokens_per_second_e2e=-3%", "no metric 'tokens_per_second_e2e'"),
+        ("depth_accept_rates=-3%", "wants a depth from 1"),
+        ("depth_accept_rates[0]=-3%", "wants a depth from 1"),
+        ("speedup[1]=-3%", "wants a depth from 1"),
+        ("speedup=-100%", "nothing can lose all"),
+        ("gsm8k.speedup=-3%", "no benchmark 'gsm8k' is measured, only sums"),
+        ("depth_accept_rates[40]=-3%", "depth 40 is below the tree"),
+    ],
+)
+def test_a_bad_threshold_is_one_clear_line(world, threshold, reason):
+    with pytest.raises(UsageError) as got:
+        benchmark_checkpoint(arguments(world, "worse", "--fail_below", threshold))
+    assert reason in str(got.value) and threshold in str(got.value)
+    assert "\n" not in str(got.value)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_measured(world, tmp_path):
+    out = ["--out", str(tmp_path / "out"), "--fail_below", "speedup=-5%"]
+    (tmp_path / "pointer").write_text("a\nb\n")
+    for reason, more in {
+        "add autoregressive": ["--methods", "stree"],
+        "nothing that drafts": ["--methods", "autoregressive"],
+        "leads to no folder": ["--baseline", str(tmp_path / "nowhere")],
+        "is no pointer": ["--baseline", str(tmp_path / "pointer")],
+        "--promote moves a pointer": ["--promote"],
+        "holds none": ["--baseline_step", "3"],
+    }.items():
+        with pytest.raises(UsageError, match=reason):
+            benchmark_checkpoint(arguments(world, "worse", *out, *more))
+    assert not (tmp_path / "out/results.jsonl").exists()
+
+
+def sample(prompt: int, accepted: tuple[int, ...], decode_s: float = 1.0, **changes) -> SampleRow:
+    values = dict(
+        checkpoint_sha256="c", step=1, method="stree", tree="paper", benchmark="sums",
+        prompt_id=str(prompt), category="", temperature=0.0, seed=0, decoding_hash="d", turns=(),
+        num_new_tokens=sum(accepted) + len(accepted), num_calls=len(accepted), num_nodes=16,
+        accepted_per_call=accepted, tree_max_depth=4, prefill_s=0.5, decode_s=decode_s, time_ms={},
+        baseline=BaselineTiming(num_new_tokens=10, prefill_s=0.5, decode_s=2.0),
+    )  # fmt: skip
+    return SampleRow(**(values | changes))
+
+
+def judge(text: str, mine: list[SampleRow], theirs: list[SampleRow]) -> gate.Finding:
+    pairs = {("stree", 0.0, "sums"): (mine, theirs)}
+    (finding,) = gate.judge([gate.Threshold.parse(text)], pairs)
+    return finding
+
+
+@pytest.mark.parametrize("metric", gate.METRICS)
+def test_figures_are_those_of_stree_metrics(metric):
+    rng = np.random.default_rng(0)
+    mine, theirs = (
+        [sample(q, tuple(rng.integers(0, 5, size=rng.integers(1, 7))), rng.uniform(0.5, 2))
+         for q in range(9)]
+        for _ in range(2)
+    )  # fmt: skip
+    name = metric + "[2]" * (metric == gate.DEPTH_RATES)
+    finding = judge(f"{name}=-3%", mine, theirs)
+    for got, samples in ((finding.checkpoint, mine), (finding.baseline, theirs)):
+        wanted = metrics.summarise(samples, [s.baseline for s in samples])[metric]
+        assert got == pytest.approx(wanted[2] if metric == gate.DEPTH_RATES else wanted)
+    assert finding.change == pytest.approx(finding.checkpoint / finding.baseline - 1)
+    low, high = finding.interval
+    assert low < finding.change < high
+
+
+def test_only_an_interval_below_the_threshold_is_a_regression():
+    """τ from 3 to 2.7: −10 % for every prompt, so the interval is a point."""
+    old = [sample(q, (2,) * 10) for q in range(8)]
+    new = [sample(q, (2,) * 7 + (1,) * 3) for q in range(8)]
+    assert judge("acceptance_length=-9%", new, old).verdict == gate.REGRESSION
+    assert judge("acceptance_length=-11%", new, old).verdict == gate.PASS
+    assert judge("acceptance_length=-0.29", new, old).verdict == gate.REGRESSION
+    assert judge("acceptance_length=-0.31", new, old).verdict == gate.PASS
+    assert judge("acceptance_length=+2%", old, old).verdict == gate.REGRESSION
+    few = judge("acceptance_length=-9%", new[:5], old[:5])
+    assert few.verdict == gate.INCONCLUSIVE and "6 the least" in few.reason
+
+
+def test_a_change_weighs_prompts_by_their_calls():
+    """Half of the prompts have one call and got worse, which is nothing among the others' calls."""
+    old = [sample(q, (2,) * (100 if q % 2 else 1)) for q in range(20)]
+    new = [sample(q, (2,) * 100 if q % 2 else (0,)) for q in range(20)]
+    finding = judge("acceptance_length=-3%", new, old)
+    low, high = finding.interval
+    assert finding.verdict == gate.PASS and -0.03 < low < finding.change < high < 0
+
+
+def test_noise_is_inconclusive_and_says_how_many_prompts_would_tell():
+    old = [sample(q, (2,) * 10) for q in range(8)]
+    new = [sample(q, ((3,) if q % 2 else (1,)) * 10) for q in range(8)]
+    finding = judge("acceptance_length=-3%", new, old)
+    assert finding.verdict == gate.INCONCLUSIVE and finding.change == pytest.approx(0)
+    needed = int(finding.reason.split()[1])
+    new, old = (
+        [each.model_copy(update={"prompt_id": f"{each.prompt_id}, {copy}"})
+         for copy in range(2 * needed // 8) for each in samples]
+        for samples in (new, old)
+    )  # fmt: skip
+    assert judge("acceptance_length=-3%", new, old).verdict == gate.PASS
+
+
+def test_more_thresholds_want_more_prompts():
+    """Six of six prompts got worse: by chance that is 1 in 64, of two thresholds 1 in 32."""
+    old = [sample(q, (2,) * 10) for q in range(6)]
+    new = [sample(q, (1,) * 10) for q in range(6)]
+    pairs = {("stree", 0.0, "sums"): (new, old)}
+    assert judge("acceptance_length=0", new, old).verdict == gate.REGRESSION
+    findings = gate.judge([gate.Threshold.parse("acceptance_length=0")] * 2, pairs)
+    assert {finding.reason for finding in findings} == {"too few prompts: 6, 7 the least"}
+    assert [gate.least_prompts(gate.level_of(count)) for count in (1, 2, 4, 8)] == [6, 7, 8, 9]
+
+
+def test_a_false_alarm_is_as_rare_as_it_says_over_all_thresholds_together():
+    """Checkpoint and baseline draw calls alike, on four benchmarks of 10 prompts: one of four
+    thresholds at 0 is to be called a regression in 2.5 % of 200 gates, which is 5. Intervals of 10
+    prompts make it 8 here; 95 % for each threshold by itself makes it 20."""
+    rng = np.random.default_rng(0)
+    thresholds = [gate.Threshold.parse(f"b{number}.acceptance_length=0") for number in range(4)]
+
+    def drawn(benchmark: str) -> list[SampleRow]:
+        rates = rng.uniform(0.3, 0.8, size=10)
+        return [
+            sample(q, tuple(map(int, rng.binomial(4, rate, size=8))), benchmark=benchmark)
+            for q, rate in enumerate(rates)
+        ]
+
+    alarms = 0
+    for _ in range(200):
+        pairs = {("stree", 0.0, f"b{n}"): (drawn(f"b{n}"), drawn(f"b{n}")) for n in range(4)}
+        alarms += gate.overall(gate.judge(thresholds, pairs)) == gate.REGRESSION
+    assert 0 < alarms <= 12
+
+
+def turn(tokens: tuple[int, ...]) -> Turn:
+    return Turn(user="", num_prompt_tokens=1, tokens=tokens, text="", finish_reason="length")
+
+
+def test_answers_that_go_in_circles_are_left_out():
+    """Two of ten prompts end in a loop, whose drafts are all accepted; without them τ is worse."""
+    circle, line = turn((*range(12), *(1, 2, 3) * 10)), turn(tuple(range(42)))
+    old = [sample(q, (2,) * 10, turns=(line,)) for q in range(10)]
+    new = [
+        sample(q, (4,) * 40, turns=(line, circle)) if q < 2 else sample(q, (1,) * 10, turns=(line,))
+        for q in range(10)
+    ]
+    finding = judge(TAU, new, old)
+    assert finding.verdict == gate.REGRESSION and finding.checkpoint == pytest.approx(2)
+    assert (finding.num_prompts, finding.num_repeating) == (8, 2)
+    told = "\n".join(gate_summary._repeating([finding, finding]))
+    assert told.count("2 of 10 prompts") == 1
+    assert not repeats(sample(0, (1,), turns=(turn((1, 2, 3) * 9),))), "too short to say"
+
+
+def test_a_depth_is_judged_by_the_calls_whose_tree_has_it():
+    chosen = {"calls_by_tree": {"plain": 2, "chain-2": 2}}
+    deep = [sample(q, (2, 1, 2, 2)) for q in range(8)]
+    mixed = [sample(q, (0, 2, 0, 2), depth_per_call=(0, 2, 0, 2), **chosen) for q in range(8)]
+    finding = judge("depth_accept_rates[1]=-5%", mixed, deep)
+    assert finding.checkpoint == 1 and finding.verdict == gate.PASS
+    unknown = [sample(q, (0, 2, 0, 2), **chosen) for q in range(8)]
+    with pytest.raises(BadData, match="how deep"):
+        judge("depth_accept_rates[1]=-5%", unknown, deep)
+
+
+def test_small_losses_within_the_threshold_pass_but_do_not_become_the_baseline():
+    old = [sample(q, (2,) * 10) for q in range(8)]
+    slower = [sample(q, (3,) + (2,) * 9, decode_s=1.1) for q in range(8)]
+    pairs = {("stree", 0.0, "sums"): (slower, old)}
+    thresholds = [gate.Threshold.parse(t) for t in (TAU, "speedup=-20%")]
+    findings = gate.judge(thresholds, pairs)
+    assert gate.overall(findings) == gate.PASS and not gate.is_better(findings)
+    assert gate.is_better(findings[:1])
+
+
+def test_undefined_figures_and_foreign_samples():
+    old = [sample(q, (0, 0)) for q in range(8)]
+    plain, few = ([sample(q, (0, 0), calls_by_tree=calls) for q in range(8)]
+                  for calls in ({"plain": 2}, {"chain-2": 2}))  # fmt: skip
+    assert "every step of both" in judge(TAU, plain, plain).reason
+    assert judge(TAU, plain, few).verdict == judge(TAU, few, plain).verdict == gate.PASS
+    assert "undefined" in judge("depth_accept_rates[2]=-3%", old, old).reason
+    with pytest.raises(BadData, match="other prompts"):
+        judge(TAU, old, old[::-1])
+    alone = [sample(q, (1,), baseline=None) for q in range(8)]
+    with pytest.raises(BadData, match="autoregressive"):
+        judge("speedup=-3%", alone, old)
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/eval").glob("*.yaml")), ids=str)
+def test_configs_of_evaluations_are_read(config):
+    line = ["c", "--baseline", "b", "--target", "t", "--out", "o", "--fail_below", TAU]
+    parsed = build_parser().parse_args([*line, "--config", str(config)])
+    assert parsed.limit == yaml.safe_load(config.read_text())["limit"]
+
+
+def test_the_workflow_types_no_option_that_the_command_lacks():
+    text = (REPOSITORY / ".github/workflows/checkpoint-benchmark.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    calls = [s.split("benchmark_checkpoint.py")[1] for s in scripts if "benchmark_checkpoint" in s]
+    assert len(calls) == len(jobs) == 2
+    known = set(re.findall(r"--[\w-]+", build_parser().format_help()))
+    for call in calls:
+        used = set(re.findall(r"--[\w-]+", call))
+        assert used and used <= known
+
+
+def test_a_drafter_of_another_target_is_no_candidate(world, tmp_path):
+    """Its own target has the same tokenizer and shape."""
+    drafter = tmp_path / "drafter"
+    record = {TARGET_WEIGHTS: weights_fingerprint(world / "drafter/worse")}
+    model, tokenizer = load_model(world / "drafter/fair"), load_tokenizer(world / "target")
+    save_model(model, drafter, tokenizer, manifest_extra=record)
+    for first, second in ((drafter, "fair"), (world / "drafter/fair", drafter)):
+        baseline = world / "drafter" / second
+        options = arguments(world, str(first), "--fail_below", TAU, baseline=baseline)
+        with pytest.raises(CheckpointRefused, match="was made for other weights"):
+            benchmark_checkpoint(options)

@@ -1,0 +1,111 @@
+"""What requests that share a batch took of its time, each."""
+
+from __future__ import annotations
+
+import pytest
+from captures import Replayed
+from tiny_evaluation import tiny_model
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request
+from stree.generation import GenerationConfig
+from stree_pipelines.evaluation.answering.batching import Batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class HandMadeClock:
+    """A second for each piece of a prompt, ten for each call."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("stree_pipelines.evaluation.answering.batching.time", self)
+        monkeypatch.setattr("stree.batching.batch_decoder.time", self)
+        monkeypatch.setattr("stree.common.clock.time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_step_s_seconds_are_shared_among_the_rows_that_it_decoded(monkeypatch):
+    clock = HandMadeClock(monkeypatch)
+
+    class Timed(BatchDecoder):
+        def _read(self, *arguments, **options):
+            clock.now += 1
+            return super()._read(*arguments, **options)
+
+        def _collect(self):
+            clock.now += 10
+            return super()._collect()
+
+    batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    generations = {n: GenerationConfig(n, ignore_eos=True) for n in (3, 5)}
+    lengths = {batch.admit(Request([1, 2], each)): n for n, each in generations.items()}
+    assert batch.is_full
+    shares = {}
+    while lengths:
+        for report in batch.step():
+            if report.finish_reason:
+                _, shares[lengths.pop(report.row)] = batch.release(report.row)
+    # The first token is the prompt's; two calls side by side, and two of the longer one alone.
+    assert [shares[n].prefill_s for n in (3, 5)] == [1, 1]
+    assert [shares[n].decode_s for n in (3, 5)] == [10, 30]
+    assert [shares[n].num_calls for n in (3, 5)] == [1, 3]
+    assert sum(s.prefill_s + s.decode_s for s in shares.values()) == clock.now == 42
+
+
+def test_what_is_done_between_steps_counts_too(monkeypatch):
+    """To keep a turn, for the next one; to wait for the step on its way, for those it decodes."""
+    clock = HandMadeClock(monkeypatch)
+
+    class Timed(BatchDecoder):
+        def _collect(self):
+            clock.now += 10
+            return super()._collect()
+
+        def num_reusable(self, prompt):
+            clock.now += 3 * bool(self._sequences[0].stop.tokens)
+            return super().num_reusable(prompt)
+
+        def release(self, row, keep=False):
+            clock.now += 5
+            return super().release(row, keep)
+
+    batch = Batch(Timed(tiny_model(0, 64), num_rows=2, max_length=32))
+    first = batch.admit(Request([1, 2], GenerationConfig(4, ignore_eos=True)))
+    assert len(batch.step()) == 1  # the first token
+    second = batch.admit(Request([1, 2], GenerationConfig(1, ignore_eos=True)))
+    shares, left = {}, {first, second}
+    while left:
+        for report in batch.step():
+            if report.finish_reason:
+                left.remove(report.row)
+                shares[report.row] = batch.release(report.row)[1]
+    assert (shares[first].prefill_s, shares[second].prefill_s) == (5, 5)
+    assert (shares[first].decode_s, shares[second].decode_s) == (33, 0)
+    assert clock.now == 43
+
+
+def test_graphs_of_prompts_of_a_new_length_count_for_nobody(captured_on_cpu, monkeypatch):
+    clock = HandMadeClock(monkeypatch)
+    target = tiny_model(0, 64)
+    batch = Batch(BatchDecoder(target, target, "chain-1", num_rows=2, max_length=64))
+    requests = [Request([1] * n, GenerationConfig(6, ignore_eos=True)) for n in (2, 3, 30, 40)]
+    batch.decoder.generate(requests[:2])
+
+    class Slow(Replayed):
+        def __init__(self, *arguments):
+            clock.now += 100
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(batch.decoder.executor.reader, "capture", Slow)
+    rows = {batch.admit(each) for each in requests[2:]}
+    shares = []
+    while rows:
+        for report in batch.step():
+            if report.finish_reason:
+                rows.remove(report.row)
+                shares.append(batch.release(report.row)[1])
+    assert clock.now == 400  # a prompt of 32 and one of 64, by target and drafter
+    assert all(each.prefill_s == each.decode_s == 0 for each in shares)

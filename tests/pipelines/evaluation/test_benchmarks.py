@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stree.common.errors import BadData, UsageError
+from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, load_benchmark
+
+ROWS = [
+    {"id": "one", "category": "x", "turns": ["First?", "Second?"], "reference": ["…"]},
+    {"id": "two", "turns": ["Only?"]},
+    {"id": 3, "turns": ["A number as id"]},
+]
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def test_by_name_and_by_path_are_the_same(tmp_path):
+    path = write(tmp_path / "mt_bench.jsonl", ROWS)
+    by_name, by_path = load_benchmark("mt_bench", tmp_path), load_benchmark(str(path))
+    assert by_name == by_path
+    assert by_name.name == "mt_bench"
+    assert [prompt.id for prompt in by_name.prompts] == ["one", "two", "3"]
+    assert by_name.prompts[0].turns == ("First?", "Second?")
+    assert by_name.prompts[1].category == ""
+
+
+@pytest.mark.parametrize("how", ["name", "file", "folder"])
+def test_the_corpus_prompts_are_python_docs(tmp_path, how):
+    rows = [{"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    path = write(tmp_path / "corpus/prompts.jsonl", rows)
+    given = {"name": "python_docs", "file": str(path), "folder": str(path.parent)}[how]
+    assert load_benchmark(given, path.parent).name == "python_docs"
+
+
+def test_other_prompts_are_not_called_python_docs(tmp_path):
+    mixed = [*ROWS, {"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    assert load_benchmark(str(write(tmp_path / "sums/prompts.jsonl", ROWS))).name == "sums_prompts"
+    assert load_benchmark(str(write(tmp_path / "both/prompts.jsonl", mixed))).name == "both_prompts"
+    assert load_benchmark(str(write(tmp_path / "mine.jsonl", mixed))).name == "mine"
+
+
+def test_questions_of_the_corpus_in_other_files_are_called_as_those(tmp_path):
+    """Asked at several lengths, say: several benchmarks of one name would be refused."""
+    rows = [{"id": "python-docs-json.dumps", "turns": ["What does it do?"]}]
+    for name in ("long-512", "long-1024"):
+        assert load_benchmark(str(write(tmp_path / f"{name}.jsonl", rows))).name == name
+
+
+def test_one_ships(tmp_path, monkeypatch):
+    """So that a command without --benchmarks runs in any folder of anybody's."""
+    monkeypatch.chdir(tmp_path)
+    (name,) = DEFAULT_BENCHMARKS
+    benchmark = load_benchmark(name)
+    assert benchmark.name == "starter" and len(benchmark.prompts) == 16
+    assert {len(prompt.turns) for prompt in benchmark.prompts} == {1, 2}
+    with pytest.raises(UsageError, match=r"are starter\): fetch_benchmarks.py gets"):
+        load_benchmark("mt_bench")
+    write(tmp_path / "data/benchmarks/mt_bench.jsonl", ROWS)
+    assert len(load_benchmark("mt_bench").prompts) == 3
+
+
+def test_errors_show_what_a_line_looks_like(tmp_path):
+    path = write(tmp_path / "b.jsonl", [{"prompt": "Hello"}])
+    with pytest.raises(BadData, match=r'"turns": \["What the user says first"'):
+        load_benchmark(str(path))
+    with pytest.raises(UsageError, match=r'"turns": \['):
+        load_benchmark("absent", tmp_path)
+
+
+def test_limit_takes_the_first_and_the_hash_follows_the_prompts(tmp_path):
+    path = str(write(tmp_path / "b.jsonl", ROWS))
+    two = load_benchmark(path, limit=2)
+    assert [prompt.id for prompt in two.prompts] == ["one", "two"]
+    assert two.prompts_hash != load_benchmark(path).prompts_hash
+    assert two.prompts_hash == load_benchmark(path, limit=2).prompts_hash
+    assert load_benchmark(path, limit=99).prompts == load_benchmark(path).prompts
+
+
+def test_unknown_name_lists_what_there_is(tmp_path):
+    write(tmp_path / "humaneval.jsonl", ROWS)
+    with pytest.raises(UsageError, match="there are humaneval, starter"):
+        load_benchmark("mt_bench", tmp_path)
+    with pytest.raises(UsageError, match="no benchmark file"):
+        load_benchmark(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UsageError, match="limit is 0"):
+        load_benchmark("humaneval", tmp_path, limit=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "Expecting"),
+        ("[]", "got a list"),
+        ('{"turns": ["x"]}', "id is None"),
+        ('{"id": "x"}', "turns is None"),
+        ('{"id": "x", "turns": []}', "turns is \\[\\]"),
+        ('{"id": "x", "turns": ["ok", " "]}', "none empty"),
+        ('{"id": "x", "turns": [1]}', "must be texts"),
+        ('{"id": "two", "turns": ["again"]}', "line 2 already"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, why):
+    path = write(tmp_path / "b.jsonl", ROWS)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(BadData, match=rf"b.jsonl:4: .*{why}"):
+        load_benchmark(str(path))
+
+
+def test_invalid_utf8_and_empty_files_are_refused(tmp_path):
+    path = tmp_path / "b.jsonl"
+    path.write_bytes(b'{"id": "\xff", "turns": ["x"]}\n')
+    with pytest.raises(BadData, match=r"b\.jsonl:1"):
+        load_benchmark(str(path))
+    path.write_text("\n")
+    with pytest.raises(BadData, match="no prompts"):
+        load_benchmark(str(path))

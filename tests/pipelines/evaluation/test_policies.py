@@ -1,0 +1,174 @@
+"""Verifiers and drafters by name, in evaluations and for `stree.load`."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_evaluation import export, make_world, quiet, settings_for
+
+import stree
+from stree import GenerationConfig, TokenTree
+from stree.checkpoints.load_save import load_config
+from stree.common.errors import NotFound, UsageError
+from stree.drafters import Drawn
+from stree.drafters.names import DrafterName
+from stree_pipelines.evaluation.estimates import memory_of
+from stree_pipelines.evaluation.plan import DrafterIdentity, require_fillable
+from stree_pipelines.reports import settings
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def corpus(world):
+    (world / "corpus.txt").write_text("some text to learn from, and to draft from")
+    return world / "corpus.txt"
+
+
+def test_rows_say_their_verifier_and_never_share_a_table(world, tmp_path):
+    """Of one folder; plain decoding's rows serve all of them."""
+    rows = []
+    for verifier in ("coupled", "traversal"):
+        chosen = settings_for(
+            world, tmp_path, limit=1, temperatures=(0.0, 1.0), verifier=verifier, max_new_tokens=6
+        )
+        rows.append(quiet(chosen).evaluate(export(world, 10)))
+    for verifier, mine in zip(("coupled", "traversal"), rows, strict=True):
+        assert {row.verifier for row in mine} == {None, verifier}
+    keys = [{row.key for row in mine} for mine in rows]
+    assert len(keys[0] & keys[1]) == 2  # plain decoding at both temperatures
+    assert "verifier" in settings.differing(rows[0] + rows[1])
+    with pytest.raises(UsageError, match="verifier is"):
+        settings.require_one(rows[0] + rows[1], tmp_path)
+    settings.require_one(settings.chosen(rows[1], ["verifier=traversal"], tmp_path), tmp_path)
+
+
+def test_rows_say_how_they_backtrack_and_hold_the_same_answers(world, tmp_path):
+    rows, answers = [], []
+    for backtracking in ("replay", "joint"):
+        chosen = settings_for(
+            world, tmp_path, limit=1, temperatures=(0.0,), backtracking=backtracking,
+            methods=("autoregressive", "stree"),
+        )  # fmt: skip
+        evaluation = quiet(chosen)
+        rows += [row for row in evaluation.evaluate(export(world, 10)) if row.tree]
+        answers.append([each.turns for each in evaluation.store.samples(rows[-1])])
+    assert [row.backtracking for row in rows] == ["replay", "joint"]
+    assert answers[0] == answers[1] and rows[0].acceptance_length == rows[1].acceptance_length
+    with pytest.raises(UsageError, match="backtracking is"):
+        settings.require_one(rows, tmp_path)
+    with pytest.raises(UsageError, match="wanted one of replay, joint"):
+        settings_for(world, tmp_path, backtracking="copies")
+
+
+def test_a_verifier_of_chains_is_refused_for_the_tree_at_once(world, tmp_path):
+    with pytest.raises(UsageError, match="judges chains only"):
+        quiet(settings_for(world, tmp_path, verifier="block"))
+    with pytest.raises(UsageError, match=r"wanted one of coupled.* each of them is greedy"):
+        settings_for(world, tmp_path, verifier="greedy")
+    quiet(settings_for(world, tmp_path, verifier="block", methods=("autoregressive", "vanilla_sd")))
+
+
+@pytest.mark.parametrize("grafted", [False, True], ids=["alone", "grafted"])
+def test_n_grams_are_evaluated_beside_checkpoints(grafted, world, corpus, tmp_path):
+    name = f"ngram:3,{corpus}"
+    name = f"{export(world, 10)}+{name}" if grafted else name
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24)
+    rows = quiet(chosen).evaluate(name)
+    assert [row.checkpoint for row in rows] == [None, name, name]
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    assert rows[2].acceptance_length > 1 and rows[2].step == (10 if grafted else None)
+    corpus.write_text(corpus.read_text() + " more")
+    assert rows[2].key not in {job.result_key for job in quiet(chosen).plan(name)}
+
+
+def test_a_head_in_8_bits_has_rows_of_its_own(world, tmp_path):
+    name = f"float8:{export(world, 10)}"
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24, tree="beam-2-2-4")
+    own = quiet(chosen).plan(export(world, 10))
+    evaluation = quiet(chosen)
+    rows = evaluation.evaluate(name)
+    assert [(row.checkpoint, row.step) for row in rows[1:]] == [(name, 10)] * 2
+    assert all(row.lossless is None or row.lossless.share == 1 for row in rows)
+    assert rows[2].key not in {job.result_key for job in own}
+    drafter = next(job.drafter for job in evaluation.plan(name) if job.drafter)
+    config = load_config(drafter.name.folder)
+    head = memory_of(evaluation, evaluation.plan(name)).parts["heads in 8 bits"]
+    assert head == config.vocab_size * config.d_model
+    assert evaluation.decoders.drafter_model(drafter).head_in_8_bits is not None
+
+
+def test_siblings_drawn_otherwise_have_rows_of_their_own(world, tmp_path):
+    """Greedy ones have the same τ; what sampling accepts is their own."""
+    own = export(world, 10)
+    forms = [f"{own}", f"independent:{own}", f"top:{own}"]
+    chosen = settings_for(world, tmp_path, limit=1, max_new_tokens=24, verifier="multi_step")
+    evaluation = quiet(chosen)
+    trees = [
+        next(row for row in evaluation.evaluate(form) if row.method == "stree") for form in forms
+    ]
+    assert [row.checkpoint for row in trees] == forms and {row.step for row in trees} == {10}
+    assert len({row.checkpoint_sha256 for row in trees}) == 3
+    assert len({row.acceptance_length for row in trees if row.temperature == 0}) == 1
+    assert all(row.lossless is None or row.lossless.share == 1 for row in trees)
+    with pytest.raises(UsageError, match="independent siblings, which may be alike"):
+        require_fillable(TokenTree.load("beam-2-2-4"), DrafterName.parse(forms[1]))
+    require_fillable(TokenTree.load("beam-2-2-4"), DrafterName.parse(forms[2]))
+
+
+def test_a_link_is_what_it_names_now_in_every_form(world, tmp_path):
+    own, link = export(world, 10), tmp_path / "latest"
+    link.symlink_to(own)
+    for form in ("{}", "float8:{}", "{}+ngram:3", "top:{}"):
+        assert DrafterIdentity.at(form.format(link)) == DrafterIdentity.at(form.format(own))
+
+
+def test_load_takes_the_same_names(world, corpus):
+    generation, prompt = GenerationConfig(12, ignore_eos=True), [5, 6, 7, 5, 6]
+    plain = stree.load(world / "target").generate(prompt, generation).tokens
+    own = export(world, 10)
+    forms = "{}+ngram:4", "float8:{}+ngram:4", "independent:{}", "float8:top:{}", "top:{}+ngram:4"
+    for drafter in ("ngram", f"ngram:2,{corpus}", *(each.format(own) for each in forms)):
+        for verifier in ("coupled", "traversal"):
+            decoder = stree.load(
+                world / "target", drafter, tree="paper", verifier=verifier, max_length=64
+            )
+            assert decoder.generate(prompt, generation).tokens == plain
+
+
+def test_names_of_drafters(tmp_path):
+    assert DrafterName.parse("a/b") == DrafterName("a/b")
+    assert DrafterName.parse("ngram") == DrafterName(None, 6)
+    assert DrafterName.parse("a/b+ngram:4,c,d.txt") == DrafterName("a/b", 4, "c,d.txt")
+    (tmp_path / "x+ngram").mkdir()
+    assert DrafterName.parse(str(tmp_path / "x+ngram")).is_folder
+    head = DrafterName.parse("float8:a/b")
+    assert head == DrafterName("a/b", float8=True) and head.is_folder
+    assert DrafterName.parse("float8:a/b+ngram:4") == DrafterName("a/b", 4, float8=True)
+    assert DrafterName.parse("float8:text:a") == DrafterName("a", retokenised=True, float8=True)
+    drawn = DrafterName("a/b", siblings=Drawn.INDEPENDENT)
+    assert DrafterName.parse("independent:a/b") == drawn and drawn.is_folder
+    assert not drawn.is_plain and not drawn.grows and DrafterName.parse("top:a/b").grows
+    both = DrafterName("a/b", 4, float8=True, siblings=Drawn.POINT)
+    assert DrafterName.parse("float8:top:a/b+ngram:4") == both
+    assert DrafterName.parse("top:float8:a/b+ngram:4") == both
+    (tmp_path / "top:x").mkdir()
+    assert DrafterName.parse(str(tmp_path / "top:x")).is_plain
+    for wrong in ("top:", "top:ngram", "independent:text:a", "top:top:a", "independent:top:a"):
+        with pytest.raises(UsageError, match="has no model that may draw siblings so"):
+            DrafterName.parse(wrong)
+    for wrong in ("float8:", "float8:ngram", "float8:float8:a"):
+        with pytest.raises(UsageError, match="no head to put in 8 bits, wanted float8:FOLDER"):
+            DrafterName.parse(wrong)
+    for wrong in ("ngram:0", "ngram:x", "ngram:-1,f"):
+        with pytest.raises(UsageError, match="wanted a whole number"):
+            DrafterName.parse(wrong)
+    for name in (
+        "a/b", "ngram:6", "a/b+ngram:4,c,d.txt", "float8:a/b+ngram:4", "float8:text:a",
+        "independent:a/b", "float8:top:a/b+ngram:4",
+    ):  # fmt: skip
+        assert str(DrafterName.parse(name)) == name
+    with pytest.raises(NotFound, match="no corpus"):
+        DrafterName.parse("ngram:3,nowhere.txt").corpus_text()

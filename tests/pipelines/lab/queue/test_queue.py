@@ -1,0 +1,234 @@
+"""Requests that arrive by chance, on a clock made by hand: a step takes a second."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from tiny_evaluation import export, make_world, tiny_model
+
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request
+from stree.common.errors import InvariantBroken, UsageError
+from stree.generation import GenerationConfig
+from stree_pipelines.evaluation.records import read_rows
+from stree_pipelines.lab import bench_queue
+from stree_pipelines.lab.queue import bench as queue_bench
+from stree_pipelines.lab.queue.queueing import (
+    Policy,
+    QueueRow,
+    figures_of,
+    poisson_arrivals,
+    serve,
+)
+
+CONTINUOUS = Policy("continuous")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_until(self, moment: float) -> None:
+        assert self.time < moment < math.inf
+        self.time = moment
+
+
+class SecondsLong(BatchDecoder):
+    """A decoder whose steps take a second each; their starts are noted, with the rows taken."""
+
+    def __init__(self, clock: Clock, num_rows: int = 2) -> None:
+        super().__init__(tiny_model(0, 64), num_rows=num_rows, max_length=64)
+        self.clock, self.steps = clock, []
+
+    def step(self):
+        self.steps.append((self.clock.time, self.num_rows - self.num_free_rows))
+        self.clock.time += 1
+        return super().step()
+
+
+def served(lengths, arrivals, policy, **parts):
+    """Traffic of requests of so many tokens: a request of n takes n steps, the first of which reads
+    its prompt."""
+    decoder = SecondsLong(Clock(), **parts)
+    requests = [Request([1, 2], GenerationConfig(n, ignore_eos=True)) for n in lengths]
+    return serve(decoder, requests, arrivals, policy, decoder.clock), decoder
+
+
+def moments(traffic) -> list[tuple[float, float, float]]:
+    return [(r.admitted, r.first_token, r.finished) for r in traffic.requests]
+
+
+def test_continuous_admission_fills_a_row_as_soon_as_it_is_free():
+    traffic, _ = served([3, 5, 3], [1.0, 1.0, 2.5], CONTINUOUS)
+    # The third waits for the first one's row.
+    assert moments(traffic) == [(1, 2, 4), (1, 2, 6), (4, 5, 7)]
+    assert traffic.duration_s == 6 and traffic.row_seconds == 11
+    figures = figures_of(traffic)
+    assert figures["latency_s"].mean == pytest.approx((3 + 5 + 4.5) / 3)
+    assert figures["latency_s"].p50 == 4.5
+    assert figures["time_to_first_token_s"].mean == pytest.approx((1 + 1 + 2.5) / 3)
+    assert figures["waiting_s"].mean == pytest.approx(1.5 / 3)
+    assert figures["throughput"] == 11 / 6 and figures["requests_per_second"] == 3 / 6
+    assert figures["occupancy"] == pytest.approx(11 / 12) and figures["acceptance_length"] == 1
+
+
+def test_a_queue_is_cleared_when_it_is_full_or_its_first_request_waited_long_enough():
+    traffic, decoder = served([3] * 4, [1.0, 2.0, 9.0, 20.0], Policy("clearing", 2, 4.0))
+    # Full at 2; the third is alone after 4 s, as is the fourth.
+    assert moments(traffic) == [(2, 3, 5), (2, 3, 5), (13, 14, 16), (24, 25, 27)]
+    assert [rows for _, rows in decoder.steps] == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert figures_of(traffic)["occupancy"] == pytest.approx(12 / (2 * 26))
+
+
+def test_a_cleared_queue_is_a_batch_of_its_own():
+    """The row that is free early stays empty, and what waits too long waits for the batch."""
+    traffic, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], Policy("clearing", 2, 2.0))
+    assert moments(traffic) == [(0, 1, 3), (0, 1, 7), (7, 8, 10), (7, 8, 10)]
+    better, _ = served([3, 7, 3, 3], [0.0, 0.0, 1.0, 1.0], CONTINUOUS)
+    assert figures_of(better)["latency_s"].mean < figures_of(traffic)["latency_s"].mean
+
+
+def test_no_more_than_the_rows_are_cleared_at_once():
+    traffic, _ = served([3] * 3, [0.0, 0.0, 0.0], Policy("clearing", 1, 9.0))
+    assert [r.admitted for r in traffic.requests] == [0, 0, 3]
+
+
+def test_traffic_is_poisson_and_its_seed_s():
+    arrivals = poisson_arrivals(4.0, 20_000, 1)
+    gaps = np.diff(arrivals, prepend=0.0)
+    assert (gaps > 0).all()
+    # An exponential's mean and deviation are alike; five standard errors of 20,000.
+    assert gaps.mean() == pytest.approx(1 / 4, rel=0.036)
+    assert gaps.std() == pytest.approx(1 / 4, rel=0.08)
+    assert (poisson_arrivals(4.0, 9, 1) == arrivals[:9]).all()
+    assert poisson_arrivals(8.0, 9, 1) == pytest.approx(arrivals[:9] / 2)
+    assert (poisson_arrivals(4.0, 9, 2) != arrivals[:9]).all()
+
+
+def test_an_error_leaves_the_rows_free():
+    decoder = SecondsLong(Clock())
+    step = decoder.step
+
+    def failing():
+        reports = step()
+        reports[0].error = InvariantBroken("the target's logits are not finite")
+        return reports
+
+    decoder.step = failing
+    with pytest.raises(InvariantBroken):
+        serve(decoder, [Request([1], GenerationConfig(9))], [0.0], CONTINUOUS, decoder.clock)
+    assert decoder.num_free_rows == 2
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def options(world, out, *more: str) -> list[str]:
+    return [
+        str(out), "--target", str(world / "target"), "--drafter", str(export(world, 10)),
+        "--prompts", str(world / "talk.jsonl"), "--rates", "200", "--num_requests", "6",
+        "--batch_size", "3", "--max_new_tokens", "6", "--max_wait_s", "0.01", "--device", "cpu",
+        "--temperature", "1", *more,
+    ]  # fmt: skip
+
+
+def test_each_setting_is_a_row_that_is_measured_once(world, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "queue.jsonl"
+    bench_queue.main(options(world, out))
+    captured = capsys.readouterr()
+    rows = read_rows(out, QueueRow)
+    assert [(row.policy, row.method) for row in rows] == [
+        (policy, method) for method in ("autoregressive", "stree")
+        for policy in ("continuous", "clearing")
+    ]  # fmt: skip
+    for row in rows:
+        assert row.latency_s.p50 <= row.latency_s.p95 <= row.duration_s
+        assert row.waiting_s.mean <= row.time_to_first_token_s.mean <= row.latency_s.mean
+        assert 0 < row.occupancy <= 1 and row.throughput > row.requests_per_second
+        assert (row.queue_size, row.max_wait_s) == (
+            (3, 0.01) if row.policy == "clearing" else (None, None)
+        )
+        assert (row.step, row.tree and row.tree.name) == (
+            (10, "paper") if row.method == "stree" else (None, None)
+        )
+    assert max(map(len, captured.out.splitlines()[:-2])) <= 80  # the last two are paths
+    assert "4 settings of 6 requests, 4 to go" in captured.err
+    assert "clearing stree 200/s  6/6  latency" in captured.err
+    assert (tmp_path / "queue.svg").read_text().startswith("<?xml")
+
+    before = out.read_bytes()
+    with open(out, "ab") as file:
+        file.write(b'{"version":1,"policy":"torn')  # as a kill leaves it
+    more = options(world, out, "--queue_size", "2")
+    bench_queue.main(more)
+    assert out.read_bytes().startswith(before)
+    rows = read_rows(out, QueueRow)
+    assert len(rows) == 6 and {row.queue_size for row in rows[4:]} == {2}
+
+    def refuse(*_):
+        raise AssertionError("a setting was measured although its row exists")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(queue_bench.QueueBench, "measure", refuse)
+        bench_queue.main(more)
+        bench_queue.main([*options(world, out, "--overwrite"), "--dry_run"])
+    assert "rows: 4, 0 are there" in capsys.readouterr().out
+    bench_queue.main(options(world, out, "--methods", "autoregressive", "--overwrite"))
+    again = read_rows(out, QueueRow)
+    assert len(again) == 6 and json.loads(out.read_text().splitlines()[0])["method"] == "stree"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--batch_size", "1"], "at least 2 rows"),
+        (["--rates", "0"], "above 0"),
+        (["--rates", "1", "1"], "each once"),
+        (["--policies", "lifo"], "wanted some of continuous, clearing"),
+        (["--queue_size", "4"], "wanted 1 to the 3 rows"),
+        (["--max_wait_s", "-1"], "seconds from 0 on"),
+        (["--num_requests", "0"], "at least 1"),
+        (["--methods", "medusa"], "wanted some of"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(world, tmp_path, more, message):
+    with pytest.raises(UsageError, match=message):
+        bench_queue.main(options(world, tmp_path / "o.jsonl", *more))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_that_drafts_wants_a_drafter(world, tmp_path):
+    with pytest.raises(UsageError, match="give --drafter"):
+        bench_queue.main([
+            str(tmp_path / "o"), "--target", str(world / "target"), "--methods", "stree",
+        ])  # fmt: skip
+
+
+def test_graphs_are_captured_before_the_clock_runs(captured_on_cpu):
+    """Of prompts of all sizes and steps of all numbers of rows."""
+    decoder = BatchDecoder(tiny_model(0, 64), num_rows=4, max_length=64)
+    requests = [
+        Request(list(range(1, 1 + count)), GenerationConfig(4, ignore_eos=True))
+        for count in (3, 9, 20, 4, 30, 5)
+    ]
+    queue_bench.rehearse(decoder, requests)
+    assert decoder.num_free_rows == 4
+    executor = decoder.executor
+    ready = set(executor.envelopes), set(executor.reader.pieces)
+    assert ready[0] and ready[1]
+    decoder.generate(requests)
+    assert (set(executor.envelopes), set(executor.reader.pieces)) == ready

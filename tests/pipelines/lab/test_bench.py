@@ -1,0 +1,794 @@
+"""The benchmarks measure something, say what made it, and refuse to when a test is red."""
+
+import json
+import re
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, random_reference
+from process_group import run_together
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from stree import generate
+from stree.common.errors import BadData, CannotWrite, InvariantBroken, OutOfMemory, UsageError
+from stree.models.layers.mlp import Experts
+from stree.trees.token_tree import as_tree
+from stree_pipelines.data.micro_batches import MicroBatches
+from stree_pipelines.data.packing import pack
+from stree_pipelines.lab import (
+    bench_cpu,
+    bench_decode,
+    bench_kernels,
+    bench_report,
+    bench_training,
+    paper_tables,
+)
+from stree_pipelines.lab.benches import (
+    batches,
+    calls,
+    intervals,
+    models,
+    profiles,
+    published,
+    steps,
+    timing,
+    training_step,
+)
+from stree_pipelines.lab.papers import order_bench as orders
+from stree_pipelines.resources import estimates
+from stree_pipelines.resources.estimates import num_parameters
+from stree_pipelines.resources.operations import distillation_operations
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.hidden_states import FeatureConfig
+
+CPU = torch.device("cpu")
+TINY = models.OWN_SHAPES["tiny"].mixer_shape
+# All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
+TAIL = TINY.tail * TINY.num_channels * 2
+ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
+
+
+@torch.no_grad()
+def test_rows(tmp_path):
+    rows = bench_kernels.measure("tiny", [1, 5], 8, 2, 2, CPU)
+    options = SimpleNamespace(
+        what=["orders", "calls", "draft", "unrolled", "beams", "memory"], order_nodes=[5],
+        nodes=[1, 3, 5, 16], context=8, repeats=2, drafters=["own", "head=16+rank=4"],
+        trees=["paper", "beam-2-3-6"],
+    )  # fmt: skip
+    rows += bench_decode.measure("tiny", options, CPU)
+    timing.write_rows(tmp_path / "rows.jsonl", rows, CPU)
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line.get("op", line.get("what")) for line in lines] == [
+        *bench_kernels.OPS, *bench_kernels.OPS, *("orders",) * 4, *("target call",) * 4,
+        *("unrolled",) * 5, *("beams",) * 12, "memory", *("draft",) * 4,
+    ]  # fmt: skip
+    drafts = [(line.get("drafter"), line.get("tree"), line["num_nodes"]) for line in lines[-4:]]
+    other = "head=16+rank=4"
+    assert drafts == [(kind, tree, size) for kind in (None, other)
+                      for tree, size in ((None, 13), ("beam-2-3-6", 6))]  # fmt: skip
+    for line in lines:
+        assert line["environment"]["device"].startswith("CPU")
+        times = [value for value in line.values() if isinstance(value, dict) and "median" in value]
+        assert times or line.get("what") == "memory"
+        assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+    (memory,) = (line for line in lines if line.get("what") == "memory")
+    kept = memory["kept_bytes"] / memory["state_bytes"]
+    assert memory["over_a_state_a_node"] == pytest.approx(kept / 64)
+    assert memory["kept_bytes_joint"] - memory["kept_bytes"] == TAIL
+    beams = [line for line in lines if line.get("what") == "beams"]
+    largest = beams[-1]
+    assert (largest["num_beams"], largest["num_steps"], largest["num_nodes"]) == (5, 16, 81)
+    # All but the first of a level are leaves, and all of the last
+    assert largest["leaves"] == 15 * 4 + 5
+    assert largest["cache_bytes_unrolled"] > 10 * largest["cache_bytes_tree"]
+    assert largest["weight_bytes"] > 2 * num_parameters(
+        models.OWN_SHAPES["tiny"]
+    )  # some stay in fp32
+
+
+def test_bytes_of_a_cache_without_keys():
+    """What is estimated, and what its tensors are."""
+    config = models.OWN_SHAPES["tiny"].replace(attn_layers=())
+    cache = models.random_model(config, CPU).new_cache(20, 13)
+    held = sum(layer.rows.nbytes + layer.state.nbytes for layer in cache.layers)
+    assert calls.cache_bytes(cache) == estimates.cache_bytes(config, 20, 13, torch.bfloat16) == held
+
+
+@torch.no_grad()
+def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
+    """A Transformer's cache grows by its keys and values, a Mamba-2's not at all; no target."""
+    monkeypatch.setattr(bench_decode, "random_target", lambda *_: pytest.fail("it takes time"))
+    options = SimpleNamespace(
+        what=["draft_lengths"], lengths=[8, 40], context=8, repeats=2,
+        drafters=["own", "attention"], trees=["beam-1-3-4", "beam-2-3-6"],
+    )  # fmt: skip
+    rows = list(bench_decode.measure("tiny", options, CPU))
+    assert [(row["context"], row["drafter"], row["tree"], row["level_nodes"]) for row in rows] == [
+        (length, kind, tree, width) for length in (8, 40) for kind in ("own", "attention")
+        for tree, width in (("beam-1-3-4", 1), ("beam-2-3-6", 2))
+    ]  # fmt: skip
+    assert all(3 * row["us_level"] == pytest.approx(row["us_draft"]["median"]) for row in rows)
+    bytes_of = {
+        (row["drafter"], row["level_nodes"], row["context"]): row["cache_bytes"] for row in rows
+    }
+    of_a_token = 2 * 2 * 1 * 16 * 2  # keys and values, layers, heads, channels, bf16
+    for width in (1, 2):
+        assert bytes_of["own", width, 8] == bytes_of["own", width, 40]
+        more = bytes_of["attention", width, 40] - bytes_of["attention", width, 8]
+        assert more == 32 * of_a_token
+    state, rows_of_one = 2 * 2 * 16 * 16 * 4, 2 * (3 + 4) * TINY.num_kept * 2
+    assert bytes_of["own", 1, 8] == state + 2 * rows_of_one  # two layers
+    for row in rows:
+        row["cache_bytes"] *= 1024  # to be seen in MiB
+    timing.write_rows(tmp_path / "rows.jsonl", ({"shape": "tiny", **row} for row in rows), CPU)
+    capsys.readouterr()
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    (line,) = re.findall(r"\| tiny \| Transformer +\| 2 +\| 40 .*", said)
+    assert f"{bytes_of['attention', 2, 40] / 1024:.2f}" in line
+    assert [path.stem for path in tmp_path.glob("*.svg")] == ["drafts_vs_length"]
+    paper_tables.main(["drafters-figure-1", "--rows", str(tmp_path)])
+    (line,) = re.findall(r"\| Mamba-2, 1 a level, ours +\| cache, MiB .*", capsys.readouterr().out)
+    assert line.count(f"{bytes_of['own', 1, 8] / 1024:.2f}") == 2
+
+
+def test_attention_by_the_order_of_nodes(monkeypatch):
+    """By the twin, and by the kernel with and without what it leaves out."""
+    monkeypatch.setattr(orders, "LAYERS", 1)
+    config = models.OWN_SHAPES["tiny"]
+    plain = list(orders.orders(config, [40, 3], 4, 1, CPU))
+    assert [(row["num_nodes"], row["order"]) for row in plain] == [
+        (size, name) for size in (40, 3) for name in (*orders.ORDERS, "by level")
+    ]
+    assert all(row["us_naive"]["median"] > 0 for row in plain)
+    assert all(1 <= row["blocks"] <= row["all_blocks"] for row in plain)
+    monkeypatch.setattr(orders, "_fused", lambda device: True)
+    monkeypatch.setattr(orders, "side_by_side", lambda *a: {
+        name: {"median": 8.0} for name, run in a[0].items() if run() is None
+    })  # fmt: skip
+    monkeypatch.setattr(orders, "ORDERS", {"heavy path": orders.heavy_path})
+    heavy, level = orders.orders(config, [40], 4, 1, CPU)
+    assert heavy["us_dense"]["median"] == heavy["us_sparse"]["median"] == 8.0
+    assert heavy["blocks_read"] <= level["blocks_read"] <= level["blocks_below"]
+
+
+def test_decoding_on_a_cpu_beside_transformers(tmp_path):
+    """The same weights, so the same tokens; both layouts, and how much a tree's call takes."""
+    shape = SimpleNamespace(
+        layouts=bench_cpu.LAYOUTS, width=64, layers=2, vocabulary=97, context=5, new_tokens=7,
+        repeats=2,
+    )  # fmt: skip
+    for layout in shape.layouts:
+        theirs, ours = bench_cpu.same_weights(layout, shape)
+        prompt = bench_cpu._tokens(shape)
+        tokens = generate(ours, prompt, max_new_tokens=7, ignore_eos=True).tokens
+        with torch.no_grad():  # its own steps with a cache go astray from this for Mamba-2
+            logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
+    timing.write_rows(tmp_path / "rows.jsonl", bench_cpu.measure(shape), CPU)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["layout"], row["what"]) for row in rows] == [
+        (layout, what) for layout in shape.layouts for what in ("plain", "tree")
+    ]
+    for row in rows:
+        times = [each for each in row.values() if isinstance(each, dict) and "median" in each]
+        assert len(times) == 3
+        assert all(0 < each["p20"] <= each["median"] <= each["p80"] for each in times)
+    for row in rows:
+        ratio = row["over_transformers" if row["what"] == "plain" else "tree_over_step"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert all(row["nodes"] == 13 for row in rows[1::2])
+
+
+def test_a_ratio_is_paired_by_turn():
+    """The machine was busy in some turns, for both: the ratio does not waver with it."""
+    busy = [1.0, 9.0, 1.0, 4.0, 2.0, 7.0]
+    ratio = timing.ratio_in_turns([3 * each for each in busy], busy)
+    assert ratio == dict.fromkeys(("median", "p20", "p80", "low", "high"), 3.0)
+    wavering = timing.ratio_in_turns([1.0, 2.0, 3.0, 4.0], [1.0] * 4)
+    assert 1 <= wavering["low"] < wavering["median"] == 2.5 < wavering["high"] <= 4
+    assert "low" not in timing.ratio_in_turns([2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [("--layouts", "[gpt]", "not one of llama, mamba2"), ("--width", "65", "a multiple of 64")],
+)
+def test_the_cpu_benchmark_refuses(option, value, wanted, tmp_path):
+    with pytest.raises(UsageError, match=wanted):
+        bench_cpu.main([str(tmp_path / "rows.jsonl"), option, value])
+
+
+@pytest.fixture
+def tiny_published(monkeypatch):
+    """A tiny model of each family in the place of the published ones."""
+    tiny = {
+        name: json.loads(random_reference(name, seed=0).config.to_json_string())
+        for name in FAMILIES
+    }
+    monkeypatch.setattr(published, "PUBLISHED", tiny)
+    monkeypatch.setattr(models, "PUBLISHED", tiny)
+    monkeypatch.setitem(models.DRAFTERS, "8b", models.DRAFTERS["tiny"])
+    monkeypatch.setitem(models.OWN_SHAPES, "8b", models.OWN_SHAPES["tiny"])
+    return tiny
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (list(FAMILIES), ["calls"]), (["granite"], ["calls", "draft", "draft_profiles", "steps"]),
+        pytest.param(list(FAMILIES), ["calls", "draft", "steps"], marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_families_are_measured_one_after_the_other(
+    names, what, tiny_published, captured_on_cpu, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(bench_decode, "SHAPES", tuple(tiny_published))
+    monkeypatch.setattr(bench_decode, "require_green", lambda tests: None)
+    monkeypatch.setattr(bench_decode, "CAPTURED", ())
+    monkeypatch.setattr(calls, "profile_call", lambda call, repeats: dict(us=call() and 1.0))
+    bench_decode.main([
+        str(tmp_path / "rows.jsonl"), "--shape", ",".join(names), "--device", "cpu",
+        "--what", f"[{','.join(what)}]", "--nodes", "[1,4]", "--taus", "[2]", "--context", "4",
+        "--repeats", "1", "--num_steps", "2",
+    ])  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not any("drafter" in line for line in lines)
+    rows_of = {"calls": ["target call"] * 2, "draft": ["draft"], "steps": ["step"]}
+    rows_of["draft_profiles"] = ["profile of draft", "profile of draft_sampled"]
+    assert [(line["shape"], line["what"]) for line in lines] == [
+        (name, row) for name in names for each in what for row in rows_of[each]
+    ]
+    assert all(line["tau"] == 2 for line in lines if line["what"] == "step")
+    printed = capsys.readouterr().out
+    assert all(f"target {name}: " in printed for name in names)
+
+
+def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
+    monkeypatch.setattr(bench_decode, "CAPTURED", ())
+    options = SimpleNamespace(
+        what=["steps"], taus=[2.0], context=4, repeats=1, num_steps=2,
+        drafters=["own", "head=16", "layers=1"], trees=["paper"],
+    )  # fmt: skip
+    rows = list(bench_decode.measure("tiny", options, CPU))
+    assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
+    table = bench_report.steps_table([{"shape": "tiny", **row} for row in rows])
+    assert [line[0] for line in table.rows[1:]] == [
+        "tiny, τ = 2.00", "tiny, head=16, τ = 2.00", "tiny, layers=1, τ = 2.00",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_floor_reads_every_weight_that_a_call_reads(tiny_published, name):
+    model = models.random_target(name, CPU)
+    head = model.head_weight.numel()
+    read = 0 if model.config.num_shared_blocks else head * model.config.tie_embeddings
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features > 1:  # but for gates of one number
+            read += module.weight.numel()
+        elif isinstance(module, Experts):
+            read += module.up.numel() + module.down.numel()
+    if model.config.num_shared_blocks:  # of which each use reads them again
+        uses = [block.shared for layer in model.model.layers for block in layer.blocks]
+        read = head + sum(
+            each.weight.numel() for each in model.model.layers.modules()
+            if isinstance(each, nn.Linear)
+        ) + sum(
+            each.weight.numel() for used in uses if used is not None
+            for each in model.model.shared[used].modules() if isinstance(each, nn.Linear)
+        )  # fmt: skip
+    sizes = calls.product_sizes(model, 1000)
+    assert sum(rows * columns for rows, columns in sizes) == read
+    one_token = sum(rows * columns for rows, columns in calls.product_sizes(model, 1))
+    assert (one_token < read) == (model.config.num_experts > 0)
+
+
+def test_experts_that_tokens_choose_at_random():
+    config = models.target_config("granite-4.0-h-tiny")
+    torch.manual_seed(0)
+    drawn = torch.rand(2000, 16, config.num_experts).topk(config.experts_per_token).indices
+    distinct = [len(set(tokens.flatten().tolist())) for tokens in drawn]
+    assert calls.chosen_experts(config, 16) == pytest.approx(np.mean(distinct), rel=0.01)
+    assert calls.chosen_experts(config, 1) == pytest.approx(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("granite-4.0-h-tiny", 7), ("granite-4.0-h-small", 32), ("nemotron-h-8b", 8.1),
+        ("falcon-h1-7b", 7.6), ("bamba-9b", 9.8), ("zamba2-7b", 7.4), ("qwen3.5-9b", 9),
+        ("lfm2-1.2b", 1.17), ("mamba2-1.3b", 1.34), ("mamba2-2.7b", 2.7), ("mamba2-7b", 6.75),
+        ("mamba2-13b", 13), ("mamba2-23b", 23.3),
+    ],
+)  # fmt: skip
+def test_published_models_have_their_size(name, billions):
+    parameters = num_parameters(models.target_config(name))
+    assert parameters == pytest.approx(1e9 * billions, rel=0.01)
+    assert models.drafter_config(name).vocab_size == models.target_config(name).vocab_size
+
+
+def test_drafters_of_other_heads_depths_and_widths():
+    own = models.drafter_config("8b")
+    other = models.drafter_config("8b", "head=32768+rank=256+layers=3+width=1536")
+    assert (other.head_size, other.head_rank, other.num_layers) == (32768, 256, 3)
+    assert (other.d_inner, other.intermediate_size) == (1536, 5376)
+    assert other.num_ssm_heads / other.num_x_groups == own.num_ssm_heads / own.num_x_groups
+    tiny, headed = (models.random_drafter("tiny", CPU, kind) for kind in ("own", "head=16+rank=4"))
+    width = tiny.config.d_model
+    less = calls.level_bytes(tiny) - calls.level_bytes(headed)
+    assert less == 2 * (64 * width - 4 * width - 16 * 4)  # bf16
+    for same in ("own+head_dtype=float8", "head_dtype=float8"):
+        eighth = models.random_drafter("tiny", CPU, same)
+        assert eighth.config == tiny.config
+        assert calls.level_bytes(tiny) - calls.level_bytes(eighth) == 64 * (width - 4)  # and scales
+    assert models.random_drafter("tiny", CPU, "head=16+head_dtype=float8").head_in_8_bits
+    attends = models.drafter_config("8b", "attention+layers=3+width=512")
+    assert attends.attn_layers == (0, 1, 2) and attends.intermediate_size == 1792
+    assert (attends.num_heads, attends.num_kv_heads, attends.head_dim) == (4, 1, 128)
+    assert tiny.head_in_8_bits is None
+    for kind, said in (
+        ("head_dtype=float8+head_dtype=float8", "head_dtype=float8 joined by"),
+        ("attention+attention", "attention and head_dtype=float8 joined by"),
+        ("heads=3", "is not own, or some of"), ("head=3+head=4", "is not own"),
+        ("width=100", "num_ssm_heads = 0.78125: choose a multiple of 128"),
+        ("head=200000", "head_vocab_size is 200000, it must be from 0 to 128256"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            models.drafter_config("8b", kind)
+
+
+def test_random_weights_have_a_loaded_models_types(tiny_published):
+    dtypes: dict[str, set] = {}
+    for name, tensor in models.random_target("qwen3_5", CPU).named_parameters():
+        dtypes.setdefault(name.split(".")[-2], set()).add(tensor.dtype)
+    assert dtypes["post_attention_layernorm"] == {torch.float32}  # 1 + w
+    assert dtypes["gated_delta"] == {torch.float32} and dtypes["o_proj"] == {torch.bfloat16}
+
+
+def test_a_profile_is_saved_and_printed(tmp_path, capsys):
+    row = dict(what="profile", us=2.5, kernels={"norm_kernel": dict(us=2.5, count=1.0)})
+    timing.write_rows(tmp_path / "rows.jsonl", [row], CPU)
+    assert capsys.readouterr().out == "what=profile us=2.500 kernels=norm_kernel 2.500/1.000\n"
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["kernels"] == row["kernels"]
+
+
+def test_steps_accept_what_they_are_told(captured_on_cpu, monkeypatch):
+    target = models.random_target("tiny", CPU)
+    drafter = models.random_drafter("tiny", CPU)
+    rows = steps.decode_at(target, drafter, [1.0, 1.7, 5.0], 8, 20, 1)
+    told = [np.mean(steps.accepted_for(tau, 4)) + 1 for tau in (1.0, 1.7, 5.0)]
+    assert [row["tau"] for row in rows] == pytest.approx(told, abs=0.1)
+    for row in rows:
+        speedup = row["tau"] * row["us_plain"]["median"] / row["us_tree"]["median"]
+        assert row["speedup"] == pytest.approx(speedup)
+
+
+def test_a_profile_counts_what_kernels_take_beyond_others():
+    product = "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT"
+    events = [
+        (0.0, 10.0, product),
+        (9.0, 12.0, "norm_kernel"),  # began early
+        (9.5, 11.0, "norm_kernel"),  # all of it behind the other
+        (13.0, 14.0, "void at::native::fill<1, float>(int)"),
+        (14.0, 20.0, "void cublasLt::splitKreduce_kernel<32>(float)"),
+    ]
+    assert profiles.exposed(reversed(events)) == {
+        "matrix products": dict(us=16.0, count=2), "norm_kernel": dict(us=2.0, count=2),
+        profiles.WAITING: dict(us=1.0, count=1), "fill": dict(us=1.0, count=1),
+    }  # fmt: skip
+
+
+def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
+    row = dict(what="profile", shape="8b", context=1024, environment=dict(git_sha="a", device="G"))
+    kernels = dict(norm_kernel=dict(us=2.0, count=80), fill=dict(us=1.5, count=2))
+    one = {**row, "num_nodes": 1, "us": 3.5, "kernels": kernels}
+    products = {"matrix products": dict(us=30.0, count=193)}
+    many = {**row, "num_nodes": 64, "us": 30.0, "kernels": products}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (many, one)))
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out.partition("Where a call's time goes")[2].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said if "|" in line]
+    assert cells[0][1:] == ["8b, N = 1, 1,024 committed", "8b, N = 64, 1,024 committed"]
+    assert cells[2:] == [
+        ["the whole", "4", "30"], ["matrix products", "–", "30.0 (193)"],
+        ["norm_kernel", "2.0 (80)", "–"], ["fill", "1.5 (2)", "–"],
+    ]  # fmt: skip
+
+
+def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsys):
+    target = models.random_target("tiny", CPU)
+    drafter = models.random_drafter("tiny", CPU)
+    rows = steps.graphs(target, drafter, 8, 3)
+    assert [(row["temperature"], row["num_nodes"], "us_draft" in row) for row in rows] == [
+        (temperature, num_nodes, num_nodes > 1)
+        for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
+    ]  # fmt: skip
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
+    assert "| tiny, Autoregressive, T = 0, 8 committed | –" in said
+    assert f"{tree:,.0f}" in next(line for line in said.splitlines() if "STree, T = 1" in line)
+
+
+def test_graphs_of_verifiers_and_rows(captured_on_cpu, tmp_path, capsys):
+    """At T = 0 all are alike; block judges no tree that branches."""
+    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    rows = steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2])
+    assert {row["num_rows"] for row in rows} == {2} and len(rows) == 3 + 6
+    chain, tree = (
+        [row["verifier"] for row in rows if row["num_nodes"] == nodes and row["temperature"]]
+        for nodes in (5, 13)
+    )
+    assert chain == ["coupled", "multi_step", "block"] and tree == chain[:2]
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    assert "| tiny, STree, T = 1, 8 committed, multi_step, 2 rows " in capsys.readouterr().out
+
+
+def test_accepted_numbers_have_the_mean_asked_for():
+    for tau in (1.0, 1.3, 2.5, 4.99, 5.0):
+        accepted = steps.accepted_for(tau, 4)
+        assert len(accepted) == 20 and np.mean(accepted) == pytest.approx(tau - 1, abs=0.051)
+        assert max(accepted) - min(accepted) <= 1
+
+
+def test_report_of_bars_and_fits(tmp_path, capsys):
+    def spread(value):
+        return dict(median=value, p20=value, p80=value)
+
+    made_by = {"git_sha": "abc", "device": "a GPU"}
+    rows = [
+        dict(op="mamba_tree", shape="8b", num_nodes=16, context=1024, us_fused=spread(6.5)),
+        dict(
+            what="step",
+            shape="8b",
+            tau=2.0,
+            speedup=1.7,
+            speedup_per_tau=0.85,
+            host_share=0.01,
+            us_plain=spread(100.0),
+            us_tree=spread(118.0),
+        ),
+        dict(
+            what="step",
+            shape="8b",
+            tau=3.0,
+            speedup=2.1,
+            speedup_per_tau=0.70,
+            host_share=0.03,
+            us_plain=spread(100.0),
+            us_tree=spread(143.0),
+        ),
+        dict(
+            what="unrolled", shape="8b", num_nodes=3, us_tree=spread(1.0), us_unrolled=spread(2.0)
+        ),
+    ]
+    for nodes in (1, 5, 16, 64):
+        for shape, quadratic in (("8b", 0.5), ("mamba2-2.7b", 0.0)):
+            time = quadratic * nodes**2 + 3 * nodes + 100
+            rows.append(dict(
+                what="target call", shape=shape, num_nodes=nodes, context=1024,
+                us_tree=spread(time), us_floor=spread(90.0), over_step=1.07, over_floor=1.2,
+                step_over_floor=1.1,
+            ))  # fmt: skip
+    text = "".join(json.dumps({**row, "environment": made_by}) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "t = 0.5·N² + 3·N + 100" in said and "t = 3·N + 100" in said
+    lines = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
+    assert "met" in lines["replay + conv + scan, µs a layer, N = 16"]
+    assert "6.5" in lines["mamba_tree, N = 16, 1,024 committed"]
+    assert "143" in lines["8b, τ = 3.00"] and "3.0%" in lines["8b, τ = 3.00"]
+    assert "not measured" in lines["replay + conv + scan, µs a layer, N = 64"]
+    assert "missed" in lines["tree call over a step, N = 16"]  # 1.07 above 1.06
+    assert "missed" in lines["speedup per τ, 13-node tree"]  # the worst row counts
+    assert "0.03" in lines["host time not hidden, share of a step"]
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {f"{name}.svg" for name in (
+        "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau"
+    )}  # fmt: skip
+
+
+@pytest.mark.long
+def test_processes_are_measured_against_one(forks, tmp_path, monkeypatch):
+    def distil(arguments):
+        count = int(arguments[-1])
+        log = tmp_path / "log"
+        codes = run_together(forks, count, ["fit", *arguments], log)
+        assert codes == [0] * count, Path(f"{log}.0").read_text()
+
+    monkeypatch.setattr(bench_training, "_distil", distil)
+    rows = list(bench_training.measure("tiny", ["fsdp2"], [1, 2], 2, 64, 4, [], CPU))
+    assert [(row["strategy"], row["num_processes"]) for row in rows] == [("auto", 1), ("fsdp2", 2)]
+    assert all(row["rows_a_step"] == 4 and row["loss_distance"] < 1e-5 for row in rows)
+    assert all(row["tokens_per_second"]["median"] > 0 for row in rows)
+    assert rows[0]["efficiency"] == 1.0 and rows[1]["efficiency"] > 0
+    assert all(len(row["losses"]) == len(intervals.logged_steps(4)) == 4 for row in rows)
+
+
+def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
+    row = dict(what="distill", strategy="auto", num_processes=1, num_steps=40, efficiency=1.0)
+    row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
+    row |= dict(environment=dict(git_sha="abc", device="GPU"))
+    four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
+    assert intervals.logged_steps(40) == [1, *range(4, 41, 4)]
+    (tmp_path / "training.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (row, four))
+    )
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "4, ddp" in said and "0.91" in said and "missed" not in said and "bar " not in said
+    assert (tmp_path / "losses.svg").exists()
+
+
+@pytest.fixture
+def short_conversations(monkeypatch):
+    monkeypatch.setattr(training_step, "SEGMENT", 16)
+    monkeypatch.setattr(training_step, "PROMPT", 4)
+
+
+def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
+    recipe = tmp_path / "tiny-recipe.yaml"
+    recipe.write_text(
+        "model: {features: {layers: [1]}, optimizer: {kind: muon}}\ndata: {train: x}\n"
+    )
+    options = SimpleNamespace(
+        shape="tiny", batch_size=2, sequence_length=40, steps=1, teacher=["live", "cached"],
+        recipe=str(recipe), more=["--trainer.precision=bf16-mixed"],
+    )  # fmt: skip
+
+    def measured(*more, teacher):
+        given = SimpleNamespace(**{**vars(options), "more": more, "teacher": teacher})
+        return bench_training.measure_step(given, CPU)
+
+    made = [
+        *measured(teacher=["live"]),
+        *measured("--model.target_dtype=float8", teacher=["live", "cached"]),
+    ]
+    live, rounded, cached = timing.write_rows(tmp_path / "rows.jsonl", made, CPU)
+    stages = capsys.readouterr().err.splitlines()
+    assert len(stages) == 5 + 5 + 6 and all(
+        re.fullmatch(r".* … \d+\.\d s", line) for line in stages
+    )
+    assert rounded["operations"] == live["operations"]
+    for row in (live, rounded, cached):
+        assert row["counted_tokens"] == 2 * (12 + 12 + 4)  # of 16, 16 and 8 tokens
+        target = models.random_model(bench_training.TINY, CPU)
+        assert row["target_parameters"] == target.num_parameters() > row["drafter_parameters"] > 0
+        assert row["us_step"]["median"] > 0
+    assert set(live["us_parts"]) == {"data", "target", "drafter", "update"}
+    assert set(cached["us_parts"]) == {"data", "drafter", "update"}
+    assert set(live["operations"]) == {"target", "drafter"}
+    assert set(cached["operations"]) == {"drafter"}
+    bench_report.main([str(tmp_path)])
+    table = (tmp_path / "bars.md").read_text()
+    assert "tiny, 2 × 40, live, features, tiny-recipe  " in table
+    assert "tiny, 2 × 40, live in 8 bits, features, tiny-recipe, target_dtype=float8" in table
+    assert re.search("tiny, 2 × 40, cached, tiny-recipe +\\|", table)
+    smaller = measured(
+        "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
+    )
+    [smaller] = timing.write_rows(tmp_path / "rows.jsonl", smaller, CPU)
+    assert smaller["drafter_parameters"] < cached["drafter_parameters"]
+    bench_report.main([str(tmp_path)])
+    table = (tmp_path / "bars.md").read_text()
+    assert "cached, tiny-recipe, drafter_layers=first, head.vocab_size=64" in table
+
+
+@pytest.mark.parametrize("teacher", training_step.TEACHERS)
+def test_a_target_is_gone_where_a_cache_stands_for_it(short_conversations, monkeypatch, teacher):
+    made, there = [], []
+
+    def noted(config, device):
+        model = models.random_model(config, device)
+        made.append(weakref.ref(model))
+        return model
+
+    def measured(*arguments):
+        there.append(made[0]() is not None)
+        return {}
+
+    monkeypatch.setattr(training_step, "random_model", noted)
+    monkeypatch.setattr(training_step, "_measured", measured)
+    training_step.step_row(bench_training.TINY, teacher, 1, 32, 1, CPU)
+    assert there == [teacher == "live"]
+
+
+def test_an_update_in_a_training_step_is_of_all_weights(short_conversations, monkeypatch):
+    """The head's too, where it is not the embedding."""
+    config = bench_training.TINY.replace(tie_embeddings=False)
+    updated, step = [], torch.optim.AdamW.step
+
+    def noted(optimizer, *arguments):
+        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        updated.append(all(each.grad is not None for each in weights))
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    training_step.step_row(config, "live", 1, 32, 1, CPU)
+    assert len(updated) > 4 and all(updated)
+
+
+def test_steps_of_training_that_cannot_be_timed_are_refused(tmp_path):
+    out = str(tmp_path / "o.jsonl")
+    with pytest.raises(UsageError, match="longer --sequence_length, got 200"):
+        training_step.step_row(bench_training.TINY, "live", 1, 200, 1, CPU)
+    recipe = ["--recipe", "configs/distill/quickstart.yaml"]
+    tiny = [out, "--shape", "tiny", "--device", "cpu", *recipe]
+    with pytest.raises(UsageError, match="--recipe is the recipe of a step"):
+        bench_training.main(tiny)
+    with pytest.raises(UsageError, match="a step alone has the options of --model only"):
+        bench_training.main([*tiny, "--what", "[step]", "--more", "[--trainer.precision=32-true]"])
+    data = tmp_path / "data.yaml"
+    data.write_text("data: {train: x}")
+    with pytest.raises(UsageError, match="has no section `model`"):
+        bench_training.main([*tiny[:-1], str(data), "--what", "[step]", "--dry_run"])
+
+
+@pytest.mark.parametrize("teacher", training_step.TEACHERS)
+def test_operations_of_a_training_step(short_conversations, tmp_path, teacher):
+    """Those of the products with weights that PyTorch counts in a step; the head's gradient is
+    summed in place, and chunks' and heads' own products are batched, and others."""
+    target = models.random_model(bench_training.TINY, CPU)
+    features = FeatureConfig([0, 3]) if teacher == "live" else None
+    table = training_step._conversations(target.config, 2, 40)
+    options, cached = {}, None
+    if teacher == "cached":
+        cached = training_step._cached(target, table, 2, 40, tmp_path)
+        options["teacher_cache"] = str(tmp_path)
+    module = Distillation.from_model(target, features=features, **options)
+    batches = MicroBatches(table, pack(table, 40, range(len(table))), 2, 0, 0, teacher=cached)
+    step = training_step._Step(module, batches, CPU)
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        step.whole()
+    operations = distillation_operations(
+        target.config if teacher == "live" else None, module.exported.config, 80, step.num_counted
+    )
+    counted = counter.get_flop_counts()["Global"]
+    products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_]
+    assert sum(operations.values()) == products
+
+
+@pytest.mark.long
+def test_a_training_that_fails_is_named():
+    with pytest.raises(UsageError, match=r"--nonsense ended with code 2: error"):
+        bench_training._distil(["--nonsense"])
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels, bench_training])
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--device", "nope"), ("--nodes", "[]"), ("--nodes", "[0]"), ("--nodes", "[3000]"),
+        ("--context", "-5"), ("--lengths", "[0]"), ("--repeats", "0"), ("--processes", "[]"),
+        ("--processes", "[0]"),
+        ("--batch_size", "0"), ("--sequence_length", "-5"), ("--strategies", "[nope]"),
+        ("--more", "[--trainer.max_steps=2]"), ("--what", "[]"), ("--what", "[steps]"),
+        ("--device", "meta"), ("--what", "[steps]", "--device", "cuda", "--taus", "[0.5]"),
+        ("--what", "[profiles]", "--device", "cuda", "--nodes", "[5]"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_anything_runs(
+    benchmark, dry, options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: pytest.fail("it has begun"))
+    what = ("--what", "[calls]") if benchmark is bench_decode else ()  # possible on a CPU
+    arguments = [str(tmp_path / "out.jsonl"), "--shape", "tiny", "--device", "cpu", *what, *options]
+    with pytest.raises((UsageError, SystemExit)) as refused:
+        benchmark.main([*arguments, *dry])
+    assert getattr(refused.value, "code", 2) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels, bench_training])
+def test_results_that_could_not_be_written_are_refused_first(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out.jsonl")
+    what = ["--what", "[calls]"] if benchmark is bench_decode else []
+    with pytest.raises(CannotWrite, match="cannot write in"):
+        benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
+    if benchmark is not bench_training:
+        with pytest.raises(CannotWrite, match="is a folder: name a file in it"):
+            benchmark.main([str(tmp_path), "--shape", "tiny", "--device", "cpu", *what])
+
+
+@pytest.mark.parametrize("benchmark", [bench_decode, bench_kernels])
+def test_memory_that_does_not_suffice_says_what_to_do(benchmark, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(benchmark, "require_green", lambda tests: None)
+    monkeypatch.setattr(benchmark, "measure", no_memory)
+    what = ["--what", "[calls]"] if benchmark is bench_decode else []
+    out = str(tmp_path / "out.jsonl")
+    with pytest.raises(OutOfMemory, match=r"CUDA out of memory.; fewer .* need less"):
+        benchmark.main([out, "--shape", "tiny", "--device", "cpu", *what])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"what": "draft"', b"", b"[1, 2]", b'{"what": "draft"}', b'{"environment": 1}', b"\xff"],
+)
+def test_a_line_that_is_no_row_is_named(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(ROW + line + b"\n")
+    with pytest.raises(BadData, match=r"rows.jsonl, line 2 is no row of a benchmark"):
+        bench_report.main([str(tmp_path)])
+
+
+def test_a_run_logs_its_last_step():
+    assert intervals.logged_steps(25) == [1, *range(2, 25, 2), 25]
+
+
+def test_a_run_is_measured_once():
+    runs = bench_training._runs(["ddp", "ddp"], [1, 2, 2])
+    assert runs == [("auto", 1), ("ddp", 2)]
+
+
+def test_no_number_when_red(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_red.py").write_text("def test_red():\n    assert 1 == 2\n")
+    (tmp_path / "tests" / "test_green.py").write_text("def test_green(): ...\n")
+    monkeypatch.setattr(timing, "ROOT", tmp_path)
+    monkeypatch.setattr(timing, "NUM_WORKERS", 1)
+    timing.require_green(["test_green.py"])
+    with pytest.raises(InvariantBroken, match="red"):
+        timing.require_green(["test_green.py", "test_red.py"])
+
+
+def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
+    rows = list(calls.prompts(models.random_target("tiny", CPU), [3, 20], 2))
+    assert [row["num_tokens"] for row in rows] == [3, 20]
+    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
+    bench_report.main([str(tmp_path)])
+    assert "by operations, ms" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
+    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    trees = [as_tree(name) for name in ("chain-2", "paper", "beam-2-2-5")]
+    rows = list(batches.steps_of_rows(target, drafter, trees, [1, 3], 8, 2))
+    assert [(row["num_rows"], row["num_nodes"]) for row in rows] == [
+        (count, nodes) for count in (1, 3) for nodes in (1, 3, 13, 5)
+    ]
+    one, three = (row["us_memory"] for row in (rows[0], rows[4]))
+    assert one > 0 and three > one  # the bandwidth is measured anew
+    assert all(row["over_bound"] > 0 and ("us_draft" in row) == (row["num_nodes"] > 1)
+               for row in rows)  # fmt: skip
+    trees = [as_tree(name) for name in ("png-3-2", "paper")]
+    joint = list(batches.joint_of_rows(target, drafter, trees, [2], 8, 2))
+    assert [(row["num_nodes"], row["path_nodes"]) for row in joint] == [(7, 4), (13, 5)]
+    assert all(row["kept_bytes_joint"] - row["kept_bytes_replay"] == 2 * TAIL for row in joint)
+    for row in joint:
+        kept = row["cache_bytes_joint"] - row["cache_bytes_replay"]
+        assert kept >= 2 * TAIL and row["us_plain"]["median"] > 0
+        assert row["cache_bytes_plain"] < row["cache_bytes_replay"]
+    capsys.readouterr()
+    served = list(batches.serve_at(target, drafter, [2], [1.5], 8, 10))
+    told = [line.split(" tokens/s")[0] for line in capsys.readouterr().out.splitlines()]
+    ways = [line.rpartition(": ")[2].split()[0] for line in told]
+    assert len(served) == 1 and ways == ["costs", "plain", "tree", "modes"]  # as each is there
+    assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
+    timing.save_rows(
+        tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *joint, *served)], CPU
+    )
+    bench_report.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "joint ÷ replay" in said and said.count("tiny, 2 rows, paper") == 1
+    assert "tiny, 3 rows, paper" in said and "tiny, 2 rows, τ = 1.5" in said
+
+
+def test_rows_of_a_step_begin_at_tokens_of_their_own():
+    decoder = SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=2048)))
+    assert len({steps._first_token(decoder, row) for row in range(64)}) == 64

@@ -1,0 +1,449 @@
+"""The profile of a drafter says what the rows say, and the weights do not notice it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+from hand_made_run import CALL_S, TREES, make_run
+from toys import tiny_model
+
+from stree import metrics
+from stree.checkpoints.identity import checkpoint_sha256
+from stree.checkpoints.load_save import load_model, save_model
+from stree.common.errors import BadData, CheckpointRefused, UsageError
+from stree.common.files import add_files, publish_directory, verify_manifest
+from stree.drafters.names import DrafterName
+from stree.speculation_profile import PROFILE_NAME, Tree, load_profile
+from stree.tree_policy.adaptive import PLAIN
+from stree.tree_policy.step_times import Costs
+from stree.trees.token_tree import TokenTree
+from stree_pipelines.evaluation.plan import form_sha256
+from stree_pipelines.evaluation.records import RESULTS_NAME, ResultStore, write_rows
+from stree_pipelines.profile_drafter import main
+from stree_pipelines.reports.profiles.drafter_profile import profile_of
+from stree_pipelines.reports.run_data import open_results
+
+
+def give_drafters(folder, steps=(100, 1000, 10000)):
+    """Export-like folders, and the run's rows about them."""
+    hashes = {}
+    for step in steps:
+        drafter = folder / f"drafter/step-{step:08d}"
+        model = tiny_model(step, dtype=torch.float32, num_layers=2, attn_layers=())
+        provenance = {"step": step, "tokens_seen": 7 * step, "loss": 0.25, "git_sha": "c0ffee"}
+        files = {"provenance.json": json.dumps(provenance)}
+        save_model(model, drafter, extra_files=files, manifest_extra={"step": step})
+        hashes[step] = checkpoint_sha256(drafter)
+    store = ResultStore(folder / "eval")
+    rows = [
+        row.model_copy(update={"checkpoint_sha256": hashes[row.step]}) if row.step else row
+        for row in store.results()
+    ]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    return hashes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("made"))
+    give_drafters(folder)
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def test_each_export_gets_the_figures_of_its_own_rows(run):
+    before = (run / "eval/results.jsonl").read_bytes()
+    main([str(run)])
+    store = ResultStore(run / "eval")
+    for step in (100, 1000, 10000):
+        folder = run / f"drafter/step-{step:08d}"
+        profile = load_profile(folder)
+        assert profile.step == step and profile.checkpoint_sha256 == checkpoint_sha256(folder)
+        rows = {
+            (row.method, row.benchmark, row.temperature): row
+            for row in store.results()
+            if row.step in (None, step)
+        }
+        assert len(profile.measurements) == len(rows) == 3 * 2 * 2
+        for each in profile.measurements:
+            row = rows[each.method, each.benchmark, each.temperature]
+            assert each.acceptance_length == row.acceptance_length
+            assert each.speedup_interval == row.confidence_intervals["speedup"]
+            assert each.depth_accept_rates == row.depth_accept_rates
+            assert each.time_ms == row.time_ms and each.tree == row.tree
+            assert each.draft_length == (4 if row.tree else 0)
+            assert each.device == "Test device" and each.git_sha == "abc"
+    assert (run / "eval/results.jsonl").read_bytes() == before
+
+
+def test_the_output_advises_on_the_last_drafter_alone(run, capsys):
+    main([str(run)])
+    printed = capsys.readouterr().out
+    assert printed.count("speculation_profile.json") == 3
+    assert printed.count("Use the tree") == 2  # temperatures
+    assert "step 10000:\n  cuda, float32, T = 0: Use the tree." in printed
+
+
+def slower_beside(store, step, factor):
+    """As if plain decoding had been slower when this checkpoint was measured."""
+    for row in store.results():
+        if row.step != step:
+            continue
+        samples = [
+            s.model_copy(update={"baseline": s.baseline.model_copy(update={
+                "decode_s": factor * s.baseline.decode_s,
+                "time_ms": {"verify": 1e3 * factor * s.baseline.decode_s},
+            })})
+            for s in store.samples(row)
+        ]  # fmt: skip
+        figures = metrics.summarise(samples, [s.baseline for s in samples])
+        store.publish(row.model_copy(update=figures), samples)
+
+
+def test_plain_decoding_s_speed_is_the_one_beside_this_drafter(tmp_path):
+    make_run(tmp_path, ("gsm8k",), (0.0,))
+    store = open_results(tmp_path)
+    slower_beside(store, 10000, 2.0)
+    speeds = []
+    for sha256 in ("1000", "10000"):
+        plain, chain, tree = profile_of(store, tmp_path, sha256).measurements
+        assert plain.method == "autoregressive"
+        for each in (chain, tree):
+            assert each.speedup == pytest.approx(each.tokens_per_second / plain.tokens_per_second)
+        speeds.append(plain.tokens_per_second)
+    assert speeds[0] == pytest.approx(2 * speeds[1])
+    assert plain.time_ms["verify"] == pytest.approx(1e3 / speeds[1])
+
+
+def test_a_profile_changes_neither_the_weights_nor_what_identifies_them(run):
+    folder = run / "drafter/step-00001000"
+    identity, before = checkpoint_sha256(folder), verify_manifest(folder)
+    main([str(run)])
+    after = verify_manifest(folder)
+    assert checkpoint_sha256(folder) == identity
+    assert after["step"] == 1000
+    assert {name: after["files"][name] for name in before["files"]} == before["files"]
+    assert {PROFILE_NAME, "README.md", "tau_vs_step.svg"} <= after["files"].keys()
+    load_model(folder)
+    content = (folder / PROFILE_NAME).read_bytes()
+    dead = run / "drafter/.tmp-of-someone-killed"
+    dead.mkdir()
+    os.utime(dead, (0, 0))
+    main([str(run)])
+    assert not dead.exists()
+    assert (folder / PROFILE_NAME).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("seconds", "method", "tree"),
+    [
+        ((0.012, 0.013), "stree", TREES["stree"]),
+        ((0.008, 0.020), "vanilla_sd", TREES["vanilla_sd"]),
+        ((0.025, 0.040), "autoregressive", None),
+    ],
+)
+def test_the_fastest_method_is_recommended_and_plain_decoding_when_nothing_wins(
+    tmp_path, monkeypatch, seconds, method, tree
+):
+    """seconds of a call of (chain, tree); a prompt is 30 chain calls, 20 tree calls, 60 plain."""
+    monkeypatch.setitem(CALL_S, "vanilla_sd", seconds[0])
+    monkeypatch.setitem(CALL_S, "stree", seconds[1])
+    make_run(tmp_path)
+    profile = profile_of(open_results(tmp_path), tmp_path, "10000")
+    assert [(each.temperature, each.method) for each in profile.recommendations] == [
+        (0.0, method), (1.0, method),
+    ]  # fmt: skip
+    greedy = profile.recommended("cuda", 0.0, "float32")
+    assert greedy.tree == tree and greedy.num_prompts == 12
+    assert greedy.benchmarks == ("mt_bench", "gsm8k")
+    assert (greedy.speedup > 1) == (tree is not None)
+
+
+def test_the_verifier_that_won_is_named(tmp_path):
+    """Rows from before there were several say what no verifier is called."""
+    make_run(tmp_path, ("gsm8k",), (1.0,))
+    store = ResultStore(tmp_path / "eval")
+    rows = store.results()
+    for verifier, wanted in (("multi_step", "multi_step"), ("as ever", None)):
+        write_rows(store.directory / RESULTS_NAME, [
+            row.model_copy(update={"verifier": verifier if row.tree else None}) for row in rows
+        ])  # fmt: skip
+        profile = profile_of(store, tmp_path, "10000")
+        (won,) = profile.recommendations
+        assert won.tree is not None and won.verifier == wanted
+        assert {each.verifier for each in profile.measurements} == {None, wanted}
+
+
+def test_the_arm_that_won_a_comparison_is_recommended_with_its_own_verifier(run, capsys):
+    """Arms may have one tree and differ in verifiers; rows by which chains were tuned are none."""
+    store = ResultStore(run / "eval")
+    arms = {
+        "vanilla_sd": {"method": "narrow", "tree": TREES["stree"], "verifier": "naive"},
+        "stree": {"method": "wide", "verifier": "traversal"},
+    }
+    rows = [row.model_copy(update=arms.get(row.method, {})) for row in store.results()]
+    tried = [
+        row.model_copy(update={"method": f"wide: {row.tree.name}", "prompts_hash": "fewer"})
+        for row in rows
+        if row.tree
+    ]
+    write_rows(store.directory / RESULTS_NAME, tried + rows)
+    main([str(run)])
+    assert "T = 1: Use the arm wide. wide is" in capsys.readouterr().out
+    profile = load_profile(run / "drafter/step-00010000")
+    for won in profile.recommendations:
+        assert (won.method, won.tree, won.verifier) == ("wide", TREES["stree"], "traversal")
+    measured = {(each.method, each.verifier) for each in profile.measurements}
+    assert measured == {("autoregressive", None), ("narrow", "naive"), ("wide", "traversal")}
+    card = (run / "drafter/step-00010000/README.md").read_text()
+    assert f"| wide, {TREES['stree'].name}, traversal |" in " ".join(card.split())
+    # An evaluation's method has one verifier
+    mixed = [row.model_copy(update={"method": "stree"}) if row.tree else row for row in rows]
+    write_rows(store.directory / RESULTS_NAME, mixed)
+    with pytest.raises(UsageError, match="verifier is"):
+        profile_of(store, run, profile.checkpoint_sha256)
+
+
+@pytest.mark.parametrize(
+    "form", ["float8:{}", "{}+ngram:6", "float8:{}+ngram:4", "independent:{}", "float8:top:{}"]
+)
+def test_the_form_of_the_drafter_that_won_a_comparison_is_recommended(run, form, capsys):
+    """Its rows have a hash of their own, which is of the folder's files; forms with a corpus and
+    other folders' are none of this drafter."""
+    store, folder = ResultStore(run / "eval"), run / "drafter/step-00010000"
+    other = run / "drafter/step-00001000"
+    sha256 = checkpoint_sha256(folder)
+    names = {form.format(folder): sha256, f"float8:{other}": checkpoint_sha256(other)}
+    names[f"float8:{folder}+ngram:6,some.txt"] = "of a corpus"
+    rows = [
+        row.model_copy(update={"method": "as it is"}) if row.method == "vanilla_sd" else row
+        for row in store.results()
+        if row.checkpoint_sha256 in (None, sha256)
+    ]
+    more = []
+    for row in (row for row in rows if row.method == "stree"):
+        for number, (name, model) in enumerate(names.items()):
+            identity = form_sha256(DrafterName.parse(name), model)
+            changes = {"method": f"arm {number}", "checkpoint": name, "checkpoint_sha256": identity}
+            more.append(row.model_copy(update=changes))
+    write_rows(
+        store.directory / RESULTS_NAME, [*(row for row in rows if row.method != "stree"), *more]
+    )
+    main([str(run), "--drafter", str(folder)])
+    recommended = form.format("FOLDER")
+    assert f"It drafts with {recommended}." in capsys.readouterr().out
+    profile = load_profile(folder)
+    for won in profile.recommendations:
+        assert (won.method, won.drafter) == ("arm 0", recommended)
+    measured = {(each.method, each.drafter) for each in profile.measurements}
+    assert measured == {("autoregressive", None), ("as it is", "FOLDER"), ("arm 0", recommended)}
+
+
+def test_a_profile_from_before_forms_were_recorded_is_of_the_folder_as_it_is(run):
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    content = json.loads(path.read_text())
+    for each in (*content["recommendations"], *content["measurements"]):
+        del each["drafter"]
+    path.write_text(json.dumps(content))
+    assert {each.drafter for each in load_profile(path.parent).recommendations} == {None}
+
+
+def test_the_costs_by_which_the_winners_trees_were_chosen_come_with_it(run):
+    """Each temperature's own; a row that a resumed run completed may lack them."""
+    choice, trees = Tree(name="chain-1 or paper", parents=(-1, 0, 0)), (PLAIN, TokenTree.paper())
+    costs = {
+        temperature: Costs(dict.fromkeys([(1, each) for each in trees], 1.0 + temperature),
+                           device="Test device", dtype="float32", temperature=temperature)
+        for temperature in (0.0, 1.0)
+    }  # fmt: skip
+    store = ResultStore(run / "eval")
+    rows = [
+        row if row.method != "stree" else row.model_copy(update={
+            "tree": choice,
+            "costs": None if row.benchmark == "mt_bench" else costs[row.temperature].record(),
+        })
+        for row in store.results()
+    ]  # fmt: skip
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    for won in load_profile(path.parent).recommendations:
+        assert won.tree == choice and Costs.of_record(won.costs) == costs[won.temperature]
+    content = json.loads(path.read_text())
+    content["recommendations"][0]["costs"]["trees"][1]["tree"]["parents"] = [-1, 2, 1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointRefused, match="parent"):
+        load_profile(path.parent)
+    for each in content["recommendations"]:  # as before they were recorded
+        del each["costs"]
+    path.write_text(json.dumps(content))
+    assert {each.costs for each in load_profile(path.parent).recommendations} == {None}
+
+
+def test_what_was_measured_elsewhere_is_a_recommendation_of_its_own(tmp_path, monkeypatch):
+    make_run(tmp_path, ("gsm8k",), (0.0, 1.0))
+    store = ResultStore(tmp_path / "eval")
+    here = store.results()
+    monkeypatch.setitem(CALL_S, "stree", 0.05)
+    monkeypatch.setitem(CALL_S, "vanilla_sd", 0.05)
+    make_run(tmp_path / "slow", ("gsm8k",), (0.0,))
+    slow = [
+        row.model_copy(update={
+            "environment": row.environment.model_copy(update={"device": "CPU: slow"}),
+            "decoding_hash": "cpu", "samples": row.samples.replace("samples/", "samples/slow_"),
+        })
+        for row in ResultStore(tmp_path / "slow/eval").results()
+    ]  # fmt: skip
+    for path in (tmp_path / "slow/eval/samples").iterdir():
+        path.rename(store.directory / f"samples/slow_{path.name}")
+    write_rows(store.directory / RESULTS_NAME, [*here, *slow])
+    profile = profile_of(store, tmp_path, "10000")
+    assert profile.recommended("cpu", 0.0, "float32").method == "autoregressive"
+    assert profile.recommended("cuda", 0.0, "bfloat16").method == "stree"
+    assert profile.recommended("cuda", 0.6, "float32").temperature == 1.0
+    assert profile.recommended("cpu", 0.6, "float32") is None
+    assert profile.recommended("mps", 0.0, "float32") is None
+
+
+def test_a_drafter_without_rows_or_with_damage_is_named_and_the_others_get_theirs(run, capsys):
+    (run / "drafter/step-00000100/config.json").write_text("{}")
+    with pytest.raises(CheckpointRefused, match="1 of 3 drafters"):
+        main([str(run)])
+    assert "step-00000100 has no new profile" in capsys.readouterr().out
+    assert load_profile(run / "drafter/step-00000100") is None
+    assert load_profile(run / "drafter/step-00010000") is not None
+    with publish_directory(run / "other") as new:
+        (new / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(UsageError, match="1 of 1"):
+        main([str(run), "--drafter", str(run / "other")])
+    assert "no row of" in capsys.readouterr().out
+
+
+def test_rows_from_before_ends_of_paths_were_recorded_still_make_a_profile(run):
+    store = ResultStore(run / "eval")
+    rows = [row.model_copy(update={"end_nodes": {}}) for row in store.results()]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    profile = load_profile(run / "drafter/step-00010000")
+    assert profile.suggested_trees == () and len(profile.recommendations) == 2
+
+
+# The card
+
+
+def test_the_card_has_front_matter_the_rows_figures_and_where_it_comes_from(run):
+    (run / "command.json").write_text('{"command_line": "python pipelines/distill.py fit"}')
+    (run / "config.yaml").write_text("data: {train: sharegpt.jsonl, valid: null}")
+    main([str(run)])
+    folder = run / "drafter/step-00010000"
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert "speculative-decoding" in card.data.tags
+    row = next(
+        r for r in ResultStore(run / "eval").results()
+        if (r.step, r.method, r.benchmark, r.temperature) == (10000, "stree", "gsm8k", 1.0)
+    )  # fmt: skip
+    line = next(
+        line for line in card.text.splitlines() if "gsm8k, T = 1" in line and "STree, paper" in line
+    )
+    low, high = row.confidence_intervals["speedup"]
+    assert f" {row.acceptance_length:.2f} [" in line
+    assert f" {row.speedup:.2f}× [{low:.2f}, {high:.2f}]" in line
+    for fact in (
+        "python pipelines/distill.py fit", "`sharegpt.jsonl`", "c0ffee", "70,000", "0.2500",
+        "Use the tree", "![τ against distillation step](tau_vs_step.svg)", "a prediction, not",
+    ):  # fmt: skip
+        assert fact in card.text, fact
+    assert "validation data" not in card.text
+    assert (folder / "tau_vs_step.svg").read_text().startswith("<?xml")
+
+
+def test_a_card_of_someones_own_stays_and_ours_follows_the_rows(run):
+    own, ours = run / "drafter/step-00000100", run / "drafter/step-00001000"
+    add_files(own, {"README.md": "# Mine"})
+    main([str(run)])
+    assert (own / "README.md").read_text() == "# Mine" and load_profile(own) is not None
+    before = (ours / "README.md").read_text()
+    store = ResultStore(run / "eval")
+    rows = [row.model_copy(update={"acceptance_length": 4.5}) for row in store.results()]
+    write_rows(store.directory / RESULTS_NAME, rows)
+    main([str(run)])
+    assert "4.50" in (ours / "README.md").read_text() and "4.50" not in before
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "a: &a [*a]"])
+def test_a_run_config_that_cannot_be_read_is_one_clear_line(run, content, capsys):
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(BadData, match="3 of 3"):
+        main([str(run)])
+    assert capsys.readouterr().out.count(f"{run}/config.yaml") == 3
+
+
+def test_odd_provenance_leaves_out_what_it_does_not_say(run):
+    folder = run / "drafter/step-00000100"
+    provenance = {
+        "step": 100,
+        "tokens_seen": "plenty",
+        "loss": None,
+        "versions": 3,
+        "git_sha": "a|b",
+    }
+    add_files(folder, {"provenance.json": json.dumps(provenance)})
+    main([str(run), "--drafter", str(folder)])
+    card = (folder / "README.md").read_text()
+    assert "| commit | a\\|b |" in card and "plenty" not in card and "versions" not in card
+
+
+def test_the_targets_licence_is_passed_on(run, monkeypatch):
+    monkeypatch.chdir(run)  # the rows call their target "target"
+    (run / "target").mkdir()
+    for card, licence in {
+        "---\nlicense: mit\n---\n# T": "(its card says: mit)",
+        "# no front matter\n---\nlicense: mit\n---\n": None,
+        "---\n[: no yaml\n---\n": None,
+    }.items():
+        (run / "target/README.md").write_text(card)
+        main([str(run)])
+        text = (run / "drafter/step-00010000/README.md").read_text()
+        assert "distilled from the target" in text
+        assert licence in text if licence else "its card says" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda p: "{", "Invalid JSON"),
+        (lambda p: json.dumps({**p, "version": 9}), "version 9"),
+        (lambda p: json.dumps({**p, "more": 1}), "more"),
+        (lambda p: json.dumps(spoil_tree(p)), "parent"),
+        (lambda p: json.dumps(spoil_drafter(p, "FOLDER+ngram:6,/etc/hosts")), "drafter: String"),
+        (lambda p: json.dumps(spoil_drafter(p, "elsewhere")), "drafter: String"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_one_clear_line(run, change, reason):
+    main([str(run)])
+    path = run / "drafter/step-00010000" / PROFILE_NAME
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.raises(CheckpointRefused, match=reason) as got:
+        load_profile(path.parent)
+    assert str(path) in str(got.value) and "\n" not in str(got.value)
+
+
+def spoil_drafter(profile, name):
+    profile["recommendations"][0]["drafter"] = name
+    return profile
+
+
+def spoil_tree(profile):
+    profile["recommendations"][0]["tree"]["parents"] = [-1, 2, 1]
+    return profile

@@ -1,0 +1,327 @@
+"""Several runs in one report, from records written by hand, so that every number is known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hand_made_run import CALLS, make_run
+from html_pages import require_self_contained
+
+from stree import metrics
+from stree.common.errors import BadData, UsageError
+from stree_pipelines.comparison import answers as figures
+from stree_pipelines.comparison.answers import Answers
+from stree_pipelines.evaluation.records import ResultStore
+from stree_pipelines.report import main, write_report, write_runs_report
+from stree_pipelines.reports import runs_tables
+from stree_pipelines.reports.run_data import load_run
+from stree_pipelines.reports.runs import load_runs
+from stree_pipelines.reports.tables.tables import Table, to_latex
+
+CONFIG = Path(__file__).resolve().parents[3] / "docs/results/cpu-quickstart/config.yaml"
+MADE = {
+    *(f"table6.{form}" for form in ("md", "tex", "csv", "json")),
+    *(f"{name}_vs_step.{form}" for name in ("tau", "speed") for form in ("svg", "pdf")),
+    "report.html",
+}
+
+
+def trained(folder, seed=0, loss="forward_kl", calls=(40, 30, 20), benchmarks=("gsm8k",)):
+    """A run whose tree takes these calls for a prompt's 60 tokens, and an uneven number more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CALLS, "stree", calls)
+        make_run(folder, benchmarks, (0.0,))
+    store, spread = ResultStore(folder / "eval"), np.random.default_rng(seed)
+    for row in store.results():
+        samples = [
+            sample.model_copy(update={"num_new_tokens": 60 - int(spread.integers(12))})
+            for sample in store.samples(row)
+        ]
+        if row.step is not None:
+            new = metrics.summarise(samples, [sample.baseline for sample in samples])
+            store.publish(row.model_copy(update=new), samples)
+    config = yaml.safe_load(CONFIG.read_text())
+    config.update(seed_everything=seed, run_dir=str(folder))
+    config["model"]["loss"]["kind"] = loss
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two seeds of a recipe, and another recipe that drafts better at the last step."""
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        trained(root / "kl/seed-0"),
+        trained(root / "kl/seed-1", seed=1, calls=(40, 30, 24)),
+        trained(root / "lk", loss="lk", calls=(40, 30, 15)),
+    ]
+
+
+def samples_of(folder, step, method):
+    store = ResultStore(folder / "eval")
+    (row,) = (row for row in store.results() if (row.step, row.method) == (step, method))
+    return store.samples(row)
+
+
+def row_of(runs, name, step, method):
+    (row,) = (
+        row
+        for row in runs_tables.table_rows(runs)
+        if (row["run"], row["step"], row["method"]) == (name, step, method)
+    )
+    return row
+
+
+def test_runs_that_differ_by_their_seed_share_a_column(folders):
+    runs = load_runs(folders)
+    assert [column.title for column in runs.columns] == ["kl (2 seeds)", "lk"]
+    table = runs_tables.last_table(runs, "gsm8k", 0.0)
+    assert table.rows[0] == ("", "kl (2 seeds)", "lk")
+    assert table.rows[1] == ("Checkpoint", "step 10000", "step 10000")
+    taus = [
+        sum(s.num_new_tokens for s in samples) / sum(s.num_calls for s in samples)
+        for samples in (samples_of(folder, 10000, "stree") for folder in folders[:2])
+    ]
+    (line,) = (row for row in table.rows if row[0] == "τ of each seed (STree)")
+    assert line[1] == f"{min(taus):.2f} {max(taus):.2f}"
+
+
+def recomputed(mine, first, draws, seed_draws):
+    """τ of both sides and the difference, as table6.json says, from samples in loops."""
+
+    def tau(side, prompts, chosen):
+        drawn = [side[seed][prompt] for seed in chosen for prompt in prompts]
+        return sum(s.num_new_tokens for s in drawn) / sum(s.num_calls for s in drawn)
+
+    return [
+        tau(mine, prompts, own) - tau(first, prompts, theirs)
+        for prompts, own, theirs in zip(draws, *seed_draws, strict=True)
+    ]
+
+
+def test_a_difference_is_paired_by_prompt_and_drawn_over_prompts_and_seeds(folders):
+    """Over the first column's two seeds: by the draws that table6.json names."""
+    row = row_of(load_runs(folders), "lk", 10000, "stree")
+    first = [samples_of(folder, 10000, "stree") for folder in folders[:2]]
+    mine = [samples_of(folders[2], 10000, "stree")]
+    count = metrics.NUM_RESAMPLES
+    draws = np.random.default_rng(0).integers(6, size=(count, 6))
+    seed_draws = [
+        np.random.default_rng(side).integers(len(each), size=(count, len(each)))
+        for side, each in ((1, mine), (2, first))
+    ]
+    gains = recomputed(mine, first, draws, seed_draws)
+    stated = row["over_first"]["acceptance_length_gain"]
+    assert stated["interval"] == pytest.approx(np.quantile(gains, metrics.quantiles_of(6)))
+    (point,) = recomputed(mine, first, [range(6)], [[[0]], [[0, 1]]])
+    assert stated["value"] == pytest.approx(point)
+    assert row["num_seeds"] == 1 and row["over_first"]["checkpoint"] == "step-00010000"
+
+
+def test_a_run_alone_has_the_figures_of_its_own_report(folders):
+    """And its chain and tree those that Table 6 gives them."""
+    runs, data = load_runs(folders[1:]), load_run(folders[2])
+    for method in ("vanilla_sd", "stree"):
+        cell = data.cell("step-00001000", method, "gsm8k", 0.0)
+        row = row_of(runs, "lk", 1000, method)
+        for name in ("acceptance_length", "tokens_per_second", "speedup"):
+            assert row[name]["value"] == pytest.approx(cell[name])
+            assert row[name]["interval"] == pytest.approx(cell.interval(name))
+
+
+def test_intervals_cover_what_seeds_differ_by():
+    """Drafters whose τ differs by seed with a deviation of 0.1, prompts with one of 0.1, too; 4
+    seeds. Over prompts alone the interval would miss the mean of all seeds most of the time."""
+    rng, missed, missed_alone = np.random.default_rng(0), 0, 0
+    for _ in range(60):
+        tau = 2 + 0.1 * rng.standard_normal((4, 1)) + 0.1 * rng.standard_normal((1, 60))
+        counts = {"tokens": 100 * tau, "calls": np.full_like(tau, 100)}
+        prompts = tuple(("b", str(number)) for number in range(60))
+        pooled = {name: each.sum(0, keepdims=True) for name, each in counts.items()}
+        low, high = Answers(prompts, counts).figure(figures.acceptance_length).interval
+        missed += not low <= 2 <= high
+        low, high = Answers(prompts, pooled).figure(figures.acceptance_length).interval
+        missed_alone += not low <= 2 <= high
+    assert missed <= 18 and missed_alone >= 27
+
+
+def test_the_verdict_says_who_is_ahead_and_by_how_much(folders):
+    runs = load_runs(folders)
+    row, verdict = row_of(runs, "lk", 10000, "stree"), runs_tables.verdict(runs, 0.0)
+    tau, gain = row["acceptance_length"], row["over_first"]["acceptance_length_gain"]
+    assert verdict.headline == "lk has the longest τ" and gain["interval"][0] > 0
+    low, high = gain["interval"]
+    said = f"lk has {tau['value']:.2f}, {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] over kl."
+    assert said in verdict.reason
+    alike = runs_tables.verdict(load_runs([folders[0], trained_again(folders[0])]), 0.0)
+    assert alike.headline == "Not told apart by τ"
+
+
+def trained_again(folder):
+    """The same recipe, the same seed, the same answers, in another folder."""
+    again = folder.parent / "again"
+    return again if again.exists() else trained(again)
+
+
+def test_runs_of_one_recipe_and_one_seed_stand_apart(folders):
+    runs = load_runs([folders[0], trained_again(folders[0]), folders[1]])
+    assert [column.name for column in runs.columns] == ["kl/seed-0", "again", "kl/seed-1"]
+    assert any("with the same seed, so each has a column" in note for note in runs.notes)
+
+
+def test_what_is_another_recipe_is_not_a_seed(folders, tmp_path):
+    config = yaml.safe_load((folders[1] / "config.yaml").read_text())
+    for name, section, key, value in (
+        ("rate", "model", "optimizer", {"lr": 1.0}), ("rows", "data", "batch_size", 8),
+        ("steps", "trainer", "max_steps", 9), ("none", None, None, None),
+    ):  # fmt: skip
+        other = tmp_path / name
+        shutil.copytree(folders[1] / "eval", other / "eval")
+        if section:
+            changed = {**config, section: {**config[section], key: value}}
+            (other / "config.yaml").write_text(yaml.safe_dump(changed))
+        assert len(load_runs([folders[0], other]).columns) == 2
+    (other / "config.yaml").write_text("a: [")
+    with pytest.raises(BadData, match=r"config\.yaml cannot be read as YAML"):
+        load_runs([folders[0], other])
+
+
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared")
+    write_runs_report(load_runs(folders), out)
+    return out
+
+
+def test_the_same_files_are_written_each_time_without_out_beside_the_first_run(written, folders):
+    assert {path.name for path in written.iterdir()} == MADE
+    main([*map(str, folders)])
+    for path in written.iterdir():
+        again = folders[0].parent / "compared" / path.name
+        assert again.read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_page_overlays_the_runs(written):
+    html = (written / "report.html").read_text(encoding="utf-8")
+    require_self_contained(html)
+    assert html.count("<svg") == 6  # τ, its difference and speed-ups, of chain and tree
+    for text in ("lk has the longest τ", "kl (2 seeds)", "lk − kl", "Difference of acceptance",
+                 "τ over kl&#39;s (STree)", "over seeds where there are several"):  # fmt: skip
+        assert text in html, text
+
+
+def test_csv_has_every_figure_of_the_json(written):
+    with open(written / "table6.csv", newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    rows = json.loads((written / "table6.json").read_text(encoding="utf-8"))["rows"]
+    assert len(lines) == len(rows) == 2 * 3 * 2
+    for line, row in zip(lines, rows, strict=True):
+        assert float(line["acceptance_length"]) == row["acceptance_length"]["value"]
+        assert float(line["speedup_low"]) == row["speedup"]["interval"][0]
+        gain = row.get("over_first", {}).get("acceptance_length_gain", {"value": ""})["value"]
+        assert line["over_first_acceptance_length_gain"] == str(gain)
+
+
+def test_one_run_has_csv_latex_and_pdf_too(folders, tmp_path):
+    write_report(load_run(folders[0]), tmp_path)
+    with open(tmp_path / "table6.csv", newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    rows = json.loads((tmp_path / "table6.json").read_text(encoding="utf-8"))["rows"]
+    assert [float(line["acceptance_length"]) for line in lines] == [
+        row["acceptance_length"]["value"] for row in rows
+    ]
+    assert (tmp_path / "tau_vs_step.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "table6.tex").read_text().count(r"\begin{tabular}{lrrr}") == 1
+
+
+def test_latex_is_what_latex_reads(written):
+    text = (written / "table6.tex").read_text(encoding="utf-8")
+    assert text.isascii() and r"$\tau$ (STree)" in text and r"{\scriptsize [" in text
+    for name in ("table", "tabular"):
+        assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") >= 3
+    table = Table("a_b & 50 %", (("", "x{y}"), ("[1]", r"\^~#$ – −1")))
+    body = to_latex([table]).splitlines()
+    assert r"\caption{a\_b \& 50 \%}" in body
+    assert r" & x\{y\} \\" in body
+    row = r"{\scriptsize [1]} & \textbackslash{}\textasciicircum{}\textasciitilde{}\#\$ -- $-$1 \\"
+    assert row in body
+
+
+def test_pdfs_embed_fonts_that_publishers_take(written):
+    content = (written / "tau_vs_step.pdf").read_bytes()
+    assert (
+        content.startswith(b"%PDF") and b"/Type3" not in content and b"CreationDate" not in content
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_new_tokens": 9}, "max_new_tokens is 61 in kl/seed-0 but 9 in other"),
+        ({"seed": 3}, "seed is 0 in kl/seed-0 but 3 in other"),
+        ({"target_sha256": "ab"}, "target is 7a in kl/seed-0 but ab in other"),
+        ({"prompts_hash": "q"}, "gsm8k.prompts is 6@p in kl/seed-0 but 6@q in other"),
+        ({"decoding_hash": "x"}, "decoded differently in what older rows do not say"),
+        ({"benchmark": "mine"}, "share no benchmark: kl/seed-0 has gsm8k; other has mine"),
+        ({"temperature": 1.0}, "share no temperature: kl/seed-0 has 0.0; other has 1.0"),
+    ],
+)
+def test_runs_that_were_decoded_differently_are_refused_by_name(folders, tmp_path, changes, said):
+    other = make_run(tmp_path / "other", ("gsm8k",), (0.0,))
+    store = ResultStore(other / "eval")
+    rows = store.results()
+    for row in rows:
+        store.forget({row.key: "gone"})
+        store.publish(row.model_copy(update=changes), store.samples(row))
+    with pytest.raises(UsageError, match=re.escape(said)) as got:
+        main([str(folders[0]), str(other), "--out", str(tmp_path / "out")])
+    assert "\n" not in str(got.value) and not (tmp_path / "out").exists()
+
+
+def test_what_only_some_runs_have_is_left_out_and_that_is_said(folders, tmp_path):
+    more = trained(tmp_path / "more", 3, "lk", benchmarks=("gsm8k", "mt_bench"))
+    runs = load_runs([folders[0], more])
+    assert runs.scopes == ["gsm8k"] and row_of(runs, "more", 100, "stree")["num_prompts"] == 6
+    assert "Not every run has benchmark mt_bench: left out." in runs.notes
+
+
+def test_the_command_compares_names_and_keeps_records(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    given = [*map(str, folders), "--names", "KL", "LK_2", "--out", str(out), "--records"]
+    main(given)
+    printed = capsys.readouterr().out
+    assert "KL (2 seeds)" in printed and "T = 0: τ (STree): LK_2 has" in printed
+    assert r"LK\_2" in (out / "table6.tex").read_text()
+    assert len(load_run(out / "run-3").rows) == 7 and str(out / "report.html") in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--names", "a"], r"--names are 1, wanted one for each of kl \(2 seeds\), lk"),
+        (["--names", "a", "a"], "two columns would have one name"),
+        (["--out", "{first}"], "is one of the runs: give another --out"),
+        (["--records"], "give --out"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(folders, more, said):
+    more = [each.format(first=folders[0]) for each in more]
+    with pytest.raises(UsageError, match=said):
+        main([*map(str, folders), *more])
+
+
+def test_a_run_twice_and_one_without_results_are_one_line(folders, tmp_path):
+    with pytest.raises(UsageError, match="is given twice"):
+        main([str(folders[0]), f"{folders[0]}/."])
+    with pytest.raises(UsageError, match=r"run eval_spec\.py first"):
+        main([str(folders[0]), str(tmp_path)])
+    with pytest.raises(UsageError, match="--names are of several runs"):
+        main([str(folders[0]), "--names", "a"])

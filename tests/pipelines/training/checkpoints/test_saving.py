@@ -1,0 +1,334 @@
+"""Checkpoints: every value comes back, nothing damaged is used, and a resumed run is the same run.
+
+"The same" is bit for bit: rows of metrics.csv as text and the bytes of the final weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lanes import quick_first
+from tiny_run import distill_arguments, metric_rows
+
+from stree.common.errors import CheckpointRefused, Interrupted, Preempted, UsageError
+from stree_pipelines import distill
+from stree_pipelines.training.checkpoints.saving import (
+    STATE_KEYS,
+    SafeCheckpointIO,
+    TrainingCheckpoints,
+    decode_state,
+    encode_state,
+    latest_valid,
+)
+from stree_pipelines.training.run.stopping import STOP_SIGNALS
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workspace, tmp_path_factory) -> Path:
+    """A whole run with a checkpoint of every step."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    distill.main(distill_arguments(workspace, run_dir, steps=STEPS))
+    return run_dir
+
+
+def final_weights(run_dir: Path) -> bytes:
+    return (run_dir / f"checkpoints/step-{STEPS:08d}/state.safetensors").read_bytes()
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    assert metric_rows(run_dir) == metric_rows(reference)
+    assert final_weights(run_dir) == final_weights(reference)
+
+
+# The format
+
+
+def test_nested_state_comes_back_exactly():
+    tied = torch.randn(3, 2)
+    state = {
+        "tensors": {"a": tied, "b": tied, "view": tied[1], "bf16": torch.ones(2).bfloat16()},
+        0: {"exp_avg": torch.zeros(0), "step": torch.tensor(3.0)},
+        "tuple": (1, (2.5, None), [True, "x"]),
+        "odd floats": [math.inf, -math.inf, 0.1 + 0.2, 5e-324],
+        "$tensor": "a key that looks like a mark",
+        (1, 2): "tuple key",
+        "numpy": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "scalar": np.float64(0.3),
+    }
+    tree, tensors = encode_state(state)
+    back = decode_state(json.loads(json.dumps(tree, allow_nan=False)), tensors)
+    assert list(back) == list(state)
+    assert back[0]["step"] == 3.0 and back[0]["exp_avg"].shape == (0,)
+    assert back["tuple"] == state["tuple"] and isinstance(back["tuple"], tuple)
+    assert back["odd floats"] == state["odd floats"]
+    assert back["$tensor"] == state["$tensor"] and back[(1, 2)] == "tuple key"
+    np.testing.assert_array_equal(back["numpy"], state["numpy"])
+    assert back["numpy"].dtype == np.uint32
+    for name, tensor in state["tensors"].items():
+        assert torch.equal(back["tensors"][name], tensor)
+        assert back["tensors"][name].dtype == tensor.dtype
+    assert math.isnan(decode_state(encode_state(math.nan)[0], {}))
+
+
+def test_tensors_that_share_memory_are_stored_each_on_its_own(tmp_path):
+    """Tied weights and views of one another, which safetensors refuses to write."""
+    tied = torch.randn(3, 2)
+    state = {**dict.fromkeys(STATE_KEYS, 0), "state_dict": {"a": tied, "b": tied, "row": tied[1]}}
+    SafeCheckpointIO().save_checkpoint(state, tmp_path / "step-0")
+    back = SafeCheckpointIO().load_checkpoint(tmp_path / "step-0")["state_dict"]
+    assert back.keys() == state["state_dict"].keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state["state_dict"].items())
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes", torch.float32])
+def test_what_cannot_be_stored_is_refused_when_saving(value):
+    with pytest.raises(UsageError, match=r"callbacks\.mine"):
+        encode_state({"callbacks": {"mine": value}})
+
+
+def test_there_is_no_pickle_in_a_checkpoint(uninterrupted):
+    names = {path.name for path in (uninterrupted / "checkpoints/step-00000001").iterdir()}
+    assert names == {"state.safetensors", "state.json", "MANIFEST.json"}
+
+
+def test_manifest_names_step_config_and_tokenizer(uninterrupted):
+    path = uninterrupted / "checkpoints/step-00000003/MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["step"] == 3 and manifest["version"] == 1
+    assert len(manifest["config_hash"]) == len(manifest["tokenizer_fingerprint"]) == 64
+
+
+def test_the_frozen_target_is_not_in_the_checkpoint(uninterrupted):
+    folder = uninterrupted / "checkpoints/step-00000001"
+    names = SafeCheckpointIO().load_checkpoint(folder)["state_dict"].keys()
+    assert names and all(name.startswith("exported.") for name in names)
+
+
+# Which one to resume from
+
+
+@pytest.fixture
+def copy_of_run(uninterrupted, tmp_path):
+    def copy(last_step: int) -> Path:
+        """The run as a kill after step `last_step`'s checkpoint would have left it, with the
+        rows of the steps after it already logged."""
+        run_dir = tmp_path / f"from-{last_step}"
+        shutil.copytree(uninterrupted, run_dir, symlinks=True)
+        for path in (run_dir / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > last_step:
+                shutil.rmtree(path)
+        return run_dir
+
+    return copy
+
+
+def test_the_highest_valid_step_wins_and_skipped_ones_are_named(copy_of_run):
+    run_dir = copy_of_run(7)
+    with open(run_dir / "checkpoints/step-00000007/state.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    (run_dir / "checkpoints/step-00000006/MANIFEST.json").unlink()
+    (run_dir / "checkpoints/.tmp-1-00000000-elsewhere").mkdir()
+    lines: list[str] = []
+    assert latest_valid(run_dir, lines.append) == run_dir / "checkpoints/step-00000005"
+    assert "step-00000007" in lines[0] and "sha256" in lines[0]
+    assert "step-00000006" in lines[1] and "MANIFEST" in lines[1]
+
+
+def test_a_checkpoint_under_another_step_s_name_is_skipped(copy_of_run):
+    run_dir = copy_of_run(3)
+    (run_dir / "checkpoints/step-00000003").rename(run_dir / "checkpoints/step-00000099")
+    assert latest_valid(run_dir, lambda line: None).name == "step-00000002"
+
+
+def test_only_invalid_checkpoints_are_an_error_and_none_is_a_start(copy_of_run, tmp_path):
+    run_dir = copy_of_run(1)
+    (run_dir / "checkpoints/step-00000001/state.json").write_text("{}")
+    with pytest.raises(CheckpointRefused, match="none of the checkpoints"):
+        latest_valid(run_dir, lambda line: None)
+    assert latest_valid(tmp_path / "new") is None
+
+
+def test_a_published_folder_that_is_no_training_state_is_refused(workspace):
+    with pytest.raises(CheckpointRefused, match="no training state"):
+        SafeCheckpointIO().load_checkpoint(workspace / "target")
+
+
+def test_old_checkpoints_go_and_the_newest_stay(workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path / "run", steps=5)
+    distill.main([*arguments, "--checkpoint.keep_last", "2"])
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("step", quick_first([(4,)], [(1,), (7,)]))
+def test_resuming_at_a_step_gives_the_uninterrupted_run(
+    step, workspace, uninterrupted, copy_of_run
+):
+    """Step 4 validates, too: the row of the validation must be there once."""
+    run_dir = copy_of_run(step)
+    distill.main(distill_arguments(workspace, run_dir, steps=STEPS))
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_random_numbers_go_on_where_they_were(workspace, uninterrupted, copy_of_run, monkeypatch):
+    """Nothing in a tiny drafter draws numbers, so a callback does: at the same steps it must see
+    the same numbers from torch, NumPy and Python."""
+    import random
+
+    drawn: dict[int, tuple] = {}
+    original = TrainingCheckpoints.on_train_batch_end
+
+    def draw(self, trainer, *arguments):
+        drawn[trainer.global_step] = (torch.rand(1).item(), np.random.rand(), random.random())
+        original(self, trainer, *arguments)
+
+    monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_end", draw)
+    run_dir = uninterrupted.parent / "drawing"
+    distill.main(distill_arguments(workspace, run_dir, steps=STEPS))
+    whole = dict(drawn)
+    drawn.clear()
+    for step in range(5, STEPS + 1):
+        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
+    distill.main(distill_arguments(workspace, run_dir, steps=STEPS))
+    assert drawn == {step: numbers for step, numbers in whole.items() if step > 4}
+
+
+def test_gradient_accumulation_resumes_exactly(workspace, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    more = ("--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "4")
+    distill.main(distill_arguments(workspace, whole, *more, steps=STEPS))
+    shutil.copytree(whole, cut, symlinks=True)
+    for step in range(4, STEPS + 1):
+        shutil.rmtree(cut / f"checkpoints/step-{step:08d}")
+    distill.main(distill_arguments(workspace, cut, *more, steps=STEPS))
+    assert_same_run(cut, whole)
+
+
+def test_a_finished_run_says_so(workspace, uninterrupted, capsys):
+    distill.main(distill_arguments(workspace, uninterrupted, steps=STEPS))
+    assert "is finished: 8 of 8 steps" in capsys.readouterr().out
+
+
+def test_asking_a_finished_run_for_less_changes_nothing(workspace, copy_of_run, capsys):
+    run_dir = copy_of_run(6)
+    before = {path: path.read_bytes() for path in run_dir.glob("*.*")}
+    assert {"config.yaml", "command.json", "metrics.csv"} <= {path.name for path in before}
+    distill.main(distill_arguments(workspace, run_dir, steps=3))
+    assert "finished: 6 steps are done, trainer.max_steps asks for 3" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run_dir.glob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("precision", "bf16-mixed"),
+        ("gradient_clip_val", "0.5"),
+        ("accumulate_grad_batches", "2"),
+        ("deterministic", "false"),
+    ],
+)
+def test_other_numerics_do_not_go_on_in_the_same_folder(option, value, workspace, copy_of_run):
+    arguments = distill_arguments(workspace, copy_of_run(2), steps=STEPS)
+    with pytest.raises(UsageError, match=rf"trainer\.{option} was .*, now"):
+        distill.main([*arguments, f"--trainer.{option}", value])
+
+
+def test_longer_and_with_other_rows_it_is_the_same_run(workspace, copy_of_run):
+    run_dir = copy_of_run(7)
+    more = ("--trainer.log_every_n_steps", "2")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=STEPS + 1))
+    assert (run_dir / f"checkpoints/step-{STEPS + 1:08d}").is_dir()
+
+
+def test_other_model_settings_do_not_go_on_in_the_same_folder(workspace, copy_of_run):
+    more = ("--model.optimizer.lr", "0.5")
+    with pytest.raises(UsageError, match=r"model\.optimizer\.lr was 0\.001, now 0\.5"):
+        distill.main(distill_arguments(workspace, copy_of_run(2), *more, steps=STEPS))
+
+
+def test_a_folder_without_a_checkpoint_takes_any_settings(workspace, copy_of_run):
+    run_dir = copy_of_run(0)
+    distill.main(distill_arguments(workspace, run_dir, "--model.optimizer.lr", "0.5", steps=1))
+    assert [row["step"] for row in metric_rows(run_dir)] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (signal.SIGTERM, Preempted, r"stopped by SIGTERM after step 3; .*: run the same command"),
+        (signal.SIGINT, Interrupted, r"interrupted after step 3; .*: to go on, run: python pipe"),
+    ],
+)
+def test_a_signal_saves_at_the_step_s_end_and_the_run_goes_on_later(
+    number, kind, said, workspace, uninterrupted, tmp_path, monkeypatch
+):
+    original = TrainingCheckpoints.on_train_batch_start
+
+    def raise_signal(self, trainer, *arguments):
+        original(self, trainer, *arguments)
+        if trainer.global_step == 2:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(TrainingCheckpoints, "on_train_batch_start", raise_signal)
+    arguments = distill_arguments(workspace, tmp_path, steps=STEPS)
+    monkeypatch.setattr(sys, "argv", ["pipelines/distill.py", *arguments])
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with pytest.raises(kind, match=said) as stopped:
+        # Not due at this step: the signal is what saves.
+        distill.main([*arguments, "--checkpoint.every_n_steps", "100"])
+    assert stopped.value.exit_code == (130 if number == signal.SIGINT else 75)
+    for each, handler in before.items():
+        # Until it has left, no further one takes its exit code away; Ctrl-C ends it at once.
+        left = signal.signal(each, handler)
+        assert callable(left) if each == signal.SIGINT else left == signal.SIG_IGN
+    assert not (tmp_path / "restarts.json").exists() or number != signal.SIGINT
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    monkeypatch.undo()
+    distill.main(arguments)
+    assert_same_run(tmp_path, uninterrupted)
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
+
+
+def run_until(line: str, arguments: list[str], number: signal.Signals) -> int:
+    """Start distill.py, send the signal once its output has `line`, return the exit code."""
+    command = [sys.executable, distill.__file__, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for output in process.stdout:
+            if output.startswith(line):
+                process.send_signal(number)
+                break
+        process.stdout.read()
+        return process.wait()
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(workspace, tmp_path, monkeypatch):
+    """In processes of their own, with one thread each: sums must not depend on the machine."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code = run_until("never", distill_arguments(workspace, whole, steps=STEPS), signal.SIGKILL)
+    assert code == 0
+    arguments = distill_arguments(workspace, killed, steps=STEPS)
+    assert run_until("step 5/", arguments, signal.SIGKILL) == -signal.SIGKILL
+    assert not (killed / "checkpoints/step-00000008").exists()
+    assert run_until("never", arguments, signal.SIGKILL) == 0
+    assert_same_run(killed, whole)

@@ -1,0 +1,388 @@
+"""The chunked losses against dense twins, and what they may cost. (Each kind of divergence, and how
+much a token counts: test_divergences.py.)
+
+Tolerances: fp32 sums over V terms in another order differ by about 1e-6 relative; 1e-5 is the
+bound that the pipeline promises. Memory is counted, not timed: a dispatch mode adds up the storage
+of every tensor that is alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+import pytest
+import torch
+from lanes import quick_first
+from loss_cases import live_loss, make_case, peak_bytes, top_k_case
+
+from stree.common.errors import UsageError
+from stree_pipelines.resources.estimates import LOSS_BUFFERS
+from stree_pipelines.training.losses import distillation_loss as losses
+from stree_pipelines.training.losses.distillation_loss import (
+    chunk_rows,
+    chunked_cross_entropy,
+    chunked_distillation_loss,
+)
+from stree_pipelines.training.losses.divergences import LK, ForwardKL
+from stree_pipelines.training.teachers.teachers import TopK
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dense_distillation_loss(
+    student_hidden, student_head, teacher_hidden, teacher_head, mask, labels, ce_weight, temperature
+):
+    """Formula of the docstring, all logits at once."""
+    student_logits = (student_hidden[mask] @ student_head.T).float()
+    teacher_logits = (teacher_hidden[mask] @ teacher_head.T).float()
+    log_q = torch.log_softmax(student_logits / temperature, -1)
+    log_p = torch.log_softmax(teacher_logits / temperature, -1)
+    p = log_p.exp()
+    kl = torch.where(p > 0, p * (log_p - log_q), torch.zeros(())).sum(-1).mean()
+    cross_entropy = torch.nn.functional.cross_entropy(student_logits, labels[mask])
+    acceptance = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    return kl * temperature**2 + ce_weight * cross_entropy, kl, cross_entropy, acceptance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000, None])
+def test_equals_the_dense_loss_and_its_gradients(temperature, ce_weight, chunk_tokens):
+    case, labels = make_case()
+    terms = live_loss(
+        **case, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    leaves = case["student_hidden"], case["student_head"]
+    # A factor behind the loss (gradient accumulation) has to reach the gradients.
+    got = torch.autograd.grad(terms.loss * 3.0, leaves)
+    loss, kl, cross_entropy, acceptance = dense_distillation_loss(
+        *case.values(), labels, ce_weight, temperature
+    )
+    want = torch.autograd.grad(loss * 3.0, leaves)
+    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.divergence, kl * temperature**2, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.simulated_acceptance, acceptance, rtol=1e-5, atol=1e-6)
+    if ce_weight:
+        torch.testing.assert_close(terms.cross_entropy, cross_entropy, rtol=1e-5, atol=1e-6)
+    for got_grad, want_grad in zip(got, want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_all_tokens_as_top_k_are_the_live_loss(ce_weight, temperature):
+    case, labels, teacher, (hidden, head) = top_k_case(97, temperature)
+    options = dict(ce_labels=labels, ce_weight=ce_weight, temperature=temperature, chunk_tokens=7)
+    leaves = case["student_hidden"], case["student_head"]
+    got = chunked_distillation_loss(**case, teacher=teacher, **options)
+    want = live_loss(**case, teacher_hidden=hidden, teacher_head=head, **options)
+    for name in ("loss", "divergence", "cross_entropy", "simulated_acceptance"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want.loss, leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 8, 96])
+@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.4, 2.5)])
+def test_top_k_loss_and_its_gradients_are_the_formula_in_fp64(k, ce_weight, temperature):
+    """The tail bucket written out: 1 minus the sums, which fp64 affords."""
+    case, labels, teacher, (hidden, head) = top_k_case(k, temperature)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher, ce_labels=labels, ce_weight=ce_weight, temperature=temperature,
+        chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    mask, ids = case["mask"], teacher.ids.long()
+    leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
+              ("hidden", "head")]  # fmt: skip
+    logits = leaves[0][mask] @ leaves[1].T
+    p = (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
+    q = (logits / temperature).softmax(-1)
+    top_p, top_q = p.gather(1, ids), q.gather(1, ids)
+    tail_p, tail_q = 1 - top_p.sum(1), 1 - top_q.sum(1)
+    kl = (top_p * (top_p / top_q).log()).sum(1) + tail_p * (tail_p / tail_q).log()
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[mask])
+    loss = kl.mean() * temperature**2 + ce_weight * cross_entropy
+    torch.testing.assert_close(terms.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    acceptance = torch.minimum(top_p, top_q).sum(1).mean()
+    torch.testing.assert_close(terms.simulated_acceptance.double(), acceptance, rtol=1e-5, atol=0)
+    for mine, want in zip(got, torch.autograd.grad(loss, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_more_of_the_teacher_never_lowers_the_top_k_loss():
+    """Data processing inequality, up to the full divergence; the acceptance grows likewise."""
+    losses, acceptances = [], []
+    for k in (1, 2, 8, 40, 97):
+        case, _, teacher, _ = top_k_case(k, seed=3)
+        terms = chunked_distillation_loss(**case, teacher=teacher)
+        losses.append(terms.loss.item())
+        acceptances.append(terms.simulated_acceptance.item())
+    case, _ = make_case(seed=3)
+    full = live_loss(**case)
+    assert losses == sorted(losses) and losses[-2] < full.loss
+    assert acceptances == sorted(acceptances)
+    assert acceptances[-2] < full.simulated_acceptance
+
+
+def test_a_tail_without_mass_stays_without():
+    """The teacher rules out all but two tokens, the student none."""
+    case, _, teacher, _ = top_k_case(2)
+    certain = TopK(
+        teacher.ids, torch.full_like(teacher.log_probs, 0.5).log(),
+        torch.full_like(teacher.log_tail, -torch.inf),
+    )  # fmt: skip
+    terms = chunked_distillation_loss(**case, teacher=certain)
+    terms.loss.backward()
+    assert terms.loss.isfinite() and terms.loss > 0
+    assert case["student_hidden"].grad.isfinite().all()
+
+
+def test_a_teacher_of_other_rows_is_refused():
+    case, _, teacher, _ = top_k_case(4)
+    case["mask"] = torch.ones_like(case["mask"])
+    with pytest.raises(UsageError, match=r"the teacher has \d+ rows, the mask 63"):
+        chunked_distillation_loss(**case, teacher=teacher)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, None])
+def test_cross_entropy_equals_the_dense_one(chunk_tokens):
+    case, labels = make_case()
+    hidden, head, mask = case["student_hidden"], case["student_head"], case["mask"]
+    terms = chunked_cross_entropy(hidden, head, labels, mask, chunk_tokens)
+    logits = hidden[mask] @ head.T
+    loss = torch.nn.functional.cross_entropy(logits, labels[mask])
+    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-6)
+    label_probability = logits.softmax(-1).gather(1, labels[mask][:, None]).mean()
+    torch.testing.assert_close(terms.simulated_acceptance, label_probability)
+    for got, want in zip(
+        torch.autograd.grad(terms.loss, (hidden, head)),
+        torch.autograd.grad(loss, (hidden, head)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_head_and_hidden_add_their_gradients():
+    """A tied embedding gets gradients from the head and from the input through hidden."""
+    case, labels = make_case()
+    embedding = case["student_head"]
+    hidden = embedding[labels]
+    rest = {k: v for k, v in case.items() if not k.startswith("student")}
+    terms = live_loss(hidden, embedding, **rest, chunk_tokens=4)
+    (got,) = torch.autograd.grad(terms.loss, embedding)
+    loss = dense_distillation_loss(embedding[labels], embedding, *rest.values(), labels, 0.0, 1.0)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(loss[0], embedding)[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_equal_models_have_zero_loss_and_full_acceptance():
+    case, _ = make_case(student_width=20)
+    terms = live_loss(
+        case["teacher_hidden"], case["teacher_head"], case["teacher_hidden"],
+        case["teacher_head"], case["mask"],
+    )  # fmt: skip
+    assert terms.loss.abs() < 1e-6
+    assert (terms.simulated_acceptance - 1).abs() < 1e-5
+
+
+def test_nothing_to_count_gives_zero_and_not_nan():
+    case, labels = make_case()
+    case["mask"] = torch.zeros_like(case["mask"])
+    terms = live_loss(**case, ce_labels=labels, ce_weight=0.5)
+    terms.loss.backward()
+    for value in (terms.loss, terms.divergence, terms.cross_entropy, terms.simulated_acceptance):
+        assert value == 0
+    assert not case["student_hidden"].grad.any()
+    assert not case["student_head"].grad.any()
+
+
+def test_rows_outside_the_mask_do_not_count_even_when_they_are_nan():
+    case, labels = make_case()
+    clean = live_loss(**case).loss
+    mask = case["mask"]
+    case["student_hidden"] = (
+        case["student_hidden"].detach().masked_fill(~mask[..., None], torch.nan)
+    )
+    case["teacher_hidden"] = case["teacher_hidden"].masked_fill(~mask[..., None], torch.nan)
+    labels = labels.masked_fill(~mask, -100)
+    assert live_loss(**case, ce_labels=labels).loss == clean
+
+
+def test_minus_infinity_on_both_sides_is_masked():
+    """Padded ids: weights so negative that the logit overflows to −inf in teacher and student."""
+    case, _ = make_case(student_width=20)
+    for side in ("student", "teacher"):
+        hidden, head = (case[f"{side}_{part}"].detach().clone() for part in ("hidden", "head"))
+        hidden[..., 0] = 10.0
+        head[-5:] = 0.0
+        head[-5:, 0] = -1e38
+        case[f"{side}_hidden"], case[f"{side}_head"] = hidden, head
+    assert (case["teacher_hidden"] @ case["teacher_head"].T)[..., -1].isneginf().all()
+    case["student_hidden"].requires_grad_()
+    terms = live_loss(**case)
+    kept = dict(case, **{k: case[k][:-5] for k in ("student_head", "teacher_head")})
+    torch.testing.assert_close(terms.loss, live_loss(**kept).loss)
+    terms.loss.backward()
+    assert case["student_hidden"].grad.isfinite().all()
+
+
+def test_a_student_that_rules_out_what_the_teacher_says_has_infinite_loss():
+    case, _ = make_case(student_width=20)
+    hidden, head = (case[f"student_{part}"].detach().clone() for part in ("hidden", "head"))
+    hidden[..., 0], head[-5:, 0] = 10.0, -1e38
+    case.update(student_hidden=hidden, student_head=head)
+    assert live_loss(**case).loss == torch.inf
+
+
+def test_bf16_autocast_keeps_the_softmax_in_fp32():
+    case, labels = make_case(vocab=301)
+    want = dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = live_loss(**case)
+    assert terms.loss.dtype == torch.float32
+    torch.testing.assert_close(terms.loss, want, rtol=2e-2, atol=0)
+    grads = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    assert [g.dtype for g in grads] == [torch.float32, torch.float32]
+
+
+def test_products_in_bf16_are_summed_in_fp32():
+    """However few rows a chunk has. All logits are multiples of 1/4, so that none is rounded."""
+    case, _ = make_case((1, 200), vocab=64)
+    case = {
+        name: (each * 2).round().clamp(-1, 1) / 2 if each.is_floating_point() else each
+        for name, each in case.items()
+    }
+    case = {name: each.detach().to(DEVICE) for name, each in case.items()}
+    leaves = case["student_hidden"].requires_grad_(), case["student_head"].requires_grad_()
+    grads = []
+    for chunk_tokens in (1, 1000):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = live_loss(**case, chunk_tokens=chunk_tokens).loss
+        grads.append(torch.autograd.grad(loss, leaves))
+    for mine, whole in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("backend", "divergence", "k", "options"),
+    quick_first(
+        [("aot_eager", ForwardKL(), None, {}), ("aot_eager", LK(3.0), None, {"weights": True})],
+        [
+            ("inductor", LK(3.0), None, {"weights": True}),
+            ("inductor", ForwardKL(), 8, {"temperature": 2.0}),
+            ("inductor", ForwardKL(), None, {"ce_weight": 0.3}),
+        ],
+    ),
+)
+def test_a_compiled_loss_is_the_same(backend, divergence, k, options, monkeypatch):
+    """In one graph for any number of rows in a chunk but one, which the last chunk has here."""
+    monkeypatch.setattr(
+        losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if k is None:
+        case, labels = make_case()
+        loss_of = live_loss
+    else:
+        case, labels, case["teacher"], _ = top_k_case(k, options["temperature"])
+        case["teacher"] = TopK(*(part.to(DEVICE) for part in case["teacher"].parts))
+        loss_of = chunked_distillation_loss
+    on_device = {
+        name: each.detach().to(DEVICE) if isinstance(each, torch.Tensor) else each
+        for name, each in case.items()
+    }
+    leaves = [on_device[f"student_{part}"].requires_grad_() for part in ("hidden", "head")]
+    options = {**options, "ce_labels": labels.to(DEVICE), "divergence": divergence}
+    if options.pop("weights", False):
+        options["weights"] = torch.linspace(0.1, 1, labels.numel(), device=DEVICE).view_as(labels)
+    rows, got = int(case["mask"].sum()), []
+    for chunk_tokens, compiled in ((rows - 1, False), (rows - 1, True), (7, True)):
+        terms = loss_of(**on_device, chunk_tokens=chunk_tokens, compiled=compiled, **options)
+        grads = torch.autograd.grad(terms.loss * 3.0, leaves)
+        got.append((terms.loss, terms.simulated_acceptance, *grads))
+    for mine in got[1:]:
+        for one, other in zip(mine, got[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_cross_entropy_is_the_same(backend, monkeypatch):
+    monkeypatch.setattr(
+        losses, "_compile", functools.cache(partial(torch.compile, backend=backend))
+    )
+    torch._dynamo.reset()
+    case, labels = make_case()
+    hidden, head = (case[f"student_{part}"].detach().to(DEVICE) for part in ("hidden", "head"))
+    leaves, got = (hidden.requires_grad_(), head.requires_grad_()), []
+    for compiled in (False, True):
+        terms = chunked_cross_entropy(
+            *leaves, labels.to(DEVICE), case["mask"].to(DEVICE), chunk_tokens=7, compiled=compiled
+        )
+        got.append((terms.loss, *torch.autograd.grad(terms.loss, leaves)))
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_validation_makes_no_gradients():
+    case, _ = make_case()
+    with torch.no_grad():
+        terms = live_loss(**case)
+    assert not terms.loss.requires_grad
+
+
+def test_normalizer_replaces_the_number_of_rows():
+    case, _ = make_case()
+    half = live_loss(**case, normalizer=2.0 * case["mask"].sum()).loss
+    torch.testing.assert_close(half * 2, live_loss(**case).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"ce_weight": 1.0}, "ce_labels"),
+        ({"teacher_head": torch.zeros(96, 20)}, "vocabulary"),
+        ({"mask": torch.ones(3, 20, dtype=torch.bool)}, "mask"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    case, _ = make_case()
+    with pytest.raises(UsageError, match=message):
+        live_loss(**{**case, **change})
+
+
+@pytest.mark.parametrize(("on_cuda", "most_bytes"), [(False, 40 << 20), (True, 5 << 29)])
+@pytest.mark.parametrize("vocab", [300, 16_384, 128_256])
+def test_a_chunk_takes_no_more_than_the_documents_say(on_cuda, most_bytes, vocab):
+    """docs/losses.md: 2.5 GiB on a GPU, 40 MiB on a CPU, where 16 rows may take more."""
+    rows = chunk_rows(vocab, on_cuda)
+    assert rows >= 16
+    assert rows == 16 or most_bytes / 2 < LOSS_BUFFERS * 4 * rows * vocab <= most_bytes
+
+
+def test_peak_memory_is_under_a_fifth_of_the_two_logit_tensors():
+    num_tokens, vocab = 512, 128_256
+    case, _ = make_case((1, num_tokens), vocab, student_width=16, teacher_width=24)
+    case["mask"] = torch.ones_like(case["mask"])
+    two_logits = 2 * num_tokens * vocab * 4
+    assert peak_bytes(lambda: live_loss(**case).loss.backward()) < two_logits / 5
+
+
+def test_the_memory_counter_sees_dense_logits():
+    """The instrument itself: the dense loss on a small case needs more than its two logits."""
+    case, labels = make_case((1, 256), 2048)
+    case["mask"] = torch.ones_like(case["mask"])
+    two_logits = 2 * 256 * 2048 * 4
+
+    def dense():
+        dense_distillation_loss(*case.values(), labels, 0.0, 1.0)[0].backward()
+
+    assert peak_bytes(dense) > two_logits

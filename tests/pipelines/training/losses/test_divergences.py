@@ -1,0 +1,395 @@
+"""Each kind of loss against its formula in fp64 with all logits at once, and which tokens count.
+
+Tolerances: as in test_losses.py, 1e-5 for fp32 sums in another order.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import live_loss, make_case, peak_bytes, top_k_case
+
+from stree.common.errors import UsageError
+from stree_pipelines.resources.estimates import LOSS_BUFFERS
+from stree_pipelines.training.losses.config import LossConfig
+from stree_pipelines.training.losses.distillation_loss import (
+    MeasuredRows,
+    chunked_distillation_loss,
+    live_teacher,
+    measure_rows,
+)
+from stree_pipelines.training.losses.divergences import LK, ForwardKL, JensenShannon, TotalVariation
+from stree_pipelines.training.losses.token_weights import largest, token_weights
+from stree_pipelines.training.teachers.teachers import LiveTeacher, top_k_of
+
+LOSSES = [
+    LossConfig(),
+    LossConfig("reverse_kl"),
+    LossConfig("jsd", beta=0.3),
+    LossConfig("tv"),
+    LossConfig("lk", eta=2.0),
+]
+EXACT = dict(rtol=1e-5, atol=1e-6)
+
+
+def name_of(loss: LossConfig) -> str:
+    return loss.kind
+
+
+def dense(loss, p, q, temperature, accepted=None):
+    """(rows,) of the docstrings' formulas, for distributions of strictly positive probabilities."""
+    square, linear = temperature**2, temperature
+    kl = (p * (p / q).log()).sum(-1)
+    tv = (p - q).abs().sum(-1) / 2
+    if loss.kind == "forward_kl":
+        return square * kl
+    if loss.kind == "reverse_kl":
+        return square * (q * (q / p).log()).sum(-1)
+    if loss.kind == "jsd":
+        m = loss.beta * p + (1 - loss.beta) * q
+        of_p, of_q = (p * (p / m).log()).sum(-1), (q * (q / m).log()).sum(-1)
+        return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
+    if loss.kind == "tv":
+        return linear * tv
+    accepted = torch.minimum(p, q).sum(-1) if accepted is None else accepted
+    share = torch.exp(-loss.eta * accepted.detach())
+    return share * square * kl + (1 - share) * linear * tv
+
+
+def in_fp64(case, temperature):
+    """Leaves in fp64, the student's logits (rows, V), and its distribution at the temperature."""
+    leaves = [case[f"student_{part}"].detach().double().requires_grad_() for part in
+              ("hidden", "head")]  # fmt: skip
+    logits = leaves[0][case["mask"]] @ leaves[1].T
+    return leaves, logits, (logits / temperature).softmax(-1)
+
+
+def teacher_distribution(hidden, head, mask, temperature):
+    return (hidden[mask].double() @ head.double().T / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize(("ce_weight", "temperature"), [(0.0, 1.0), (0.3, 1.0), (0.4, 2.5)])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_a_live_teacher_s_loss_and_gradients_are_the_formula(loss, ce_weight, temperature):
+    case, labels = make_case()
+    terms = live_loss(
+        **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
+        temperature=temperature, chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss * 3.0, (case["student_hidden"], case["student_head"]))
+    leaves, logits, q = in_fp64(case, temperature)
+    p = teacher_distribution(
+        case["teacher_hidden"], case["teacher_head"], case["mask"], temperature
+    )
+    divergence = dense(loss, p, q, temperature).mean()
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[case["mask"]])
+    want = divergence + ce_weight * cross_entropy
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    torch.testing.assert_close(terms.divergence.double(), divergence, **EXACT)
+    acceptance = torch.minimum(p, q).sum(1).mean()
+    torch.testing.assert_close(terms.simulated_acceptance.double(), acceptance, **EXACT)
+    for mine, theirs in zip(got, torch.autograd.grad(want * 3.0, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [1, 8, 96])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_a_cache_s_loss_and_gradients_are_those_of_the_merged_distributions(loss, k, temperature):
+    """All tokens outside the top k as one bucket, written out: 1 minus the sums."""
+    case, _, teacher, (hidden, head) = top_k_case(k, temperature)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher, divergence=loss.divergence, temperature=temperature,
+        chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, _, q = in_fp64(case, temperature)
+    p, ids = teacher_distribution(hidden, head, case["mask"], temperature), teacher.ids.long()
+    merged = [
+        torch.cat([each.gather(1, ids), 1 - each.gather(1, ids).sum(1, keepdim=True)], 1)
+        for each in (p, q)
+    ]
+    accepted = torch.minimum(merged[0], merged[1])[:, :-1].sum(1)  # of the top k only
+    want = dense(loss, *merged, temperature, accepted).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    torch.testing.assert_close(terms.simulated_acceptance.double(), accepted.mean(), **EXACT)
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_in_bf16_only_the_products_are_rounded(loss):
+    """On the logits that a product in bf16 gives, the loss is the formula's; its gradient is then
+    rounded to bf16 (8 bits) before two more products."""
+    case, _ = make_case(vocab=301)
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = live_loss(**case, divergence=loss.divergence)
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    mask, bf16 = case["mask"], torch.bfloat16
+    half = {name: each.detach().to(bf16) for name, each in case.items() if name != "mask"}
+    logits = (half["student_hidden"][mask] @ half["student_head"].T).double().requires_grad_()
+    teacher_logits = half["teacher_hidden"][mask] @ half["teacher_head"].T
+    want = dense(loss, teacher_logits.double().softmax(-1), logits.softmax(-1), 1.0).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    (grad,) = torch.autograd.grad(want, logits)
+    dense_grads = (
+        torch.zeros_like(case["student_hidden"], dtype=torch.float64),
+        grad.T @ half["student_hidden"][mask].double(),
+    )
+    dense_grads[0][mask] = grad @ half["student_head"].double()
+    for mine, theirs in zip(got, dense_grads, strict=True):
+        scale = theirs.abs().max()
+        torch.testing.assert_close(mine.double() / scale, theirs / scale, rtol=0, atol=2**-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_distributions_without_common_tokens_have_finite_losses_where_they_are(loss):
+    """The student is certain of one token (q = 1 and 0 in fp32), the teacher of another; ids that
+    both rule out with logits of −inf count nothing."""
+    student = torch.tensor([[0.0, 200.0, -torch.inf]]).requires_grad_()
+    teacher = torch.tensor([[200.0, 0.0, -torch.inf]])
+    identity = torch.eye(3)
+    # the product with an identity would make NaN of −inf, so the last id has a head of its own
+    head = torch.cat([identity[:2], torch.tensor([[-1e38, -1e38, -1e38]])])
+    hidden = [torch.cat([each[:, :2], torch.full((1, 1), 1e3)], 1) for each in (student, teacher)]
+    row = torch.ones(1, dtype=torch.bool)
+    student_hidden = hidden[0].detach().requires_grad_()
+    terms = live_loss(student_hidden, head, hidden[1], head, row, divergence=loss.divergence)
+    terms.loss.backward()
+    assert terms.loss.isfinite() and terms.loss > 0.1
+    assert student_hidden.grad[:, :2].isfinite().all()
+    assert terms.simulated_acceptance < 1e-6
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+@pytest.mark.parametrize("ce_weight", [0.0, 0.1])
+def test_a_chunk_takes_the_buffers_that_dry_runs_count(loss, ce_weight):
+    chunk_tokens, vocab = 32, 8192
+    case, labels = make_case((1, 256), vocab, student_width=1, teacher_width=1)
+    case["mask"] = torch.ones_like(case["mask"])
+
+    def step():
+        live_loss(
+            **case, divergence=loss.divergence, ce_labels=labels, ce_weight=ce_weight,
+            temperature=2.0, chunk_tokens=chunk_tokens,
+        ).loss.backward()  # fmt: skip
+
+    # A mask of a byte a number, and gradients that are small beside a buffer, come on top.
+    assert peak_bytes(step) / (4 * chunk_tokens * vocab) < LOSS_BUFFERS + 0.5
+
+
+# What the kinds are to each other
+
+
+def test_the_ends_of_the_families():
+    """JSD goes to the KL divergences, and is symmetric in the middle; LK begins at KL."""
+    case, _ = make_case(student_width=20)
+    turned = dict(
+        student_hidden=case["teacher_hidden"], student_head=case["teacher_head"],
+        teacher_hidden=case["student_hidden"], teacher_head=case["student_head"],
+        mask=case["mask"],
+    )  # fmt: skip
+
+    def value(divergence, given=case):
+        return live_loss(**given, divergence=divergence).loss
+
+    small = 1e-4
+    kl, tv = value(ForwardKL()), value(TotalVariation())
+    torch.testing.assert_close(value(JensenShannon(small)) / small, kl, rtol=0.02, atol=0)
+    half = JensenShannon(0.5)
+    torch.testing.assert_close(value(half), value(half, turned))
+    torch.testing.assert_close(value(LK(0.0)), kl)
+    torch.testing.assert_close(value(LK(1e4)), tv)
+    assert live_loss(**case).simulated_acceptance == pytest.approx(1 - tv.item(), abs=1e-5)
+
+
+# How much a token counts
+
+
+@pytest.mark.parametrize("kind", ["live", "cached"])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_weights_count_tokens_and_leave_out_those_of_none(loss, kind):
+    case, labels, cached, (hidden, head) = top_k_case(97)
+    teacher = cached
+    if kind == "live":
+        teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"])
+    weights = torch.rand(case["mask"].shape) * (torch.rand(case["mask"].shape) < 0.5)
+    options = dict(divergence=loss.divergence, ce_labels=labels, ce_weight=0.3)
+    terms = chunked_distillation_loss(**case, teacher=teacher, weights=weights, **options)
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, logits, q = in_fp64(case, 1.0)
+    p = teacher_distribution(hidden, head, case["mask"], 1.0)
+    cross_entropy = torch.nn.functional.cross_entropy(
+        logits, labels[case["mask"]], reduction="none"
+    )
+    rows = dense(loss, p, q, 1.0) + 0.3 * cross_entropy
+    want = (weights[case["mask"]] * rows).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_rows_are_measured_one_by_one(loss):
+    case, _ = make_case()
+    hidden, mask = case["student_hidden"], case["mask"]
+    teacher = live_teacher(case["teacher_hidden"], case["teacher_head"], mask, hidden, 2.0)
+    measured = measure_rows(
+        hidden, case["student_head"], teacher, mask, loss.divergence, 2.0, chunk_tokens=7
+    )
+    _, _, q = in_fp64(case, 2.0)
+    p = teacher_distribution(case["teacher_hidden"], case["teacher_head"], mask, 2.0)
+    torch.testing.assert_close(measured.divergence[mask].double(), dense(loss, p, q, 2.0), **EXACT)
+    torch.testing.assert_close(
+        measured.accepted[mask].double(), torch.minimum(p, q).sum(1), **EXACT
+    )
+    assert not any(each[~mask].any() for each in vars(measured).values())
+
+
+def test_the_largest_gaps_are_kept():
+    values = torch.tensor([[5.0, 1.0, 9.0], [3.0, 7.0, 2.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    assert largest(values, mask, 0.4).tolist() == [[1, 0, 0], [0, 1, 0]]
+    assert largest(values, mask, 1.0).tolist() == mask.float().tolist()
+    assert not largest(values, torch.zeros_like(mask), 0.4).any()
+
+
+def test_chosen_tokens_stand_for_all():
+    torch.manual_seed(0)
+    mask = torch.rand(3, 40) < 0.6
+    drafter, reference = (MeasuredRows(*torch.rand(2, 3, 40)) for _ in range(2))
+    config = LossConfig(reference="r", keep=0.25)
+    selected = token_weights(config, mask, drafter, reference)
+    assert selected.unique().tolist() == [0.0, 4.0]
+    assert selected.sum() == pytest.approx(mask.sum().item(), abs=4)
+    assert not selected[~mask].any()
+    gap = drafter.divergence - reference.divergence
+    assert gap[mask & (selected == 0)].max() < gap[selected > 0].min()
+    nothing = torch.zeros_like(mask)
+    assert not token_weights(config, nothing, drafter, reference).any()
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "lk", "beta": 0.2}, "model.loss.beta is an option of jsd, model.loss.kind is lk"),
+        ({"eta": 1.0}, "loss.eta is an option of lk, model.loss.kind is forward_kl"),
+        ({"kind": "jsd", "beta": 1.0}, "model.loss.beta is 1.0, wanted between 0 and 1"),
+        ({"kind": "lk", "eta": -1.0}, "model.loss.eta is -1.0, wanted at least 0"),
+        ({"keep": 0.4}, "model.loss.keep is 0.4, and model.loss.reference is missing"),
+        ({"reference": "r", "keep": 0.0}, "model.loss.keep is 0.0, wanted above 0"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        LossConfig(**options)
+
+
+# A head over some tokens
+
+
+def partial_case(num_ids=30, seed=0, **options):
+    """A student whose head is over some of the teacher's 97 tokens."""
+    case, _ = make_case(seed=seed, **options)
+    ids = torch.randperm(97, generator=torch.Generator().manual_seed(seed))[:num_ids].sort().values
+    case["student_head"] = case["student_head"].detach()[ids].requires_grad_()
+    return case, ids
+
+
+def dense_partial(loss, p, q, temperature, outside, accepted=None):
+    """The formulas with q = 0 outside of the head, where p has the mass `outside`; of forward KL
+    the sum over the head's tokens."""
+    square, linear = temperature**2, temperature
+    kl = (p * (p / q).log()).sum(-1)
+    tv = ((p - q).abs().sum(-1) + outside) / 2
+    if loss.kind == "jsd":
+        whole_p, whole_q = (torch.cat([p, outside[:, None]], 1), F.pad(q, (0, 1)))
+        m = loss.beta * whole_p + (1 - loss.beta) * whole_q
+        of_p = (whole_p * (whole_p / m).log()).sum(-1)
+        of_q = (q * (q / m[:, :-1]).log()).sum(-1)
+        return square * (loss.beta * of_p + (1 - loss.beta) * of_q)
+    if loss.kind == "tv":
+        return linear * tv
+    if loss.kind == "lk":
+        share = torch.exp(-loss.eta * (1 - tv if accepted is None else accepted).detach())
+        return share * square * kl + (1 - share) * linear * tv
+    return dense(loss, p, q, temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_a_head_over_some_tokens_has_the_whole_distributions_losses(loss, temperature):
+    case, ids = partial_case()
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], temperature)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher.over(ids), divergence=loss.divergence, temperature=temperature,
+        chunk_tokens=7,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, _, q = in_fp64(case, temperature)
+    whole = teacher_distribution(hidden, head, case["mask"], temperature)
+    p, outside = whole[:, ids], 1 - whole[:, ids].sum(1)
+    want = dense_partial(loss, p, q, temperature, outside).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    accepted = torch.minimum(p, q).sum(1).mean()
+    torch.testing.assert_close(terms.simulated_acceptance.double(), accepted, **EXACT)
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+@pytest.mark.parametrize(("k", "num_ids"), [(8, 30), (90, 5)])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_a_cache_s_known_tokens_that_the_head_has_not_are_lost(loss, k, num_ids):
+    """Distributions over what both know and the rest; a head of 5 tokens may have no rest."""
+    case, ids = partial_case(num_ids)
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+    teacher = top_k_of(LiveTeacher(hidden[case["mask"]], head), k, chunk_rows=5)
+    terms = chunked_distillation_loss(
+        **case, teacher=teacher.over(ids), divergence=loss.divergence, chunk_tokens=7
+    )
+    got = torch.autograd.grad(terms.loss, (case["student_hidden"], case["student_head"]))
+    leaves, _, q = in_fp64(case, 1.0)
+    whole = teacher_distribution(hidden, head, case["mask"], 1.0)
+    values, accepted = [], []
+    for row, known in enumerate(teacher.ids.long()):
+        has = torch.isin(ids, known)
+        p_known, q_known = whole[row, ids[has]], q[row, has]
+        tail = 1 - whole[row, known].sum()
+        p, rest = (torch.cat([each, one[None]]) for each, one in
+                   ((p_known, tail), (q_known, q[row, ~has].sum())))  # fmt: skip
+        if has.all():  # what the student has no token for is lost with the others
+            p, rest = p[:-1], rest[:-1]
+        accepted.append(torch.minimum(p_known, q_known).sum())
+        outside = 1 - p.sum()
+        values.append(dense_partial(
+            loss, p[None], rest[None], 1.0, outside[None], accepted[-1]
+        )[0])  # fmt: skip
+    want = torch.stack(values).mean()
+    torch.testing.assert_close(terms.loss.double(), want, **EXACT)
+    torch.testing.assert_close(
+        terms.simulated_acceptance.double(), torch.stack(accepted).mean(), **EXACT
+    )
+    for mine, theirs in zip(got, torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **EXACT)
+
+
+def test_a_head_over_some_tokens_takes_no_more_memory():
+    chunk_tokens, vocab = 32, 8192
+    case, _ = make_case((1, 256), vocab, student_width=1, teacher_width=1)
+    case["mask"] = torch.ones_like(case["mask"])
+    ids = torch.arange(0, vocab, 2)
+    case["student_head"] = case["student_head"].detach()[ids].requires_grad_()
+    hidden, head = case.pop("teacher_hidden"), case.pop("teacher_head")
+
+    def step():
+        teacher = live_teacher(hidden, head, case["mask"], case["student_hidden"], 2.0).over(ids)
+        chunked_distillation_loss(
+            **case, teacher=teacher, divergence=LK(3.0), temperature=2.0, chunk_tokens=chunk_tokens
+        ).loss.backward()
+
+    assert peak_bytes(step) / (4 * chunk_tokens * vocab) < LOSS_BUFFERS - 1

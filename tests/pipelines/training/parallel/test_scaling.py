@@ -1,0 +1,214 @@
+"""One curve, however many processes share a step: gradients are sums over the step's tokens.
+
+Tolerance: in fp32 only the order of those sums differs (rows of a matrix product, then
+micro-batches and ranks), 6e-8 a sum; after six optimizer steps of a tiny model 1e-6 is seen. A
+micro-batch weighed by its own number of tokens instead of the step's shows at 3e-3.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import signalled
+import torch
+from process_group import run_together
+from tiny_run import distill_arguments, metric_rows
+from torch.distributed.utils import _to_kwargs
+
+from stree.checkpoints.load_save import load_model
+from stree.common.errors import UsageError
+from stree.models.model import Layer
+from stree_pipelines import distill
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.parallel import sharding
+from stree_pipelines.training.teachers.frozen_target import device_beside
+from stree_pipelines.training.teachers.on_policy_check import WatchOwnText
+
+STEPS = 6
+TOLERANCE = 1e-5
+DDP = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+FSDP2 = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
+
+
+def arguments_of(workspace: Path, run_dir: Path, batch_size: int, *more: str, steps: int = STEPS):
+    fixed = ("--model.optimizer.decay_steps", str(STEPS), "--model.optimizer.lr", "0.01")
+    rest = ("--trainer.val_check_interval", "3", "--data.batch_size", str(batch_size), *more)
+    return distill_arguments(workspace, run_dir, *fixed, *rest, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def one_process(workspace, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    distill.main(arguments_of(workspace, run_dir, 4))
+    return run_dir
+
+
+def run_two_processes(forks, arguments: list[str]) -> str:
+    """What the first one printed."""
+    log = Path(arguments[arguments.index("--run_dir") + 1] + ".log")
+    codes = run_together(forks, 2, arguments, log, [("told_shares:install", {})] * 2)
+    text = Path(f"{log}.0").read_text()
+    assert codes == [0, 0], text
+    return text
+
+
+def assert_same_curve(run_dir: Path, reference: Path) -> None:
+    rows, others = metric_rows(run_dir), metric_rows(reference)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        for name, value in other.items():
+            wanted = pytest.approx(float(value), rel=TOLERANCE) if value else None
+            assert (float(row[name]) if row[name] else None) == wanted, (row["step"], name)
+
+
+def assert_same_export(run_dir: Path, reference: Path) -> None:
+    ours, theirs = (load_model(each / "drafter/latest") for each in (run_dir, reference))
+    for weight, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-5)
+
+
+def test_accumulated_micro_batches_are_one_batch(workspace, one_process, tmp_path):
+    more = ("--trainer.accumulate_grad_batches", "2")
+    distill.main(arguments_of(workspace, tmp_path / "run", 2, *more))
+    assert_same_curve(tmp_path / "run", one_process)
+
+
+def test_activations_computed_twice_are_the_same(workspace, one_process, tmp_path, monkeypatch):
+    """Bit for bit: the second forward pass of a drafter's layer is the first one's computation."""
+    calls = 0
+    forward = Layer.forward
+
+    def count(self, *arguments):
+        nonlocal calls
+        calls += 1
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Layer, "forward", count)
+    monkeypatch.setattr(WatchOwnText, "on_train_end", lambda *arguments: None)  # behind the steps
+    more = ("--model.activation_checkpointing", "true", "--trainer.limit_val_batches", "0")
+    distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
+    assert calls == STEPS * (4 + 2 * 2)  # the target's four layers once, the drafter's two twice
+    steps = [row for row in metric_rows(one_process) if row["loss"]]
+    assert metric_rows(tmp_path / "run") == steps
+
+
+def test_a_run_goes_on_with_another_number_of_processes(workspace, one_process, forks, tmp_path):
+    """Two processes, then one that accumulates, then two."""
+    run_dir = tmp_path / "run"
+    run_two_processes(forks, arguments_of(workspace, run_dir, 2, *DDP, steps=2))
+    distill.main(arguments_of(workspace, run_dir, 2, steps=4))
+    run_two_processes(forks, arguments_of(workspace, run_dir, 2, *DDP))
+    assert_same_curve(run_dir, one_process)
+
+
+def test_muon_in_two_processes_is_muon_in_one(workspace, forks, tmp_path):
+    """One process accumulates what the two average."""
+    muon = ("--model.optimizer.kind", "muon")
+    accumulating = ("--trainer.accumulate_grad_batches", "2")
+    distill.main(arguments_of(workspace, tmp_path / "one", 2, *muon, *accumulating, steps=3))
+    run_two_processes(forks, arguments_of(workspace, tmp_path / "two", 2, *muon, *DDP, steps=3))
+    assert_same_curve(tmp_path / "two", tmp_path / "one")
+
+
+def test_sharded_runs_and_others_go_on_with_each_other_s_checkpoints(
+    workspace, one_process, forks, tmp_path
+):
+    """FSDP2 with the target sharded, too; one process; FSDP2 that accumulates."""
+    run_dir = tmp_path / "run"
+    sharded = (*FSDP2, "--model.target_placement", "sharded")
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *sharded, steps=2))
+    assert "holds 0.50 drafter, 0.50 target" in log
+    distill.main(arguments_of(workspace, run_dir, 4, steps=4))
+    more = ("--model.activation_checkpointing", "true")
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 1, *FSDP2, *more))
+    assert "holds 0.50 drafter, 1.00 target" in log
+    assert_same_curve(run_dir, one_process)
+    assert_same_export(run_dir, one_process)
+
+
+def test_a_target_beside_the_drafter_teaches_the_same(workspace, one_process, tmp_path):
+    """On a CPU of the same host; on GPUs, below."""
+    more = ("--model.target_placement", "beside")
+    distill.main(arguments_of(workspace, tmp_path / "run", 4, *more))
+    assert metric_rows(tmp_path / "run") == metric_rows(one_process)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_target_on_another_gpu_teaches_the_same(workspace, tmp_path):
+    gpu = ("--trainer.accelerator", "gpu", "--trainer.devices", "1", "--trainer.strategy", "ddp")
+    for name, placement in (("one", "replicated"), ("two", "beside")):
+        more = (*gpu, "--model.target_placement", placement)
+        distill.main(arguments_of(workspace, tmp_path / name, 4, *more))
+    assert metric_rows(tmp_path / "two") == metric_rows(tmp_path / "one")
+
+
+def test_ddp_leaves_what_the_target_reads_where_it_is(workspace):
+    """On a GPU it moves every tensor that it finds in a batch to the drafter's."""
+    learner = Distillation(str(workspace / "target"), target_placement="beside")
+    learner.frozen._head = learner.target.head_weight
+    batch = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("tokens", "segment_ids")}
+    moved = learner.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    ((there, _),), _ = _to_kwargs((moved, 0), {}, torch.device("meta"), False)
+    assert there["tokens"].device.type == "meta"
+    inputs = there["target_inputs"]
+    assert inputs.tokens.device.type == inputs.segment_ids.device.type == "cpu"
+
+
+def test_a_target_beside_goes_to_a_gpu_without_a_process(monkeypatch):
+    def beside(index, device_ids):
+        return device_beside(torch.device("cuda", index), device_ids).index
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [beside(index, [0, 1]) for index in (0, 1)] == [2, 3]
+    assert [beside(index, [0, 2]) for index in (0, 2)] == [1, 3]
+    assert beside(1, [1]) == 0
+    assert device_beside(torch.device("cpu"), []) == torch.device("cpu")
+    with pytest.raises(UsageError, match=r"second GPU for each of 3 .* 4 are seen; low"):
+        beside(0, [0, 1, 2])
+
+
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
+    workspace, one_process, forks, tmp_path
+):
+    """Not at a step at which a checkpoint is due: the signal is what saves."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = (*FSDP2, "--checkpoint.every_n_steps", "100")
+    two = arguments_of(workspace, run_dir, 2, *more)
+    assert run_together(forks, 2, two, log, [("signalled:install", {})] * 2) == [75, 75]
+    step = signalled.AFTER_STEPS + 1
+    assert f"a signal to another rank after step {step}" in Path(f"{log}.0").read_text()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    distill.main(arguments_of(workspace, run_dir, 2))
+    assert_same_curve(run_dir, one_process)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs pip install -e '.[deepspeed]'")
+@pytest.mark.parametrize(("stage", "share"), [(2, "1.00"), (3, "0.50")])
+def test_zero_goes_on_with_other_checkpoints_and_they_with_its(
+    stage, share, workspace, one_process, forks, tmp_path
+):
+    """ZeRO; one process; ZeRO that accumulates and computes activations twice."""
+    run_dir = tmp_path / "run"
+    two = ("--trainer.devices", "2", "--trainer.strategy", f"deepspeed_stage_{stage}")
+    more = ("--model.target_placement", "sharded")
+    log = run_two_processes(forks, arguments_of(workspace, run_dir, 2, *two, *more, steps=2))
+    assert f"holds {share} drafter, 0.50 target" in log
+    distill.main(arguments_of(workspace, run_dir, 4, steps=4))
+    more = ("--model.activation_checkpointing", "true")
+    run_two_processes(forks, arguments_of(workspace, run_dir, 1, *two, *more))
+    assert_same_curve(run_dir, one_process)
+    assert_same_export(run_dir, one_process)
+
+
+def test_deepspeed_that_is_not_installed_is_named(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"deepspeed_stage_3 needs DeepSpeed: .* or use fsdp2"):
+        more = ("--trainer.strategy", "deepspeed_stage_3")
+        distill.main(arguments_of(workspace, tmp_path, 4, *more))
+
+
+def test_a_strategy_with_checkpoints_of_its_own_is_refused(workspace, tmp_path):
+    with pytest.raises(UsageError, match="strategy fsdp is not supported: use one of auto"):
+        distill.main(arguments_of(workspace, tmp_path, 4, "--trainer.strategy", "fsdp"))

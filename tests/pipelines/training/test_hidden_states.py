@@ -1,0 +1,223 @@
+"""Drafters learn to read their target's features; what is exported drafts with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ARCHITECTURE, distill_arguments, metric_rows
+
+from stree import Decoder, GenerationConfig, TokenTree
+from stree.checkpoints.load_save import load_config, load_model
+from stree.common.errors import UsageError
+from stree.models.config import HybridConfig
+from stree.models.hidden_states import Features
+from stree.models.model import HybridModel
+from stree_pipelines import distill
+from stree_pipelines.training.distillation import Distillation, drafter_config_of
+from stree_pipelines.training.hidden_states import FeatureConfig, default_layers
+from stree_pipelines.training.losses.config import LossConfig
+
+TARGET = HybridConfig(**ARCHITECTURE)
+DRAFTER = HybridConfig(**{**ARCHITECTURE, "num_layers": 2, "attn_layers": []})
+
+
+def run(workspace: Path, run_dir: Path, *more: str) -> None:
+    drafter = [
+        word for name, value in vars(DRAFTER).items() if name in ARCHITECTURE
+        for word in (f"--model.drafter.{name}", json.dumps(value))
+    ]  # fmt: skip
+    distill.main(distill_arguments(
+        workspace, run_dir, *drafter, "--model.features.layers", "[0,2,3]",
+        "--model.optimizer.lr", "0.01", *more, steps=12,
+    ))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(workspace, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trained")
+    run(workspace, run_dir)
+    return run_dir
+
+
+def test_chance_is_a_function_of_the_micro_batch(workspace, tmp_path):
+    """So an export that ends a decay of its own is that of a shorter training, bit for bit."""
+    wsd = ("--model.optimizer.schedule", "wsd", "--model.optimizer.warmup_steps", "1")
+    run(workspace, tmp_path / "long", *wsd, "--export.steps", "[4,6]", "--trainer.max_steps", "6")
+    run(workspace, tmp_path / "short", *wsd, "--export.steps", "[4]", "--trainer.max_steps", "4")
+    mine = load_model(tmp_path / "long/drafter/step-00000004").state_dict()
+    theirs = load_model(tmp_path / "short/drafter/latest").state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_drafter_learns_to_read_features_and_decodes(workspace, trained):
+    losses = [float(row["loss"]) for row in metric_rows(trained) if row["loss"]]
+    assert losses[-1] < 0.9 * losses[0]
+    target = load_model(workspace / "target", dtype=torch.float64)
+    drafter = load_model(trained / "drafter" / "latest", dtype=torch.float64)
+    assert drafter.config.feature_layers == (0, 2, 3)
+    assert drafter.config.target_num_layers == 4
+    assert drafter.model.features.unknown.abs().max() > 0  # it began at zero
+    generation = GenerationConfig(24, ignore_eos=True)
+    wanted = Decoder(target).generate([1, 2, 3], generation)
+    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
+    assert got.tokens == wanted.tokens
+
+
+def test_a_drafter_goes_on_reading_what_it_read(workspace, trained, tmp_path):
+    latest = str(trained / "drafter" / "latest")
+    more = ["--model.start_from", latest, "--model.optimizer.lr", "1e-9"]
+    distill.main(distill_arguments(workspace, tmp_path, *more, steps=2))
+    before, after = (load_model(each) for each in (latest, tmp_path / "drafter" / "latest"))
+    assert after.config == before.config
+    torch.testing.assert_close(
+        after.model.features.proj.weight, before.model.features.proj.weight, rtol=0, atol=1e-5
+    )
+    with pytest.raises(UsageError, match=r"\[0, 1\], the drafter .* reads \[0, 2, 3\]"):
+        drafter_config_of(
+            load_config(workspace / "target"), None, None, latest, FeatureConfig([0, 1])
+        )
+
+
+def test_a_sliced_drafter_begins_as_one_without_features(workspace):
+    target = str(workspace / "target")
+    with_features = Distillation(target, features=FeatureConfig())
+    without = Distillation(target)
+    tokens = torch.randint(320, (1, 9))
+    features = Features(with_features.exported.config.feature_layers)
+    with_features.target.hidden_states(tokens, features=features)
+    torch.testing.assert_close(
+        with_features.exported.hidden_states(tokens, read=features.values),
+        without.exported.hidden_states(tokens), rtol=0, atol=0,
+    )  # fmt: skip
+
+
+def test_features_are_as_large_as_embeddings_whatever_their_projection():
+    torch.manual_seed(0)
+    model = HybridModel(FeatureConfig(own=True, ahead=1).added_to(DRAFTER, TARGET))
+    reader, features = model.model.features, 10 * torch.randn(50, model.config.feature_width)
+    for factor in (1, 100):
+        reader.proj.weight.data.mul_(factor)
+        reader.own.weight.data.mul_(factor)
+        for added in (reader.of_tokens(features), reader.of_drafts(torch.randn(50, 32))):
+            size = added.pow(2).mean().sqrt() / model.model.embed_tokens.weight.std()
+            assert 0.9 < size < 1.1
+
+
+@pytest.mark.parametrize(("share", "longest"), [(0.5, 5), (0.2, 1), (0.8, 3)])
+def test_runs_of_tokens_are_unknown(share, longest):
+    torch.manual_seed(0)
+    config = FeatureConfig(unknown_share=share, longest_run=longest)
+    known = config.known((1, 100_000), torch.Generator().manual_seed(0))[0]
+    # The share's standard error is below 0.003 where runs are of five tokens
+    assert abs((~known).double().mean() - share) < 0.012
+    ends = torch.diff(known.int()).ne(0).nonzero()[:, 0]
+    assert torch.diff(ends).max() > longest  # runs meet, or tokens between them are known
+
+
+def test_layers_that_are_read():
+    assert default_layers(1) == (0,) and default_layers(2) == (0, 1)
+    assert default_layers(6) == (1, 3, 5) and default_layers(32) == (5, 16, 31)
+
+
+def test_what_cannot_be_trained_is_refused(workspace, tmp_path):
+    target = str(workspace / "target")
+    with pytest.raises(UsageError, match="the target's distribution and no features"):
+        Distillation(target, features=FeatureConfig(), teacher_cache="cache")
+    with pytest.raises(UsageError, match="feature_layers"):
+        Distillation(target, features=FeatureConfig([0, 4]))
+    with pytest.raises(UsageError, match=r"say in model\.features\.layers"):
+        drafter_config_of(TARGET, DRAFTER.reading((0,), TARGET), None)
+    for wrong in (
+        {"unknown_share": 1.0}, {"longest_run": 0}, {"ahead": -1}, {"ahead_decay": 0}, {"own": True}
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"model\.features\.{next(iter(wrong))}"):
+            FeatureConfig(**wrong).require_sensible()
+    ahead = FeatureConfig(ahead=2)
+    with pytest.raises(UsageError, match="Mamba-2 layers and MLPs, this one has attention"):
+        Distillation(target, drafter_layers=[0, 1], features=ahead)
+    with pytest.raises(UsageError, match=r"model\.loss\.reference"):
+        Distillation(target, features=ahead, loss=LossConfig("lk", reference="r"))
+    with pytest.raises(UsageError, match="activation_checkpointing"):
+        Distillation(target, features=ahead, activation_checkpointing=True)
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    """Two sequences in the first row; some tokens count."""
+    torch.manual_seed(1)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[:, :4] = mask[0, 11:14] = False
+    segments = torch.zeros(2, 24, dtype=torch.long)
+    segments[0, 11:] = 1
+    tokens = torch.randint(320, (2, 24))
+    return {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_loss_is_that_of_the_tokens_and_of_drafts(own, workspace):
+    """Against dense softmaxes of all passes, in fp64, given which depth each token was drawn."""
+    module = Distillation(
+        str(workspace / "target"), DRAFTER, features=FeatureConfig(ahead=3, own=own)
+    )
+    module.exported.double()
+    module.target.double()
+    batch, drawn = a_batch(), []
+    depths = FeatureConfig.depths
+
+    def noted(self, segment_ids, chance):
+        drawn.append(depths(self, segment_ids, chance))
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureConfig, "depths", noted)
+        terms = module.loss_terms(batch)
+    terms.loss.backward()
+    got = {name: each.grad for name, each in module.exported.named_parameters()}
+    assert (got.get("model.features.own.weight") is not None) == own
+    module.zero_grad()
+    (chosen, there), (tokens, segments) = drawn[0], (batch["tokens"], batch["segment_ids"])
+    features = Features(module.exported.config.feature_layers)
+    hidden = module.target.hidden_states(tokens, segments, features=features)
+    log_p = module.target.logits(hidden).log_softmax(-1)
+    passes = module.exported.hidden_ahead(tokens, segments, features.values, None, 3)
+    losses = torch.stack([
+        (log_p.exp() * (log_p - module.exported.logits(each).log_softmax(-1))).sum(-1)
+        for each in passes
+    ])  # fmt: skip
+    mask = torch.zeros_like(there)
+    mask[:, :-1] = batch["loss_mask"][:, 1:]
+    for row, at in there.nonzero().tolist():  # a draft begins in the sequence that it is of
+        assert segments[row, at - chosen[row, at]] == segments[row, at] and at >= chosen[row, at]
+    weight = 0.8 + 0.8**2 + 0.8**3
+    first = losses[0][mask].mean()
+    drafts = losses.gather(0, chosen[None])[0][mask & there].mean()
+    wanted = (first + weight * drafts) / (1 + weight)
+    # Sums over the vocabulary are fp32 in the product
+    torch.testing.assert_close(terms.loss.double(), wanted, rtol=1e-5, atol=1e-7)
+    wanted.backward()
+    for name, parameter in module.exported.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_depths_are_as_likely_as_they_count():
+    config = FeatureConfig(ahead=3, ahead_decay=0.5)
+    chance = torch.Generator().manual_seed(0)
+    depths, there = config.depths(torch.zeros(1, 60_000, dtype=torch.long), chance)
+    shares = depths.flatten().bincount(minlength=4) / depths.numel()
+    # Standard errors are below 0.002
+    assert torch.allclose(shares, torch.tensor([0, 4, 2, 1]) / 7, atol=0.01)
+    assert there[0, 3:].all() and not there[0, 0] and config.ahead_weight == 0.875
+
+
+def test_passes_ahead_train_and_their_drafter_decodes(workspace, tmp_path):
+    run(workspace, tmp_path, "--model.features.ahead", "3", "--model.features.own", "true")
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    assert losses[-1] < 0.9 * losses[0]
+    target = load_model(workspace / "target", dtype=torch.float64)
+    drafter = load_model(tmp_path / "drafter" / "latest", dtype=torch.float64)
+    assert drafter.config.own_features and drafter.config.feature_layers == (0, 2, 3)
+    generation = GenerationConfig(16, ignore_eos=True)
+    got = Decoder(target, drafter, TokenTree.paper()).generate([1, 2, 3], generation)
+    assert got.tokens == Decoder(target).generate([1, 2, 3], generation).tokens

@@ -1,0 +1,448 @@
+"""Distillation and target training as a user runs them, and their parts by hand-computed cases."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_run import ARCHITECTURE, VOCAB_SIZE, distill_arguments, metric_rows
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import stree
+from stree.checkpoints.load_save import load_config, load_model, save_model
+from stree.checkpoints.tokenizer import load_tokenizer
+from stree.common.errors import CannotWrite, InvariantBroken, UsageError
+from stree.models.layers import mamba
+from stree.models.model import HybridModel
+from stree_pipelines import cache_teacher, distill, train_target
+from stree_pipelines.training.distillation import Distillation
+from stree_pipelines.training.hidden_states import FeatureConfig
+from stree_pipelines.training.losses import distillation_loss as losses
+from stree_pipelines.training.losses.distillation_loss import (
+    chunked_distillation_loss,
+    live_teacher,
+)
+from stree_pipelines.training.module import TargetTraining, real_tokens, shift_left
+from stree_pipelines.training.optimization import OptimizerConfig, learning_rate
+from stree_pipelines.training.parallel.precision import supported_precision
+from stree_pipelines.training.run.run_folder import MetricsFile
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def random_drafter(**changes) -> list[str]:
+    """Options for a drafter with random weights: the tiny target's kind, two layers, narrower."""
+    values = {**ARCHITECTURE, "num_layers": 2, "attn_layers": [], "d_model": 24, **changes}
+    options: list[str] = []
+    for key, value in values.items():
+        options += [f"--model.drafter.{key}", json.dumps(value)]
+    return options
+
+
+# Parts
+
+
+def test_learning_rate_warms_up_then_falls_to_the_floor():
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
+    rates = [learning_rate(step, 104, config) for step in (0, 1, 3, 4, 54, 104, 500)]
+    assert rates == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1])
+
+
+def test_predictions_are_counted_where_the_token_before_stands():
+    assert shift_left(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, 0]]
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2]])
+    mask = torch.tensor([[0, 0, 1, 0, 1, 0, 0]], dtype=torch.bool)
+    assert real_tokens(segments, mask).tolist() == [[True] * 5 + [False] * 2]
+
+
+def test_loss_on_all_skips_padding_and_the_first_token_of_a_segment():
+    module = TargetTraining(_tiny_architecture(), loss_on="all")
+    batch = {
+        "tokens": torch.zeros(1, 7, dtype=torch.long),
+        "segment_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2]]),
+        "loss_mask": torch.tensor([[0, 0, 1, 0, 1, 0, 0]], dtype=torch.bool),
+    }
+    batch = module.on_before_batch_transfer(batch, 0)
+    assert int(batch["real_mask"].sum()) == 5
+    assert module.counted_mask(batch).tolist() == [[False, True, True, False, True, False, False]]
+    module.loss_on = "assistant"
+    assert module.counted_mask(batch) is batch["loss_mask"]
+
+
+def test_the_loss_predicts_the_next_token(workspace):
+    """Against the definition, token by token, from full logits."""
+    module = Distillation(str(workspace / "target"))
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCAB_SIZE, (2, 9))
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0] * 9])
+    mask = torch.rand(2, 9) < 0.5
+    mask[:, 0] = mask[0, 4] = False
+    batch = {"tokens": tokens, "segment_ids": segments, "loss_mask": mask}
+    p = module.target(tokens, segments).softmax(-1)
+    log_q = module.exported(tokens, segments).log_softmax(-1)
+    terms = [(p[b, t - 1] * (p[b, t - 1].log() - log_q[b, t - 1])).sum() for b, t in mask.nonzero()]
+    torch.testing.assert_close(module.loss_terms(batch).loss, torch.stack(terms).mean())
+
+
+def test_decay_is_on_projection_matrices_only(workspace):
+    module = Distillation(str(workspace / "target"))
+    decayed, kept = module.configure_optimizers().param_groups
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all("_proj" in names[id(parameter)] for parameter in decayed["params"])
+    suffixes = {names[id(parameter)].rsplit(".", 2)[-2] for parameter in kept["params"]}
+    assert {"embed_tokens", "norm", "conv1d"} <= suffixes
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_the_target_is_frozen_and_not_a_submodule(workspace):
+    module = Distillation(str(workspace / "target"))
+    assert not any(parameter.requires_grad for parameter in module.target.parameters())
+    assert all(name.startswith("exported.") for name, _ in module.named_parameters())
+    module.train()
+    assert not module.target.training
+
+
+@pytest.mark.parametrize("breaks_off", [pytest.param(False, marks=pytest.mark.long), True])
+def test_layers_of_a_kind_are_compiled_once(breaks_off, monkeypatch):
+    """However many there are: also where the compiler breaks off at mamba-ssm's scan."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compiled(self, **options, backend="eager")
+    )
+    monkeypatch.setattr(losses, "_compiled", lambda function: function)  # layers are counted here
+    if breaks_off:
+        monkeypatch.setattr(mamba, "chunk_scan", torch.compiler.disable(mamba.chunk_scan))
+    tokens = torch.randint(VOCAB_SIZE, (1, 8))
+    batch = {
+        "tokens": tokens, "segment_ids": torch.zeros_like(tokens),
+        "loss_mask": torch.ones_like(tokens, dtype=torch.bool),
+    }  # fmt: skip
+    graphs = []
+    for num_layers in (4, 10):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        attention = tuple(range(1, num_layers, 2))
+        target = _tiny_architecture().replace(num_layers=num_layers, attn_layers=attention)
+        module = Distillation.from_model(
+            HybridModel(target), features=FeatureConfig([0, num_layers - 1]), compile_layers=True
+        )
+        module.prepare_layers()
+        for _ in range(2):
+            module.loss_terms(batch).loss.backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(workspace):
+    architecture = _tiny_architecture().replace(vocab_size=VOCAB_SIZE + 64)
+    with pytest.raises(UsageError, match=r"set model\.drafter\.vocab_size"):
+        Distillation(str(workspace / "target"), drafter=architecture)
+    with pytest.raises(UsageError, match="one of them"):
+        Distillation(str(workspace / "target"), _tiny_architecture(), drafter_layers=[0])
+
+
+# Runs
+
+
+def test_a_target_that_is_not_finite_is_what_is_blamed(workspace, tmp_path):
+    target = load_model(workspace / "target")
+    with torch.no_grad():
+        target.model.layers[1].mixer.o_proj.weight[0, 0] = torch.nan
+    tokenizer = load_tokenizer(workspace / "target")
+    save_model(target, tmp_path / "target", tokenizer)
+    more = ("--model.target", str(tmp_path / "target"))
+    with pytest.raises(InvariantBroken, match=r"step 0.*the target's model\.layers\.1\..*o_proj"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
+
+
+def test_distilling_lowers_the_loss_and_writes_the_run_folder(workspace, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    more = (*random_drafter(), "--model.optimizer.lr", "0.02", "--export.steps", "[10]")
+    distill.main(distill_arguments(workspace, run_dir, *more, steps=30))
+    rows = metric_rows(run_dir)
+    steps = [row for row in rows if row["loss"]]
+    assert [int(row["step"]) for row in steps] == list(range(1, 31))
+    first, last = (float(steps[i]["loss"]) for i in (0, -1))
+    assert last < 0.5 * first
+    assert float(steps[-1]["simulated_acceptance"]) > float(steps[0]["simulated_acceptance"])
+    assert all(float(row["grad_norm"]) > 0 and float(row["lr"]) > 0 for row in steps)
+    validated = [int(row["step"]) for row in rows if row["val_loss"]]
+    assert validated == [4, 8, 12, 16, 20, 24, 28]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["model"]["optimizer"]["lr"] == 0.02
+    command = json.loads((run_dir / "command.json").read_text())
+    assert command["target"] == str(workspace / "target") and "torch" in command["versions"]
+    assert {"argv", "git_sha", "seed"} <= command.keys()
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    output = capsys.readouterr().out
+    assert "step 30/30  loss " in output and "tok/s  ETA 0:00" in output
+
+
+def test_a_transformer_is_distilled_likewise_and_is_a_llama_of_transformers(workspace, tmp_path):
+    """As it was trained: in packed rows, whose samples see nothing of each other. Tolerances are of
+    fp32 sums in another order."""
+    more = (*random_drafter(attn_layers=[0, 1]), "--model.optimizer.lr", "0.02")
+    distill.main(distill_arguments(workspace, tmp_path, *more, steps=20))
+    losses = [float(row["loss"]) for row in metric_rows(tmp_path) if row["loss"]]
+    assert losses[-1] < 0.7 * losses[0]
+    drafter = tmp_path / "drafter/latest"
+    assert not (drafter / "mamba_config.json").exists()
+    ours, theirs = load_model(drafter), AutoModelForCausalLM.from_pretrained(drafter)
+    assert type(theirs) is LlamaForCausalLM
+    lengths = (5, 1, 40, 18)
+    samples = [torch.randint(VOCAB_SIZE, (length,)) for length in lengths]
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    with torch.no_grad():
+        packed = ours(torch.cat(samples)[None], segments[None])[0]
+        alone = torch.cat([theirs(sample[None]).logits[0] for sample in samples])
+    assert alone.std() > 0.1
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    decoder = stree.load(workspace / "target", drafter, tree="expand-3-2")
+    plain = stree.load(workspace / "target")
+    one, other = (
+        each.generate(samples[2].tolist(), max_new_tokens=12) for each in (decoder, plain)
+    )
+    assert one.tokens == other.tokens
+
+
+def test_a_sliced_drafter_starts_from_the_chosen_layers(workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path, "--model.drafter_layers", "[0,3]", steps=1)
+    distill.main(arguments)
+    config = load_config(tmp_path / "drafter/latest")
+    assert config.num_layers == 2 and config.attn_layers == (1,)
+
+
+def test_a_target_is_trained_with_its_own_tokenizer(workspace, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    arguments = [
+        "fit", "--run_dir", str(run_dir), *options,
+        "--tokenizer.vocab_size", str(VOCAB_SIZE),
+        "--data.train", str(workspace / "train.jsonl"),
+        "--data.sequence_length", "64", "--data.batch_size", "4",
+        "--model.optimizer.lr", "0.01", "--trainer.accelerator", "cpu",
+        "--trainer.max_steps", "20", "--trainer.log_every_n_steps", "1",
+        "--trainer.enable_progress_bar", "false", "--export.dtype", "bfloat16",
+    ]  # fmt: skip
+    train_target.main(arguments)
+    printed = capsys.readouterr().out
+    assert "step 20/20  loss" in printed and "acceptance" not in printed  # there is no drafter
+    rows = metric_rows(run_dir)
+    assert float(rows[0]["loss"]) == pytest.approx(math.log(VOCAB_SIZE), rel=0.1)
+    assert float(rows[-1]["loss"]) < 0.7 * float(rows[0]["loss"])
+    exported = run_dir / "target/latest"
+    tokenizer = load_tokenizer(exported)
+    config = load_config(exported)
+    assert config.eos_token_ids == (tokenizer.eos_token_id,)
+    assert config.attn_layers == (1, 3)
+    assert load_model(exported).num_parameters() > 0
+    assert json.loads((exported / "provenance.json").read_text())["step"] == 20
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("place", ["file/run", "/proc/run"])
+def test_an_unwritable_run_folder_is_refused_before_anything_is_loaded(place, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CannotWrite, match="choose another"):
+        distill.main(distill_arguments(tmp_path / "no workspace", tmp_path / place))
+
+
+def test_a_drafter_that_does_not_fit_together_says_why(workspace, tmp_path):
+    more = random_drafter(attn_layers=[5])
+    with pytest.raises(UsageError, match=r"attn_layers \(5,\) must be distinct layer indices"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(workspace, tmp_path):
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    with pytest.raises(UsageError, match=r"320 ids, the model 256"):
+        train_target.main([
+            "fit", "--run_dir", str(tmp_path), *options, "--model.architecture.vocab_size", "256",
+            "--data.tokenizer", str(workspace / "target"),
+            "--data.train", str(workspace / "train.jsonl"), "--trainer.accelerator", "cpu",
+        ])  # fmt: skip
+
+
+def test_a_target_needs_one_tokenizer(workspace, tmp_path):
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    with pytest.raises(UsageError, match=r"data\.tokenizer .* or tokenizer\.vocab_size"):
+        train_target.main(["fit", "--run_dir", str(tmp_path), *options, "--data.train", "x"])
+
+
+@pytest.mark.parametrize("option", ["--model.learning_rate", "--trainer.max_step", "--nonsense"])
+def test_unknown_keys_end_with_code_2(option, workspace, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        distill.main(distill_arguments(workspace, tmp_path, option, "1"))
+    assert stopped.value.code == 2
+    assert option.strip("-").split(".")[-1] in capsys.readouterr().err
+
+
+def test_show_mask_prints_a_sample_and_trains_nothing(workspace, tmp_path, capsys):
+    distill.main(distill_arguments(workspace, tmp_path / "run", "--show-mask"))
+    assert "counts for the loss" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("config", ["distill/llama3.1-8b", "distill/quickstart"])
+def test_show_mask_takes_a_config_and_data_alone(config, workspace, capsys):
+    """As the README has it: no run folder, and only the target's tokenizer is read."""
+    distill.main([
+        "fit", "--config", str(CONFIGS / f"{config}.yaml"),
+        "--data.train", str(workspace / "train.jsonl"),
+        "--model.target", str(workspace / "tokenizer"), "--show-mask",
+    ])  # fmt: skip
+    assert "counts for the loss" in capsys.readouterr().out
+
+
+def test_show_mask_of_a_target_without_a_tokenizer_yet(workspace, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = [f"--model.architecture.{k}={json.dumps(v)}" for k, v in ARCHITECTURE.items()]
+    train = str(workspace / "train.jsonl")
+    train_target.main([
+        "fit", *options, "--tokenizer.vocab_size", "320", "--data.train", train, "--show_mask",
+    ])  # fmt: skip
+    assert "counts for the loss" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_show_mask_a_run_folder_is_needed(workspace):
+    arguments = distill_arguments(workspace, workspace / "unused")
+    del arguments[1:3]
+    with pytest.raises(UsageError, match="--run_dir is missing"):
+        distill.main(arguments)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "trainer.accumulate_grad_batches", "trainer.log_every_n_steps",
+        "trainer.val_check_interval", "seed_everything",
+    ],
+)  # fmt: skip
+def test_numbers_without_meaning_are_refused_by_name(option, workspace, tmp_path):
+    value = "-1" if option == "seed_everything" else "0"
+    with pytest.raises(UsageError, match=rf"{option} is {value}"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", f"--{option}", value))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16", "16-true", "bf16-true", "64-true"])
+def test_precisions_that_would_train_wrongly_are_refused(precision, workspace, tmp_path):
+    """In 16-mixed the loss's gradients reach fp16 before the loss scale, and clipping comes before
+    it is taken out again."""
+    options = ("--trainer.precision", precision)
+    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed: weights, moments"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *options))
+    with pytest.raises(UsageError, match="wanted 32-true or bf16-mixed"):
+        cache_teacher.main(
+            ["--out", str(tmp_path / "cache"), "--model.target", str(workspace / "target"),
+             "--data.train", str(workspace / "train.jsonl"), *options]
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(None, "32-true"), (32, "32-true"), ("bf16", "bf16-mixed")]
+)
+def test_short_names_of_precisions_are_what_they_stand_for(given, name):
+    assert supported_precision(given) == name
+
+
+@pytest.mark.parametrize("max_steps", [0, -1])
+def test_a_run_without_an_end_is_refused_before_data_is_read(max_steps, workspace, tmp_path):
+    more = ("--data.train", str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UsageError, match=rf"max_steps is {max_steps}"):
+        distill.main(distill_arguments(workspace, tmp_path / "run", *more, steps=max_steps))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--nonsense", "1"), "there is no option --nonsense; see "),
+        (("--model.drafter.blah", "1"), "model.drafter: unknown model keys ['blah']; known: ["),
+        (("--model.optimizer.rate", "1"), "rate"),
+        (("--trainer.max_steps", "many"), "trainer.max_steps"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, line, workspace, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        distill.main(distill_arguments(workspace, tmp_path / "run", *options))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and line in error
+    assert error.endswith("fit --help\n")
+
+
+def test_a_wrong_key_of_a_drafter_in_a_file_is_one_line(workspace, tmp_path, capsys):
+    path = tmp_path / "drafter.yaml"
+    path.write_text(yaml.safe_dump({"model": {"drafter": {**ARCHITECTURE, "blah": 1}}}))
+    with pytest.raises(SystemExit):
+        distill.main(["fit", "--config", str(path), "--run_dir", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "unknown model keys ['blah']" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+def test_a_gpu_that_is_not_here_is_one_reason(dry, workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gpu", *dry)
+    with pytest.raises(UsageError, match=r"trainer: No supported gpu backend .* see trainer.accel"):
+        distill.main(arguments)
+
+
+def test_an_accelerator_of_no_name_is_one_reason(workspace, tmp_path):
+    arguments = distill_arguments(workspace, tmp_path / "run", "--trainer.accelerator", "gup")
+    with pytest.raises(UsageError, match=r"trainer: .*invalid accelerator name.*see trainer.accel"):
+        distill.main(arguments)
+
+
+def test_rows_stop_with_a_reason_on_a_full_disk(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.csv")
+    metrics.log_metrics({"loss": 1.0}, 1)
+    metrics.path.unlink()
+    metrics.path.symlink_to("/dev/full")
+    with pytest.raises(
+        CannotWrite,
+        match=r"cannot write .*metrics\.csv: No space left.*\d+ bytes needed, \d+ bytes.* free",
+    ):
+        metrics.log_metrics({"loss": 1.0}, 2)
+
+
+@pytest.mark.long  # a process of its own, as in tests/pipelines/console/test_terminal.py
+def test_help_works_from_any_folder(tmp_path):
+    """As a script: `python pipelines/distill.py`, with pipelines/ first on the path."""
+    command = [sys.executable, distill.__file__, "fit", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "--model.drafter_layers" in done.stdout
+
+
+def _tiny_architecture():
+    from stree.models.config import HybridConfig
+
+    return HybridConfig(**ARCHITECTURE)
+
+
+def test_simulated_acceptance_is_logged_from_the_loss(workspace):
+    module = Distillation(str(workspace / "target"))
+    tokens = torch.randint(VOCAB_SIZE, (1, 6))
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    batch = {"tokens": tokens, "segment_ids": torch.zeros_like(tokens), "loss_mask": mask}
+    hidden, counted = module.exported.hidden_states(tokens), shift_left(mask)
+    teacher = live_teacher(
+        module.target.hidden_states(tokens), module.target.head_weight, counted, hidden
+    )
+    want = chunked_distillation_loss(hidden, module.exported.head_weight, teacher, counted)
+    torch.testing.assert_close(
+        module.loss_terms(batch).simulated_acceptance, want.simulated_acceptance
+    )

@@ -1,0 +1,514 @@
+"""Many sequences at once: each gets what it would get alone, whatever shares the batch."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from toys import right_now_and_then, tiny_model
+
+from stree import Decoder, GenerationConfig, TokenTree
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.sequences import Request, samples_of
+from stree.common.errors import InvariantBroken, UsageError
+from stree.drafters.ngram import NGram
+from stree.tree_policy.adaptive import Modes
+from stree.trees.token_tree import balanced
+
+TREES = [TokenTree.chain(0), TokenTree.chain(3), TokenTree.paper(), TokenTree((-1, 0, 0)),
+         balanced([3, 2]), TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7))]  # fmt: skip
+
+
+class Letters:
+    """Decodes token ids to letters, so that stop strings can be met."""
+
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def random_requests(count: int, seed: int, sampled: bool) -> list[Request]:
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        temperature = rng.choice([0.3, 0.7, 1.0, 1.5]) if sampled and rng.random() < 0.7 else 0.0
+        generation = GenerationConfig(
+            max_new_tokens=rng.randint(1, 24),
+            temperature=temperature,
+            top_k=rng.choice([0, 0, 5, 20]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            seed=rng.randrange(2**40),
+            stop_strings=rng.choice([(), (), ("ab", "q")]),
+        )
+        prompt = [rng.randrange(61) for _ in range(rng.randint(1, 30))]
+        requests.append(Request(prompt, generation, rng.choice(TREES)))
+    return requests
+
+
+def serve(decoder: BatchDecoder, requests: list[Request], seed: int) -> list:
+    """Requests arrive at random times; each output is what its release returns."""
+    rng = random.Random(seed)
+    outputs, waiting, served = {}, list(range(len(requests)))[::-1], {}
+    while waiting or served:
+        while waiting and decoder.num_free_rows and rng.random() < 0.6:
+            index = waiting.pop()
+            served[decoder.admit(requests[index])] = index
+        for report in decoder.step():
+            assert report.error is None
+            if report.finish_reason:
+                outputs[served.pop(report.row)] = decoder.release(report.row)
+    return [outputs[index] for index in range(len(requests))]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str
+)
+def test_greedy_rows_equal_plain_decoding(dtype):
+    target = tiny_model(1, dtype)
+    requests = random_requests(24, 0, sampled=False)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=7, max_length=128,
+                           tokenizer=Letters())  # fmt: skip
+    plain = Decoder(target, max_length=128, tokenizer=Letters())
+    outputs = serve(decoder, requests, seed=1)
+    lengths = [length for each in outputs for length in each.stats.accepted_per_call]
+    assert sum(lengths) > 20  # else this shows little
+    for request, output in zip(requests, outputs, strict=True):
+        wanted = plain.generate(request.prompt_ids, request.generation)
+        assert output.tokens == wanted.tokens
+        assert output.finish_reason == wanted.finish_reason
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_any_company():
+    target = tiny_model(1)
+    requests = random_requests(24, 2, sampled=True)
+
+    def make(num_rows):
+        return BatchDecoder(target, right_now_and_then(target), num_rows=num_rows, max_length=128,
+                            tokenizer=Letters())  # fmt: skip
+
+    alone = make(1).generate(requests)
+    for num_rows, order in ((3, 5), (9, 6)):
+        together = serve(make(num_rows), requests, seed=order)
+        for mine, wanted in zip(together, alone, strict=True):
+            assert mine.tokens == wanted.tokens
+            assert mine.finish_reason == wanted.finish_reason
+            assert mine.stats.accepted_per_call == wanted.stats.accepted_per_call
+
+
+class AnyTree(Modes):
+    """Another tree each step."""
+
+    def choose(self, num_rows):
+        self.random = getattr(self, "random", random.Random(3))
+        return self.random.choice(self.trees)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_rows"), [(24, 9), pytest.param(200, 32, marks=pytest.mark.long)]
+)
+def test_mixed_requests_with_another_tree_each_row_and_step(count, num_rows):
+    """Of all temperatures, lengths and arrival times: token for token as one after the other."""
+    target = tiny_model(1)
+    requests = random_requests(count, 4, sampled=True)
+    for at in range(0, count, 2):  # every other one leaves its trees to the decoder
+        requests[at] = replace(requests[at], tree=None)
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), AnyTree(TREES[1:]),
+        num_rows=num_rows, max_length=128, max_nodes=16, tokenizer=Letters(),
+    )  # fmt: skip
+    plain = Decoder(target, max_length=128, tokenizer=Letters())
+    accepted = 0
+    for request, output in zip(requests, serve(decoder, requests, seed=7), strict=True):
+        wanted = plain.generate(request.prompt_ids, request.generation)
+        assert (output.tokens, output.finish_reason) == (wanted.tokens, wanted.finish_reason)
+        accepted += sum(output.stats.accepted_per_call)
+    assert accepted > count
+
+
+def test_rows_are_clean_when_they_change_hands():
+    """What a row held before, NaN included, is not seen by its next sequence."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=64)
+    request = Request([3, 1, 4], GenerationConfig(12))
+    wanted = decoder.generate([request, request])
+    for cache in (decoder.cache, decoder.drafter.cache):
+        for layer in cache.layers:
+            for name in ("keys", "values", "state", "rows"):
+                if hasattr(layer, name):
+                    getattr(layer, name).fill_(torch.nan)
+    again = decoder.generate([request, request])
+    assert [each.tokens for each in again] == [each.tokens for each in wanted]
+
+
+def test_a_row_with_bad_logits_ends_alone():
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[60] = torch.nan
+        target.lm_head.weight[60] = 0  # which no other row chooses then
+    generation = GenerationConfig(20)
+    good, bad = Request([1, 2, 3], generation), Request([60, 2], generation)
+    alone = BatchDecoder(target, num_rows=1, max_length=64).generate([good])[0]
+    decoder = BatchDecoder(target, num_rows=3, max_length=64)
+    rows = [decoder.admit(each) for each in (good, bad, good)]
+    errors, done = {}, set()
+    while len(done) < 3:
+        for report in decoder.step():
+            if report.error is not None:
+                errors[report.row] = report.error
+            if report.finish_reason:
+                done.add(report.row)
+    assert list(errors) == [rows[1]] and isinstance(errors[rows[1]], InvariantBroken)
+    assert decoder.release(rows[1]).finish_reason == "error"
+    for row in (rows[0], rows[2]):
+        assert decoder.release(row).tokens == alone.tokens
+
+
+def test_the_forest_stays_while_requests_of_one_tree_come_and_go(captured_on_cpu, monkeypatch):
+    """Building one takes the host longer than a step of a small model takes the device."""
+    target, tree, launched = tiny_model(1), TREES[-1], []
+    decoder = BatchDecoder(
+        target, right_now_and_then(target), tree, num_rows=4, max_length=128, tokenizer=Letters()
+    )
+    launch = decoder.executor.launch
+    monkeypatch.setattr(
+        decoder.executor, "launch",
+        lambda rows, forest, *rest: (launched.append(forest), launch(rows, forest, *rest)),
+    )  # fmt: skip
+    requests = [replace(each, tree=None) for each in random_requests(9, 4, sampled=False)]
+    served = serve(decoder, requests, seed=5)
+    plain = BatchDecoder(target, num_rows=1, max_length=128, tokenizer=Letters()).generate(requests)
+    assert [each.tokens for each in served] == [each.tokens for each in plain]
+    assert {forest.trees for forest in launched} <= {(tree,), (tree,) * 2, (tree,) * 4}
+    assert len(set(map(id, launched))) <= 3
+
+
+def test_long_prompts_are_read_in_pieces_between_the_steps_of_others(monkeypatch):
+    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 8)
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=2, max_length=128)
+    prompt = [(7 * i) % 61 for i in range(40)]
+    short = decoder.admit(Request([5], GenerationConfig(30)))
+    decoder.step()
+    long = decoder.admit(Request(prompt, GenerationConfig(6)))
+    seen = [{report.row for report in decoder.step()} for _ in range(5)]
+    assert seen[:4] == [{short}] * 4 and seen[4] == {short, long}
+    while not all(sequence.finish_reason for sequence in decoder._sequences.values()):
+        decoder.step()
+    wanted = Decoder(target, max_length=128).generate(prompt, GenerationConfig(6))
+    assert decoder.release(long).tokens == wanted.tokens
+
+
+def test_an_unfinished_request_can_be_released():
+    decoder = BatchDecoder(tiny_model(1), num_rows=1, max_length=64)
+    row = decoder.admit(Request([1, 2], GenerationConfig(30)))
+    for _ in range(3):
+        decoder.step()
+    output = decoder.release(row)
+    assert output.finish_reason == "released" and len(output.tokens) == 3
+    assert decoder.num_free_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "prompt is empty"),
+        (Request([1], GenerationConfig(200)), "max_length"),
+        (Request([1], tree=TokenTree.chain(9)), "made for 4"),
+        (Request([99]), "the prompt has the token 99, wanted 0 to 60"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_admission(request_, message):
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), TokenTree.chain(3), num_rows=1,
+                           max_length=300 if not message.startswith("max") else 64)  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        decoder.admit(request_)
+    decoder.admit(Request([1], GenerationConfig(2)))
+    with pytest.raises(UsageError, match=r"all rows .1. are taken"):
+        decoder.admit(Request([1], GenerationConfig(2)))
+
+
+def test_a_refused_request_leaves_the_others_nothing_behind():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64)
+    good = Request([1, 2], GenerationConfig(3))
+    for bad in (Request([], GenerationConfig(3)), [1, 2]):
+        with pytest.raises(UsageError, match=r"prompt is empty|wanted stree\.Request"):
+            decoder.generate([good, bad])
+        assert decoder.num_free_rows == 2
+    outputs = decoder.generate([good] * 3)
+    assert len({tuple(each.tokens) for each in outputs}) == 1
+    decoder.admit(good)
+    with pytest.raises(UsageError, match=r"rows are taken .1."):
+        decoder.generate([good])
+
+
+@pytest.mark.parametrize("num_rows", [0, 2.5, "2"])
+def test_rows_are_a_whole_number(num_rows):
+    with pytest.raises(UsageError, match="num_rows is"):
+        BatchDecoder(tiny_model(1), num_rows=num_rows)
+
+
+def test_trees_go_by_their_names_and_what_cannot_be_is_refused_when_the_decoder_is_made():
+    target, drafter = tiny_model(1, torch.float32), tiny_model(1, torch.float32, attn_layers=())
+    request = Request([1, 2, 3], GenerationConfig(8), tree="chain-2")
+    decoder = BatchDecoder(target, drafter, "paper", num_rows=1, max_length=64)
+    assert Decoder(target, drafter, "paper", max_length=64).tree == TokenTree.paper()
+    wanted = BatchDecoder(target, num_rows=1, max_length=64).generate(
+        [Request([1, 2, 3], GenerationConfig(8))]
+    )
+    assert decoder.generate([request])[0].tokens == wanted[0].tokens
+    assert Modes(["chain-2"]).trees[1] == TokenTree.chain(2)
+    for wrong, message in (
+        (dict(tree=Modes(["chain-2"])), "chain-2.* needs a drafter"),
+        (dict(tree=3), "a tree is 3, wanted a TokenTree"),
+        (dict(verifier=3), "verifier is 3, wanted one of coupled"),
+        (dict(drafter="x"), "a drafter is 'x', wanted a model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            BatchDecoder(target, **wrong, max_length=64)
+    with pytest.raises(UsageError, match="a tree is 3"):
+        decoder.admit(Request([1], tree=3))
+
+
+def test_buffers_are_no_longer_than_the_target_s_positions():
+    target = tiny_model(1, torch.float32)
+    decoder = BatchDecoder(target, num_rows=1, max_length=10**9)
+    assert decoder.max_length == target.config.num_positions + 2
+
+
+def test_what_is_there_is_not_made_ready_again(captured_on_cpu, monkeypatch):
+    """A request makes ready what reading its own prompt needs, and how a row begins once."""
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=4, max_length=64)
+    prepared, begun = [], []
+    prepare, begin = decoder.prefill.prepare, decoder.prefill.begin
+    monkeypatch.setattr(
+        decoder.prefill, "prepare", lambda row, each: prepared.append(row) or prepare(row, each)
+    )
+    monkeypatch.setattr(
+        decoder.prefill, "begin", lambda row, *other: begun.append(row) or begin(row, *other)
+    )
+    generations = [GenerationConfig(5, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
+    for number, generation in enumerate(generations):
+        decoder.prepare_reading(decoder.admit(Request([1, 2, number], generation)))
+    assert prepared == [0, 1, 2, 3]
+    assert begun == [0, 2]  # with and without sampling
+
+
+def test_a_row_that_is_free_is_named():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=32)
+    row = decoder.admit(Request([1, 2], GenerationConfig(4)))
+    decoder.release(row)
+    for door in (decoder.release, decoder.tokens_of):
+        for free in (row, 1, 7):
+            with pytest.raises(UsageError, match=f"row {free} is free, wanted one that is taken"):
+                door(free)
+    assert decoder.num_free_rows == 2
+
+
+DRAFTERS = {
+    "plain": lambda target: None,
+    "model": right_now_and_then,
+    "n-grams": lambda target: NGram(4, model=right_now_and_then(target)),
+}
+
+
+@pytest.mark.parametrize("prefixes", [0, 2])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_several_answers_to_a_prompt_are_those_of_separate_requests(kind, prefixes, monkeypatch):
+    """With their seeds, whichever decoder serves them; the target reads each prompt once."""
+    target = tiny_model(1)
+    drafter = DRAFTERS[kind](target)
+    tree = None if drafter is None else balanced([2, 1])
+    options = dict(max_length=96, num_prefixes=prefixes)
+    asked = GenerationConfig(12, temperature=1.0, seed=5, num_return_sequences=4)
+    prompts = [[1, 2, 3, 4, 5], [7, 8]]
+    wanted = [
+        Decoder(target, drafter, tree, **options).generate(prompt, each)
+        for prompt in prompts
+        for each in asked.samples()
+    ]
+    assert len({tuple(each.tokens) for each in wanted[:4]}) == 4
+    alone = Decoder(target, drafter, tree, **options)
+    assert wanted[0].tokens == (
+        alone.generate(prompts[0], replace(asked, num_return_sequences=1)).tokens
+    )
+    for rows in (1, 2, 3, 8):
+        decoder = BatchDecoder(target, drafter, tree, num_rows=rows, **options)
+        read, read_tokens = [], decoder.prefill._read_tokens
+        monkeypatch.setattr(
+            decoder.prefill, "_read_tokens",
+            lambda row, each, tokens, read=read, of=read_tokens: read.append(len(tokens))
+            or of(row, each, tokens),
+        )  # fmt: skip
+        got = decoder.generate([Request(prompt, asked) for prompt in prompts])
+        assert [each.tokens for each in got] == [each.tokens for each in wanted]
+        assert [each.seed for each in got] == [each.seed for each in wanted]
+        assert sorted(read) == [2, 5]
+        assert [each.stats.num_reused_tokens for each in got].count(0) == 2
+    door = Decoder(target, drafter, tree, **options)
+    got = door.generate(prompts, asked)
+    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    got = door.generate(prompts[0], asked, num_return_sequences=2)
+    assert [each.tokens for each in got] == [each.tokens for each in wanted[:2]]
+
+
+def test_a_prompt_of_several_answers_is_read_although_its_reader_leaves(monkeypatch):
+    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, num_rows=4, max_length=96)
+    prompt = list(range(1, 20))
+    asked = GenerationConfig(12, temperature=1.0, seed=5, num_return_sequences=3)
+    busy = decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
+    decoder.step()  # from now on prompts are read in pieces
+    first, *others = samples_of(Request(prompt, asked))
+    left = decoder.admit(first)
+    rows = [decoder.admit(each) for each in others]
+    decoder.step()
+    assert decoder.release(left).tokens == []
+    done = {}
+    while len(done) < 2:
+        done |= {each.row: each for each in decoder.step() if each.finish_reason}
+    decoder.release(busy)
+    for row, each in zip(rows, asked.samples()[1:], strict=True):
+        wanted = Decoder(target, max_length=96).generate(prompt, each)
+        assert decoder.release(row).tokens == wanted.tokens
+
+
+def test_several_answers_are_refused_where_there_is_one():
+    with pytest.raises(UsageError, match="num_return_sequences is 3 and temperature 0"):
+        GenerationConfig(num_return_sequences=3)
+    several = GenerationConfig(4, temperature=1.0, num_return_sequences=2)
+    with pytest.raises(UsageError, match="num_return_sequences is 2, and a row has one answer"):
+        BatchDecoder(tiny_model(1), max_length=32).admit(Request([1], several))
+    with pytest.raises(UsageError, match="asked for 2 answers: a streamer shows one"):
+        Decoder(tiny_model(1)).generate([1], several, streamer=Quiet())
+
+
+class Quiet:
+    def put(self, tokens) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_threads_admit_and_generate_without_losing_a_request():
+    target = tiny_model(1)
+    decoder = BatchDecoder(target, right_now_and_then(target), num_rows=3, max_length=64)
+    prompts = [[1 + each, 2, 3] for each in range(12)]
+    settings = GenerationConfig(5)
+    wanted = [Decoder(target, max_length=64).generate(each, settings).tokens for each in prompts]
+
+    def generate(place: int) -> list[list[int]]:
+        requests = [Request(each, settings) for each in prompts[place::4]]
+        return [out.tokens for out in decoder.generate(requests)]
+
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(generate, range(4)))
+    assert outputs == [wanted[place::4] for place in range(4)]
+
+
+def test_threads_never_get_one_row():
+    decoder = BatchDecoder(tiny_model(1), num_rows=40, max_length=64)
+    together = threading.Barrier(4)
+    prefill_admit = decoder.prefill.admit
+
+    def slow(row, sequence):  # other threads run while a row is found and not yet taken
+        time.sleep(0.001)
+        prefill_admit(row, sequence)
+
+    decoder.prefill.admit = slow
+
+    def admit(_) -> list[int]:
+        together.wait()
+        return [decoder.admit(Request([1], GenerationConfig(2))) for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as pool:
+        rows = [row for each in pool.map(admit, range(4)) for row in each]
+    assert sorted(rows) == list(range(40))
+
+
+def test_one_sequence_is_asked_by_several_threads():
+    target = tiny_model(1)
+    decoder = Decoder(target, max_length=64)
+    prompts = [[1 + each, 2, 3] for each in range(9)]
+    wanted = [decoder.generate(each, GenerationConfig(5)).tokens for each in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        outputs = pool.map(lambda each: decoder.generate(each, GenerationConfig(5)), prompts)
+        assert [out.tokens for out in outputs] == wanted
+
+
+def test_serve_frees_all_rows_when_it_is_closed_or_fails():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64)
+    reports = decoder.serve(Request([each], GenerationConfig(9)) for each in range(1, 6))
+    served = next(reports)
+    with pytest.raises(UsageError, match="rows are taken"):
+        next(decoder.serve([]))
+    reports.close()
+    assert decoder.num_free_rows == 2 and served.output is None
+    with pytest.raises(UsageError, match="empty"):
+        list(decoder.serve([Request([1], GenerationConfig(9)), Request([])]))
+    assert decoder.num_free_rows == 2
+
+
+def test_serve_waits_for_requests_that_come_later_and_lets_answers_be_cut_short():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64)
+    requests = [Request([each], GenerationConfig(9)) for each in range(1, 4)]
+    outputs = {}
+    for served in decoder.serve([requests[0], None, requests[1], None, None, requests[2]]):
+        if served.number == 1 and len(served.report.tokens):
+            outputs[1] = served.release()
+        if served.report.finish_reason:
+            outputs[served.number] = served.release()
+    reasons = [outputs[number].finish_reason for number in range(3)]
+    assert reasons == ["length", "released", "length"]
+    assert [len(outputs[number].tokens) for number in range(3)] == [9, 1, 9]
+
+
+def test_serve_refuses_rows_that_another_has_admitted_meanwhile():
+    decoder = BatchDecoder(tiny_model(1), num_rows=2, max_length=64)
+    reports = decoder.serve([Request([1], GenerationConfig(9))])
+    next(reports)
+    decoder.admit(Request([2], GenerationConfig(9)))
+    with pytest.raises(UsageError, match="admitted by another caller"):
+        list(reports)
+
+
+def test_a_request_is_checked_before_it_waits_for_a_row():
+    decoder = BatchDecoder(tiny_model(1), num_rows=1, max_length=32)
+    decoder.admit(Request([1], GenerationConfig(2)))
+    decoder.check(Request([1], GenerationConfig(2)))
+    with pytest.raises(UsageError, match="max_length of 41"):
+        decoder.check(Request([1] * 30, GenerationConfig(10)))
+    with pytest.raises(UsageError, match="all rows"):
+        decoder.admit(Request([1], GenerationConfig(2)))
+
+
+def test_a_step_reads_no_more_prompt_tokens_than_it_may(monkeypatch):
+    monkeypatch.setattr("stree.batching.prefill.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("stree.batching.batch_decoder.PREFILL_CHUNK", 4)
+    target = tiny_model(1)
+    prompts = [[each] * 9 for each in range(1, 6)]
+    wanted = [
+        Decoder(target, max_length=96).generate(each, GenerationConfig(4)) for each in prompts
+    ]
+    for limit, most in ((None, 20), (8, 11), (1, 4)):
+        decoder = BatchDecoder(target, num_rows=6, max_length=96, prompt_tokens_per_step=limit)
+        decoder.admit(Request([1], GenerationConfig(60, ignore_eos=True)))
+        decoder.step()
+        rows = [decoder.admit(Request(each, GenerationConfig(4))) for each in prompts]
+        read, done = [], set()
+        while len(done) < len(rows):
+            before = sum(each.num_read for each in decoder._sequences.values())
+            reports = decoder.step()
+            read.append(sum(each.num_read for each in decoder._sequences.values()) - before)
+            done |= {each.row for each in reports if each.finish_reason}
+        assert 4 <= max(read) <= most
+        assert [decoder.release(row).tokens for row in rows] == [each.tokens for each in wanted]
+
+
+def test_a_warm_up_leaves_rows_and_prefixes_free():
+    decoder = BatchDecoder(tiny_model(1), num_rows=3, max_length=64, num_prefixes=2)
+    decoder.warm_up(Request([1, 2, 3], GenerationConfig(4), keep_prompt=True))
+    assert decoder.num_free_rows == 3 and decoder.num_reusable([1, 2, 3, 4, 5, 6, 7, 8]) == 0

@@ -1,0 +1,102 @@
+"""Published config.json files: read with the ends that they name, or refused with the reason.
+
+The files are facts of folders on the hub, some cut to what they describe (published_configs/).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from stree.checkpoints.load_save import load_config
+from stree.common.errors import CheckpointRefused
+
+CONFIGS = Path(__file__).with_name("published_configs")
+# File: ends of an answer, keys that the notice names
+READ = {
+    "Bamba-9B": ((128001,), ["mamba_dt_rank"]),
+    "Falcon-H1-Tiny-R-90M-cut": ((11,), ["add_bos_token", "expansion_factor"]),
+    "Zamba2-2.7B-Instruct-v2-cut": ((2,), []),
+    "Qwen3.6-27B-NVFP4-without-quantization_config": ((248044,), ["language_model_only"]),
+    "derived-Qwen3.5-27B-with-ComActor-top-keys": (
+        (248044, 248046), ["hidden_size", "pad_token_id"],
+    ),
+    "mamba2-1.3b-distill-model_type-mamba": ((), []),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": ((2,), ["partial_rotary_factor"]),
+}  # fmt: skip
+REFUSED = {
+    "Zamba2-7B-early": "has no n_mamba_heads, as in early revisions",
+    "Falcon-H1-0.5B-partial": "has no mamba_d_ssm",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name: str, **changes: object) -> Path:
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("name", READ)
+def test_published_configs_are_read(folder, name):
+    """One notice names the keys that the family's class does not know."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config = load_config(folder(name))
+    ends, passed_over = READ[name]
+    notices = [str(each.message) for each in said if "are passed over" in str(each.message)]
+    assert config.eos_token_ids == ends
+    assert len(notices) <= 1
+    for key in passed_over:
+        assert key in notices[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configs_that_lack_a_key_are_refused_by_its_name(folder, name):
+    with pytest.raises(CheckpointRefused, match=REFUSED[name]):
+        load_config(folder(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("Falcon-H1-Tiny-R-90M-cut", {"sliding_window": 512}, "sliding_window = 512; only None"),
+        ("Zamba2-2.7B-Instruct-v2-cut", {"ffn_hidden_size": 8}, "ffn_hidden_size = 8; only 10240"),
+        ("Bamba-9B", {"time_step_limit": [0.5]}, "time_step_limit = .*, wanted two numbers"),
+        ("Bamba-9B", {"layer_types": ["mamba"] * 32}, "layer_types = .*, which is not supported"),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4", {"mamba_n_groups": 1}, "mamba_n_groups = 1, whi"),
+        ("Bamba-9B", {"quantization": {"bits": 4}}, "sets quantization = .*: load a checkpoint"),
+        ("Bamba-9B", {"eos_token_id": 128256}, "eos_token_id 128256, the vocabulary has 128256"),
+    ],
+)
+def test_keys_that_the_class_knows_are_read_or_refused(folder, name, changes, reason):
+    load_config(folder(name))
+    with pytest.raises(CheckpointRefused, match=reason):
+        load_config(folder(name, **changes))
+
+
+def test_quantisation_that_only_another_file_announces_is_refused(folder):
+    directory = folder("NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4")
+    (directory / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointRefused, match=r"hf_quant_config\.json says .* quantised"):
+        load_config(directory)
+
+
+def test_a_mixer_of_mamba_1_is_named(tmp_path):
+    shutil.copy(
+        CONFIGS / "Llama3.1-Mamba-8B-distill.mamba_config.json", tmp_path / "mamba_config.json"
+    )
+    llama = dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    with pytest.raises(CheckpointRefused, match="describes Mamba-1 layers"):
+        load_config(tmp_path)

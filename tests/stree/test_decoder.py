@@ -1,0 +1,560 @@
+"""One loop for autoregressive, chain and tree; greedy output never depends on the tree."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from lanes import quick_first
+from toys import TableDrafter, TableTarget, tiny_model
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Request, TokenTree, generate
+from stree.batching.state import Rows
+from stree.common.errors import InvariantBroken, OutOfMemory, UsageError
+from stree.drafters import Drawn, Proposal
+from stree.drafters.model import ModelDrafter
+from stree.models.config import HybridConfig
+from stree.trees.build import tree_batch
+from stree.trees.token_tree import balanced
+from stree.trees.tree_batch import FAR
+from stree_kernels import naive
+
+TREES = {
+    "chain-1": TokenTree.chain(1),
+    "chain-4": TokenTree.chain(4),
+    "chain-7": TokenTree.chain(7),
+    "paper": TokenTree.paper(),
+    "star-6": balanced([6]),
+    "binary-3": balanced([2, 2, 2]),
+    "wide-top": balanced([4, 2, 1, 1]),
+    "interleaved": TokenTree((-1, 0, 1, 0, 2, 3, 3, 4, 0, 7)),  # not ordered by depth
+}
+
+
+class Prophet:
+    """Knows what the target will say and drafts it most of the time, at a random sibling."""
+
+    drawn = Drawn.POINT
+    capturable = False
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], vocabulary: int) -> None:
+        self.answers, self.vocabulary = answers, vocabulary
+        self.prompts: dict[int, list[int]] = {}
+        self.random = random.Random(0)
+
+    def clear(self, row: int) -> None:
+        self.prompts[row] = []
+
+    def read(self, row: int, tokens) -> None:
+        self.prompts[row] += tokens.tolist()
+
+    def draft(self, rows, forest, longest, bound, keep_logits) -> Proposal:
+        shape = (len(rows.active), forest.num_nodes)
+        tokens = torch.tensor([[self.random.randrange(self.vocabulary)] * shape[1]
+                               for _ in range(shape[0])])  # fmt: skip
+        tokens[:, :1] = rows.block.gather(1, rows.block[:, :1])
+        for row, tree in enumerate(forest.trees):
+            if not rows.active[row]:
+                continue
+            answer = self.answers[tuple(self.prompts[row])]
+            done, node = int(rows.position[row]) - len(self.prompts[row]) + 1, 0
+            while tree.children[node] and self.random.random() < 0.8:
+                node = self.random.choice(tree.children[node])
+                place = done + tree.depths[node] - 1
+                if place < len(answer):
+                    tokens[row, node] = answer[place]
+        return Proposal(tokens)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_greedy_is_lossless_on_many_prompts(count):
+    """64 tokens each for each of 8 trees in fp64: no mismatch, and trees do their work."""
+    torch.set_num_threads(1)
+    config = dict(num_layers=2, attn_layers=(1,), d_model=16, num_heads=2, num_kv_heads=1,
+                  num_ssm_heads=2, num_x_groups=1, num_b_groups=1, num_c_groups=2,
+                  gated_norm_groups=2, intermediate_size=24)  # fmt: skip
+    target = tiny_model(1, **config)
+    generation = GenerationConfig(max_new_tokens=64)
+    plain = BatchDecoder(target, num_rows=100, max_length=96)
+    outputs = plain.generate([Request(prompt, generation) for prompt in prompts(count)])
+    answers = {tuple(p): out.tokens for p, out in zip(prompts(count), outputs, strict=True)}
+    one = Decoder(target, max_length=96)
+    for prompt in prompts(8):
+        assert one.generate(prompt, generation).tokens == answers[tuple(prompt)]
+    prophet = Prophet(answers, target.config.vocab_size)
+    decoder = BatchDecoder(target, prophet, num_rows=64, max_length=96, max_nodes=32)
+    for tree in TREES.values():
+        served = [Request(prompt, generation, tree) for prompt in prompts(count)]
+        outputs = decoder.generate(served)
+        assert [out.tokens for out in outputs] == [answers[tuple(p)] for p in prompts(count)]
+        calls = sum(out.stats.num_calls for out in outputs)
+        assert sum(out.stats.num_new_tokens for out in outputs) / calls > 1.2
+
+
+def prompts(count: int, vocabulary: int = 61) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "tree, drafter",
+    quick_first(
+        [("paper", "hybrid"), ("interleaved", "itself")],
+        [(tree, drafter) for tree in ("chain-4", "paper", "interleaved")
+         for drafter in ("recurrent", "hybrid", "itself")],
+    ),
+)  # fmt: skip
+def test_greedy_with_model_drafters(tree, drafter):
+    target = tiny_model(1)
+    model = {
+        "recurrent": lambda: tiny_model(2, num_layers=2, attn_layers=()),
+        "hybrid": lambda: tiny_model(2, num_layers=2, attn_layers=(0,)),
+        "itself": lambda: target,
+    }[drafter]()
+    generation = GenerationConfig(max_new_tokens=40)
+    decoder = Decoder(target, model, TREES[tree], max_length=128)
+    for prompt in prompts(4):
+        got = decoder.generate(prompt, generation)
+        assert got.tokens == Decoder(target, max_length=128).generate(prompt, generation).tokens
+        ends = [TREES[tree].depths[node] for node in got.stats.end_node_per_call]
+        assert ends == got.stats.accepted_per_call
+        if drafter == "itself":  # every full-depth draft is right
+            depth = TREES[tree].max_depth
+            assert got.stats.accepted_per_call[:-1] == [depth] * (got.stats.num_calls - 1)
+
+
+@pytest.mark.parametrize(
+    "tree, attn_layers, temperature",
+    quick_first(
+        [(tree, (1,), 1.0) for tree in TREES] + [("paper", (), 0.0), ("paper", (0, 1), 0.0)],
+        [(tree, layers, temperature) for tree in TREES for layers in ((), (1,), (0, 1))
+         for temperature in (0.0, 1.0)],
+    ),
+)  # fmt: skip
+def test_drafts_follow_from_the_whole_sequence(tree, attn_layers, temperature):
+    """Each node's children come from the drafter's logits after the sequence and its path, with
+    noise of their own where they are judged by these logits."""
+    model, tree = tiny_model(4, num_layers=2, attn_layers=attn_layers), TREES[tree]
+    drafter, sequence = ModelDrafter(model, 1, 64, 32), [5, 6, 7]
+    drafter.read(0, torch.tensor(sequence))
+    generation = GenerationConfig(temperature=temperature, seed=4)
+    rows, forest = Rows.new(1, 32), tree_batch([tree], torch.device("cpu"))
+    rows.set(0, generation)
+    rows.active[0] = True
+    rows = rows.narrow(0, 1, [generation])
+    for news in ([8], [9], list(range(tree.max_depth + 1)), [3, 1]):  # certain since the last draft
+        sequence += news
+        rows.position[0] = len(sequence) - 1
+        rows.block[0, : 1 + len(news)] = torch.tensor([len(news), *news])
+        with torch.no_grad():
+            draft = drafter.draft(rows, forest, 8, 64, keep_logits=True)
+        assert draft.finite.all() and draft.tokens[0, 0] == sequence[-1]
+        for node, children in enumerate(tree.children):
+            if not children:
+                continue
+            path = draft.tokens[0, tree.path_to(node)[1:]].tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([sequence + path]))[0, -1]
+            drawn_from = draft.logits[0, forest.drawn_by[0, node]]
+            torch.testing.assert_close(drawn_from, logits, rtol=0, atol=1e-9)
+            if temperature:
+                position = torch.tensor([[len(sequence) + node * FAR]])  # a node's own
+                logits = logits + naive.token_noise(torch.tensor([4]), position, 61)[0, 0]
+            best = logits.topk(len(children)).indices
+            assert draft.tokens[0, list(children)].equal(best)
+
+
+def counting_target(vocabulary: int = 12, eos: tuple[int, ...] = ()) -> TableTarget:
+    """Says 0, 1, 2, …: after token t comes t + 1."""
+    table = torch.full((vocabulary,) * 3, -5.0, dtype=torch.float64)
+    for token in range(vocabulary):
+        table[:, token, (token + 1) % vocabulary] = 5.0
+    return TableTarget(table, eos)
+
+
+def test_drafter_that_is_always_never_and_sometimes_right():
+    target = counting_target()
+    generation = GenerationConfig(max_new_tokens=9)
+    always = Decoder(target, TableDrafter(target.table), TokenTree.chain(3)).generate(
+        [0, 1], generation
+    )
+    assert always.tokens == list(range(2, 11))
+    assert always.stats.accepted_per_call == [3, 3] and always.stats.num_new_tokens == 8
+    never = TableDrafter(-target.table)
+    out = Decoder(target, never, TokenTree.chain(3)).generate([0, 1], generation)
+    assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [0] * 8
+    knows_odd = target.table.clone()
+    knows_odd[:, 1::2] *= -1
+    out = Decoder(target, TableDrafter(knows_odd), TokenTree.chain(3)).generate([0, 1], generation)
+    assert out.tokens == list(range(2, 11)) and out.stats.accepted_per_call == [1, 1, 1, 1]
+
+
+def test_the_end_of_each_accepted_path_is_recorded_by_node():
+    target = counting_target()
+    second = target.table.clone()
+    for token in range(12):
+        second[:, token, (token + 2) % 12] = 6.0  # its first choice is wrong, its second right
+    tree = TokenTree((-1, 0, 0, 1, 2, 2))
+    out = Decoder(target, TableDrafter(second), tree).generate([0, 1], GenerationConfig(8))
+    assert out.stats.end_node_per_call == [5, 5, 2]  # the last is cut at its first draft
+    assert out.stats.accepted_per_call == [2, 2, 1]
+    plain = Decoder(target).generate([0, 1], GenerationConfig(4))
+    assert plain.stats.end_node_per_call == [0, 0, 0]
+
+
+def test_eos_inside_an_accepted_block_stops_there():
+    target = counting_target(eos=(5,))
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4))
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=50))
+    assert out.tokens == [2, 3, 4, 5] and out.finish_reason == "eos"
+    assert out.stats.accepted_per_call == [3] and out.stats.num_new_tokens == 3
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=8, ignore_eos=True))
+    assert out.tokens == [2, 3, 4, 5, 6, 7, 8, 9] and out.finish_reason == "length"
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=50, eos_token_id=[7, 4]))
+    assert out.tokens == [2, 3, 4]
+
+
+def test_length_limit_inside_a_block():
+    target = counting_target()
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4))
+    for limit in range(1, 12):
+        out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=limit))
+        assert len(out.tokens) == limit and out.finish_reason == "length"
+        assert out.stats.num_new_tokens == limit - 1
+
+
+class Letters:
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "eos",
+    [5, [7, 5], (5,), {5}, torch.tensor(5), torch.tensor([5, 7]), np.int64(5), np.array([9, 5])],
+    ids=repr,
+)
+def test_any_whole_number_is_an_eos(eos):
+    decoder = Decoder(counting_target(), max_length=99)
+    out = decoder.generate([0, 1], GenerationConfig(max_new_tokens=9, eos_token_id=eos))
+    assert out.tokens == [2, 3, 4, 5] and out.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("eos", ["3", 3.0, torch.tensor([3.0]), [5, "3"], [[5]], {5: 1}], ids=repr)
+def test_an_eos_that_is_no_whole_number_is_refused(eos):
+    with pytest.raises(UsageError, match=r"eos_token_id is .*, wanted a token's id"):
+        GenerationConfig(eos_token_id=eos)
+
+
+@pytest.mark.parametrize("strings", [[1, 2], 7, ("a", None), [b"a"]], ids=repr)
+def test_stop_strings_are_texts(strings):
+    with pytest.raises(UsageError, match=r"stop_strings is .*, wanted a text"):
+        GenerationConfig(stop_strings=strings)
+
+
+class Pieces:
+    """Tokens that are several letters long."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, tokens):
+        return "".join(self.pieces[token % len(self.pieces)] for token in tokens)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("stop", ["f", "ef", "efg", "g", "-h", "b-", "cdefg", "-hab-"])
+def test_stop_strings_end_at_the_first_token_that_completes_them(stop, depth):
+    """Wherever blocks and tokens begin and end: also across blocks, and inside a token."""
+    pieces = Pieces("ab-", "cd", "efg", "-h")
+    target = counting_target()
+    drafter = TableDrafter(target.table) if depth else None
+    decoder = Decoder(target, drafter, TokenTree.chain(depth), tokenizer=pieces)
+    out = decoder.generate([6, 7], GenerationConfig(12, stop_strings=(stop,), ignore_eos=True))
+    tokens = [token % 12 for token in range(8, 20)]
+    wanted = next(n for n in range(1, 13) if stop in pieces.decode(tokens[:n]))
+    assert out.tokens == tokens[:wanted] and out.finish_reason == "stop_string"
+
+
+def test_stop_string_ends_at_the_token_that_completes_it():
+    target = counting_target()
+    decoder = Decoder(target, TableDrafter(target.table), TokenTree.chain(4), tokenizer=Letters())
+    out = decoder.generate([0, 1], GenerationConfig(stop_strings=("xy", "efg")))
+    assert Letters().decode(out.tokens) == "cdefg" and out.finish_reason == "stop_string"
+    with pytest.raises(UsageError, match="tokenizer"):
+        Decoder(target).generate([0, 1], GenerationConfig(stop_strings=("ab",)))
+
+
+def test_streamer_gets_prompt_and_blocks():
+    class Streamer:
+        def __init__(self):
+            self.values, self.ended = [], False
+
+        def put(self, value):
+            self.values.append(value.tolist())
+
+        def end(self):
+            self.ended = True
+
+    target, streamer = counting_target(), Streamer()
+    generate(
+        target, [0, 1], GenerationConfig(max_new_tokens=6),
+        drafter=TableDrafter(target.table), tree=TokenTree.chain(2), streamer=streamer,
+    )  # fmt: skip
+    assert streamer.values == [[0, 1], [2], [3, 4, 5], [6, 7]] and streamer.ended
+
+
+class Ended:
+    def __init__(self):
+        self.times = 0
+
+    def put(self, value): ...
+
+    def end(self):
+        self.times += 1
+
+
+def test_whoever_reads_a_streamer_is_told_of_the_end_after_an_error_too():
+    target, generation = tiny_model(1), GenerationConfig(8)
+
+    def fails(during, *arguments, **options):
+        streamer = Ended()
+        with pytest.raises((UsageError, InvariantBroken)):
+            during(*arguments, streamer=streamer, **options)
+        assert streamer.times == 1
+
+    fails(Decoder(target, max_length=99).generate, "hello", generation)
+    fails(Decoder(target, max_length=9).generate, [1, 2], generation)
+    fails(generate, target, [], generation)
+    fails(generate, target, [1, 2], generation, tree=TokenTree.paper())  # no drafter
+    target.model.norm.weight.data[0] = torch.nan
+    fails(generate, target, [1, 2], generation)
+    streamer = Ended()
+    Decoder(tiny_model(1), max_length=99).generate([1, 2], generation, streamer=streamer)
+    assert streamer.times == 1
+
+
+def test_seed_decides_the_sample():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, max_length=128)
+
+    def sample(seed):
+        return decoder.generate([1, 2, 3], GenerationConfig(32, temperature=1.0, seed=seed)).tokens
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_a_request_without_a_seed_gets_a_fresh_one_that_repeats_it():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    sampled = GenerationConfig(32, temperature=1.0)
+    decoder = Decoder(target, drafter, max_length=128)
+    batch = BatchDecoder(target, num_rows=2, max_length=128)
+    outputs = [decoder.generate([1, 2, 3], sampled) for _ in range(2)]
+    outputs += [decoder.generate([1, 2, 3], sampled, seed=None)]
+    outputs += batch.generate([Request([1, 2, 3], sampled)] * 2)
+    outputs += batch.generate([[1, 2, 3]] * 2, sampled)
+    assert (
+        len({each.seed for each in outputs}) == len({tuple(each.tokens) for each in outputs}) == 7
+    )
+    for each in outputs:
+        assert decoder.generate([1, 2, 3], sampled, seed=each.seed).tokens == each.tokens
+        assert f"seed={each.seed}" in repr(each)
+    assert decoder.generate([1, 2, 3], GenerationConfig(4)).seed is None
+
+
+@pytest.mark.parametrize("penalty", [1e-5, 1e5])
+def test_the_most_extreme_penalties_leave_logits_finite(penalty):
+    for temperature in (0.0, 1e-5, 1.0):
+        asked = GenerationConfig(9, temperature, repetition_penalty=penalty, top_k=2**63 - 1)
+        assert len(Decoder(tiny_model(1), max_length=64).generate([1, 2, 3], asked).tokens) == 9
+
+
+def test_times_add_up_to_the_step():
+    target = tiny_model(1)
+    decoder = Decoder(target, tiny_model(2, attn_layers=()), max_length=99)
+    stats = decoder.generate([1, 2, 3], GenerationConfig(20)).stats
+    assert set(stats.time_ms) == {"draft", "verify", "accept", "host"}
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
+
+
+def test_nan_is_named_with_layer_and_step():
+    target = tiny_model(1)
+    with torch.no_grad():
+        target.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    with pytest.raises(InvariantBroken, match=r"target.*step 0.*layers\.1\.self_attn\.v_proj"):
+        Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
+    drafter = tiny_model(2, attn_layers=())
+    with torch.no_grad():
+        drafter.model.norm.weight[3] = torch.inf
+    with pytest.raises(InvariantBroken, match=r"drafter.*step 0.*model\.norm"):
+        Decoder(tiny_model(1), drafter, max_length=99).generate([1, 2], GenerationConfig(8))
+
+
+def test_overflow_of_finite_weights_is_named_too():
+    target = tiny_model(1, torch.float32)
+    with torch.no_grad():
+        target.model.layers[2].mlp.down_proj.weight.fill_(1e38)
+    with pytest.raises(InvariantBroken, match=r"target.*step 0.*overflow in layer 2"):
+        Decoder(target, max_length=99).generate([1, 2], GenerationConfig(8))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(top_p=None),
+        dict(temperature="1"),
+        dict(top_k=2.5),
+        dict(max_new_tokens=None),
+        dict(max_new_tokens=True),
+    ],
+)
+def test_settings_are_numbers(wrong):
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*, wanted a number"):
+        GenerationConfig(**wrong)
+
+
+def test_an_eos_that_is_no_token_is_refused():
+    with pytest.raises(UsageError, match="eos_token_id is 99999, wanted 0 to"):
+        Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(8, eos_token_id=99999))
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8])
+def test_an_eos_may_be_numpy_s_integer(kind):
+    decoder = Decoder(tiny_model(1), max_length=99)
+    tokens = decoder.generate([1, 2], GenerationConfig(8)).tokens
+    for given in (kind(tokens[3]), [kind(tokens[3])], np.array([tokens[3]], dtype=kind)):
+        out = decoder.generate([1, 2], GenerationConfig(8, eos_token_id=given))
+        assert out.finish_reason == "eos"
+        assert out.tokens == tokens[: tokens.index(tokens[3]) + 1]
+
+
+@pytest.mark.parametrize("max_length", [0, -1, 2.5, None, "99"])
+def test_a_length_of_nothing_is_refused(max_length):
+    with pytest.raises(UsageError, match=f"max_length is {max_length!r}, wanted a whole number"):
+        Decoder(tiny_model(1), max_length=max_length)
+
+
+def test_nothing_goes_beyond_the_target_s_positions():
+    """To the last one everything does; where nothing has a position there is none."""
+    target = tiny_model(1, max_position_embeddings=16)
+    decoder = Decoder(target, max_length=40)
+    refusal = "3 tokens and max_new_tokens = 14 need 17 positions, the target was made for 16"
+    with pytest.raises(UsageError, match=refusal):
+        decoder.generate([1, 2, 3], GenerationConfig(14))
+    with pytest.raises(UsageError, match=refusal):
+        decoder.generate([1, 2, 3], max_length=17)
+    with pytest.raises(UsageError, match=refusal):
+        generate(target, [1, 2, 3], GenerationConfig(14))
+    drafter, last = tiny_model(2, attn_layers=()), GenerationConfig(13)
+    wanted = decoder.generate([1, 2, 3], last).tokens
+    assert len(wanted) == 13
+    assert generate(target, [1, 2, 3], last, drafter=drafter).tokens == wanted
+    for changes in (dict(attn_layers=()), dict(rotary_dim=0)):
+        unbounded = tiny_model(1, max_position_embeddings=16, **changes)
+        Decoder(unbounded, max_length=40).generate([1, 2, 3], GenerationConfig(30))
+
+
+def test_what_does_not_fit_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore words")
+
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, max_length=99)
+    monkeypatch.setattr(target, "forest_forward", refuse)
+    with pytest.raises(OutOfMemory, match=r"after 2 tokens with paper.* 20.00 GiB.; lower max_new"):
+        decoder.generate([1, 2], GenerationConfig(8))
+    monkeypatch.setattr(drafter, "new_cache", refuse)
+    with pytest.raises(OutOfMemory, match=r"for 99 tokens and 13 nodes.*; lower max_length"):
+        Decoder(target, drafter, max_length=99)
+
+
+@pytest.mark.parametrize("moved", ["target", "drafter"])
+def test_a_model_in_another_dtype_than_its_caches_is_refused(moved):
+    models = dict(target=tiny_model(1), drafter=tiny_model(2, attn_layers=()))
+    decoder = Decoder(**models, max_length=99)
+    decoder.generate([1, 2], GenerationConfig(8))
+    models[moved].half()
+    with pytest.raises(UsageError, match=f"the {moved} is torch.float16 on cpu .* a new decoder"):
+        decoder.generate([1, 2], GenerationConfig(8))
+    models[moved].double()
+    decoder.generate([1, 2], GenerationConfig(8))
+
+
+def test_a_slow_streamer_is_not_decoding_time():
+    class Slow:
+        def put(self, value):
+            time.sleep(0.02)
+
+        def end(self): ...
+
+    decoder = Decoder(tiny_model(1), max_length=99)
+    decoder.generate([1, 2], GenerationConfig(8))
+    stats = decoder.generate([1, 2], GenerationConfig(8), streamer=Slow()).stats
+    assert stats.decode_s < 7 * 0.02
+    assert sum(stats.time_ms.values()) == pytest.approx(stats.decode_s * 1e3, rel=1e-6)
+
+
+def test_a_root_alone_needs_no_drafter_and_prompts_may_be_tensors():
+    target, drafter = tiny_model(1), tiny_model(2, attn_layers=())
+    decoder = Decoder(target, drafter, TokenTree.chain(0), max_length=99)
+    got = decoder.generate(torch.tensor([[1, 2, 3]]), GenerationConfig(8))
+    for prompt in ([1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]])):
+        assert got.tokens == generate(target, prompt, GenerationConfig(8)).tokens
+    assert got.stats.accepted_per_call == [0] * 7
+
+
+@pytest.mark.parametrize(
+    "values, complaint",
+    [
+        (dict(stop_strings=("a", "")), "stop string"),
+        (dict(temperature=1e-320), "temperature"),
+        (dict(seed=2**64), "seed"),
+        (dict(seed=-1), "seed"),
+        (dict(seed=True), "seed"),
+        (dict(top_k=2**63), "top_k"),
+        (dict(repetition_penalty=1e-308), "repetition_penalty is 1e-308, wanted 0.00001 to"),
+        (dict(repetition_penalty=1e308), "repetition_penalty"),
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_k=-1), "top_k"),
+    ],
+)
+def test_bad_generation_settings(values, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        GenerationConfig(**values)
+
+
+def test_what_cannot_work_is_refused_at_start():
+    target = tiny_model(1)
+    with pytest.raises(UsageError, match="vocabulary has 50 tokens, the target's 61"):
+        Decoder(target, tiny_model(2, vocab_size=50))
+    drafter = tiny_model(2, attn_layers=())
+    target.tokenizer_fingerprint, drafter.tokenizer_fingerprint = "a", "b"
+    with pytest.raises(UsageError, match="different tokenizers"):
+        Decoder(target, drafter)
+    with pytest.raises(UsageError, match="drafter is on meta, the target on cpu: move one"):
+        Decoder(tiny_model(1), tiny_model(2).to("meta"))
+    with pytest.raises(UsageError, match="needs a drafter"):
+        Decoder(target, tree=TokenTree.paper())
+    decoder = Decoder(target, max_length=32)
+    with pytest.raises(UsageError, match="empty"):
+        decoder.generate([])
+    with pytest.raises(UsageError, match="max_length of 260"):
+        decoder.generate([1, 2, 3])
+    with pytest.raises(UsageError, match="the prompt has the token 61, wanted 0 to 60"):
+        decoder.generate([61], GenerationConfig(4))
+    with pytest.raises(UsageError, match="siblings"):
+        Decoder(target, tiny_model(2, attn_layers=()), balanced([62]), max_length=99).generate(
+            [1], GenerationConfig(4)
+        )
+    with pytest.raises(UsageError, match="no multiple"):
+        HybridConfig(vocab_size=9, d_model=8, num_layers=1, num_ssm_heads=3, ssm_head_dim=4,
+                     d_state=4, num_x_groups=2, num_b_groups=3, num_c_groups=3)  # fmt: skip
+
+
+def test_numbers_of_numpy_and_generators_of_texts_are_taken():
+    generation = GenerationConfig(seed=np.int64(3), stop_strings=(each for each in ["ab"]))
+    assert type(generation.seed) is int and generation.stop_strings == ("ab",)
+    Decoder(tiny_model(1), max_length=99).generate([1], GenerationConfig(2, seed=np.int64(3)))

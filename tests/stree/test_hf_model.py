@@ -1,0 +1,608 @@
+"""The door from transformers: its models' tensors, its `generate`, the same tokens."""
+
+import inspect
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, random_reference
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import stree
+from stree.batching.batch_decoder import BatchDecoder
+from stree.batching.step_timing import context_of, room_to_time
+from stree.checkpoints.load_save import load_model
+from stree.checkpoints.shared_weights import shared_model
+from stree.common.errors import CheckpointRefused, UsageError
+from stree.common.words import device_name, dtype_name
+from stree.hf_model import generate
+from stree.models.model import HybridModel
+from stree.models.slicing import slice_drafter
+from stree.tree_policy.adaptive import deepest_of
+from stree.trees.token_tree import balanced
+from stree.verifiers.multi_step import MultiStep
+from stree_kernels import ops
+
+# What transformers' own cached steps do otherwise than its full forwards, and padding (through
+# biases): tokens are compared without
+SAME_WITH_A_CACHE = {"time_step_limit": (0.0, float("inf")), "time_step_min": 0.0}
+TREE = balanced([3, 2, 1], "small")
+
+
+def reference(family, seed=0, without_biases=False):
+    """A tiny model that gives the same with and without its cache."""
+    theirs = random_reference(family, seed)
+    for name, value in SAME_WITH_A_CACHE.items():
+        for each in (theirs.config, *theirs.modules()):
+            if hasattr(each, name):
+                setattr(each, name, value)
+    if without_biases:
+        with torch.no_grad():
+            for name, tensor in theirs.named_parameters():
+                if name.endswith("bias") and not name.endswith(("dt_bias", "correction_bias")):
+                    tensor.zero_()
+    theirs.generation_config.eos_token_id = None
+    theirs.generation_config.pad_token_id = 0
+    return theirs
+
+
+def decoder_of(theirs, **options):
+    """With a drafter cut from the target, so that some drafts are accepted."""
+    target = shared_model(theirs)
+    layers = [0, target.config.num_layers - 1]
+    return stree.from_transformers(theirs, slice_drafter(target, layers), TREE, **options)
+
+
+@pytest.fixture(scope="module")
+def granite():
+    return reference("granite", 1)
+
+
+def prompts(lengths=(9, 4, 6)):
+    """Prompts of several lengths, padded at the left, and their mask."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (len(lengths), max(lengths)), generator=draw)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = 0
+        mask[row, : max(lengths) - length] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        pytest.param(family, seed, marks=[pytest.mark.long] if seed else [])
+        for family in FAMILIES
+        for seed in range(6)
+    ],
+)
+def test_greedy_tokens_are_those_of_generate(family, seed):
+    theirs = reference(family, seed)
+    decoder = decoder_of(theirs)
+    ids, mask = prompts((9, 4, 6) if seed else (9, 4))
+    num_new = 40 if seed else 8
+    got = decoder.generate(ids, attention_mask=mask, max_new_tokens=num_new, do_sample=False)
+    assert torch.equal(got[:, : ids.shape[1]], ids)
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        alone = theirs.generate(
+            ids[row : row + 1, padding:], max_new_tokens=num_new, do_sample=False
+        )
+        assert torch.equal(got[row, padding:], alone[0])
+    assert sum(sum(each.stats.accepted_per_call) for each in decoder.outputs) > 0
+
+
+def families(*quick):
+    """All of them, but for some only in a long run."""
+    return [
+        pytest.param(each, marks=[] if each in quick else [pytest.mark.long]) for each in FAMILIES
+    ]
+
+
+@pytest.mark.parametrize("family", families("granite", "qwen3_5"))
+def test_padded_batches_are_those_of_generate(family):
+    theirs = reference(family, 1, without_biases=True)
+    ids, mask = prompts()
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(decoder_of(theirs).generate(ids, **options), theirs.generate(ids, **options))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_layouts_of_transformers_beside_the_families(kind):
+    torch.manual_seed(0)
+    common = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2)
+    if kind == "llama":
+        theirs = LlamaForCausalLM(
+            LlamaConfig(**common, num_attention_heads=2, intermediate_size=24)
+        )
+    else:
+        theirs = Mamba2ForCausalLM(
+            Mamba2Config(**common, num_heads=4, head_dim=8, state_size=8, n_groups=1)
+        )
+    ids, _ = prompts((5,))
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    decoder = decoder_of(theirs.eval())
+    assert torch.equal(decoder.generate(ids, **options), theirs.generate(ids, **options))
+    shared = {tensor.data_ptr() for tensor in theirs.state_dict().values()}
+    assert all(tensor.data_ptr() in shared for tensor in decoder.target.state_dict().values())
+
+
+# Memory
+
+OWN_TENSORS = {
+    "bamba": ("q_proj", "k_proj"), "granite": ("embed_tokens", "model.norm"), "nemotron": (),
+    "lfm2": (), "zamba": (),
+    "qwen3_next": ("norm", "q_proj", "k_proj", "gate_proj", "in_proj_"),
+    "qwen3_5": ("norm", "q_proj", "k_proj", "self_attn.gate_proj"),
+}  # fmt: skip
+
+
+def storages(*models):
+    tensors = [tensor for model in models for tensor in model.state_dict().values()]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
+@pytest.mark.parametrize("family", OWN_TENSORS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tensors_are_shared(family, seed):
+    theirs = random_reference(family, seed)
+    ours, before = shared_model(theirs), storages(theirs)
+    own = [
+        name for name, tensor in ours.state_dict().items()
+        if tensor.untyped_storage().data_ptr() not in before
+    ]  # fmt: skip
+    assert not [name for name in own if not any(each in name for each in OWN_TENSORS[family])]
+    assert len(storages(theirs, ours)) == len(before) + len(own)
+
+
+@pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
+@torch.no_grad()
+def test_packing_for_the_fused_kernels_makes_no_second_copy(family, monkeypatch):
+    """Weights that are joined are theirs, too, which go on as before."""
+    theirs = random_reference(family, 1)
+    ids, _ = prompts((7,))
+    wanted = theirs(ids, use_cache=False).logits
+    ours = shared_model(theirs)
+    before = sum(storages(theirs, ours).values())
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    ours.pack()
+    assert sum(storages(theirs, ours).values()) == before
+    monkeypatch.undo()
+    torch.testing.assert_close(theirs(ids, use_cache=False).logits, wanted)
+    torch.testing.assert_close(ours(ids), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", families("granite", "zamba", "qwen3_next"))
+@torch.no_grad()
+def test_transformers_saves_a_model_that_has_decoded_here(family, tmp_path):
+    theirs, (ids, _) = random_reference(family, 1), prompts((7,))
+    wanted = theirs(ids, use_cache=False).logits
+    stree.from_transformers(theirs).generate(ids, max_new_tokens=2)
+    theirs.save_pretrained(tmp_path)
+    again = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(again(ids, use_cache=False).logits, wanted)
+    torch.testing.assert_close(load_model(tmp_path)(ids), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_changes_in_place_changes_in_both(granite):
+    ours = shared_model(granite)
+    weight = granite.model.layers[0].input_layernorm.weight
+    assert ours.model.layers[0].input_layernorm.weight is weight
+
+
+@pytest.mark.parametrize("family", families("granite", "falcon"))
+def test_a_decoder_follows_a_model_that_is_trained_or_moved(family):
+    """Tensors of our own are made anew; without a change nothing is."""
+    theirs, (ids, _) = reference(family, 1), prompts((7,))
+    decoder, options = stree.from_transformers(theirs), dict(max_new_tokens=12, do_sample=False)
+    before = assert_same(theirs, decoder, ids, **options)
+    kept = decoder.target, decoder._batch
+    assert_same(theirs, decoder, ids, **options)
+    generate(theirs, inputs=ids, **options)
+    own = theirs._stree_decoder[1]
+    assert (decoder.target, decoder._batch) == kept
+    with torch.no_grad():
+        for tensor in theirs.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    assert not torch.equal(assert_same(theirs, decoder, ids, **options), before)
+    assert torch.equal(generate(theirs, inputs=ids, **options), theirs.generate(ids, **options))
+    assert theirs._stree_decoder[1] is own
+    theirs.to(torch.float64)
+    assert_same(theirs, decoder, ids, **options)
+    assert decoder.target.dtype == torch.float64
+
+
+def test_hooks_are_refused_and_those_of_transformers_are_not(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((7,))
+    granite(ids, output_hidden_states=True)
+    assert any(each._forward_hooks for each in granite.modules()), "some of its own"
+    decoder.generate(ids, max_new_tokens=2)
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        hook = getattr(granite.model.layers[1], register)(lambda *_: None)
+        with pytest.raises(UsageError, match=r"model\.layers\.1 has a forward hook"):
+            decoder.generate(ids, max_new_tokens=2)
+        hook.remove()
+    decoder.generate(ids, max_new_tokens=2)
+
+
+# What generate takes
+
+
+class AfterToken(StoppingCriteria):
+    """Ends a sequence after one of some tokens; asked about one sequence or a batch."""
+
+    def __init__(self, tokens):
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+class Streamer:
+    def __init__(self):
+        self.put_tokens, self.ended = [], 0
+
+    def put(self, value):
+        self.put_tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def assert_same(theirs, decoder, ids, *positional, **options):
+    wanted = theirs.generate(ids, *positional, **options)
+    got = decoder.generate(ids, *positional, **options)
+    assert torch.equal(got, wanted), (got, wanted)
+    return got
+
+
+def test_ends_and_paddings_are_those_of_generate(granite):
+    decoder = decoder_of(granite)
+    ids, mask = prompts()
+    free = granite.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    eos = [int(free[0, -12]), int(free[1, -7])]
+    got = assert_same(
+        granite, decoder, ids, attention_mask=mask, max_new_tokens=20, do_sample=False,
+        eos_token_id=eos, pad_token_id=3,
+    )  # fmt: skip
+    assert (got == 3).any() and got.shape[1] <= free.shape[1]
+    config = GenerationConfig(max_length=14, eos_token_id=eos[0], pad_token_id=None)
+    assert_same(granite, decoder, ids, config, attention_mask=mask)
+    assert_same(granite, decoder, ids, max_new_tokens=3, num_return_sequences=1)
+
+
+@pytest.mark.parametrize("eos", [None, 60])
+def test_stopping_criteria_end_each_sequence(granite, eos):
+    """With an EOS sequences are padded when they end, without one they go on together."""
+    decoder = decoder_of(granite)
+    ids, mask = prompts()
+    free = granite.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    stops = AfterToken([int(free[0, -10]), int(free[1, -14]), int(free[2, -12])])
+    got = assert_same(
+        granite, decoder, ids, attention_mask=mask, max_new_tokens=20, do_sample=False,
+        eos_token_id=eos, stopping_criteria=StoppingCriteriaList([stops]),
+    )  # fmt: skip
+    assert got.shape[1] < free.shape[1]
+
+
+def test_a_streamer_gets_what_generate_would_put(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((6,))
+    one, other = Streamer(), Streamer()
+    got = decoder.generate(ids, max_new_tokens=9, do_sample=False, streamer=one)
+    granite.generate(ids, max_new_tokens=9, do_sample=False, streamer=other)
+    assert one.put_tokens == other.put_tokens == got[0].tolist()
+    assert one.ended == other.ended == 1
+    failing = Streamer()
+    with pytest.raises(UsageError):
+        decoder.generate(ids, num_beams=2, streamer=failing)
+    assert failing.ended == 1
+
+
+def test_sampling_repeats_with_torchs_seed_and_keeps_the_filters(granite):
+    decoder, (ids, mask) = decoder_of(granite), prompts()
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True)
+
+    def drawn(seed, **more):
+        torch.manual_seed(seed)
+        return decoder.generate(ids, **options, **more)
+
+    assert torch.equal(drawn(1, temperature=9.0), drawn(1, temperature=9.0))
+    assert not torch.equal(drawn(1, temperature=9.0), drawn(2, temperature=9.0))
+    several = drawn(1, num_return_sequences=2, temperature=9.0)
+    assert len(several) == 6 and not torch.equal(several[0], several[1])
+    reused = [each.stats.num_reused_tokens for each in decoder.outputs]
+    assert reused[::2] == [0] * 3 and reused[1::2] == mask.sum(1).tolist()  # read once
+    alone = stree.Decoder(decoder.target, max_length=64)
+    for row, each in enumerate(decoder.outputs):
+        prompt = ids[row // 2][mask[row // 2] != 0]
+        asked = stree.GenerationConfig(12, 9.0, 50, seed=each.seed)
+        assert alone.generate(prompt, asked).tokens == each.tokens
+    greedy = granite.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert torch.equal(drawn(1, top_k=1), greedy)
+    assert torch.equal(drawn(1, top_p=1e-6, top_k=0), greedy)
+    assert torch.equal(drawn(1, min_p=1.0, top_k=0), greedy)
+    penalised = drawn(1, min_p=1.0, top_k=0, repetition_penalty=1.9)
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        alone = granite.generate(
+            ids[row : row + 1, padding:], max_new_tokens=12, do_sample=False, repetition_penalty=1.9
+        )
+        assert torch.equal(penalised[row, padding:], alone[0])
+    assert not torch.equal(penalised, greedy)
+
+
+@pytest.mark.parametrize("family", families("granite", "qwen3_5"))
+def test_greedy_tokens_with_a_repetition_penalty_are_those_of_generate(family):
+    theirs = reference(family, 1)
+    decoder, (ids, _) = decoder_of(theirs), prompts((9,))
+    options = dict(max_new_tokens=30, do_sample=False)
+    plain = theirs.generate(ids, **options)
+    # One token over and over is what a penalty below 1 asks for, and withstands a weak one
+    withstands = (1.3, 0.6) if len(set(plain[0, ids.shape[1] :].tolist())) == 1 else ()
+    for penalty in (1.3, 4.0, 0.6):
+        got = decoder.generate(ids, **options, repetition_penalty=penalty)
+        assert torch.equal(got, theirs.generate(ids, **options, repetition_penalty=penalty))
+        assert penalty in withstands or not torch.equal(got, plain)
+        assert sum(decoder.outputs[0].stats.accepted_per_call) > 0
+
+
+def letters():
+    """A tokenizer of one letter a token."""
+    vocabulary = {chr(65 + token): token for token in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_stop_strings(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((6,))
+    free = granite.generate(ids, max_new_tokens=12, do_sample=False)
+    stop = "".join(chr(65 + int(token)) for token in free[0, -8:-6])
+    options = dict(max_new_tokens=12, do_sample=False, tokenizer=letters())
+    got = assert_same(granite, decoder, ids, **options, stop_strings=[stop])
+    assert got.shape[1] < free.shape[1]
+    config = GenerationConfig(stop_strings=[stop], pad_token_id=0)
+    assert torch.equal(decoder.generate(ids, config, **options), got)
+    assert config.stop_strings == [stop]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(num_beams=2), "num_beams = 2"),
+        (dict(return_dict_in_generate=True), "return_dict_in_generate = True"),
+        (dict(no_repeat_ngram_size=2), "NoRepeatNGramLogitsProcessor"),
+        (dict(min_new_tokens=2, eos_token_id=5), r"Min\w*LengthLogitsProcessor"),
+        (dict(logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5, 2)])),
+         "RepetitionPenaltyLogitsProcessor"),
+        (dict(prefix_allowed_tokens_fn=lambda *_: [1]), "PrefixConstrainedLogitsProcessor"),
+        (dict(assistant_model="small"), "assistant_model = 'small'"),
+        (dict(assistant_model=torch.nn.ModuleList([torch.nn.ReLU()])), "model = ModuleList"),
+        (dict(inputs_embeds=torch.zeros(2, 2, 4)), "inputs_embeds"),
+        (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens = 3"),
+        (dict(attention_mask=torch.tensor([[1, 1, 1, 0]])), "pads at the right"),
+        (dict(stop_strings=["a"]), "need the tokenizer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(granite, options, named):
+    decoder = stree.from_transformers(granite)
+    with pytest.raises(UsageError, match=named) as refusal:
+        decoder.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=4, **options)
+    assert "\n" not in str(refusal.value)
+    assert decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=4).shape == (1, 6)
+
+
+def test_prompts_that_are_no_tensor_are_one_line(granite):
+    decoder, batch = stree.from_transformers(granite), {"input_ids": prompts((6,))[0]}
+    for wrong, told in (("a text", "are a str"), ([1, 2], "are a list"), (batch, r"\*\*batch")):
+        for given in (dict(inputs=wrong), dict(input_ids=wrong)):
+            with pytest.raises(UsageError, match=told):
+                decoder.generate(**given)
+
+
+def test_models_that_cannot_be_shared_are_refused_by_name(granite):
+    with pytest.raises(UsageError, match="is a str, wanted one that transformers has loaded"):
+        stree.from_transformers("granite")
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(CheckpointRefused, match=r"'gpt2' model, wanted one of: .*Bamba"):
+        stree.from_transformers(other)
+    adapted = reference("bamba")
+    layer = next(each for each in adapted.model.layers if hasattr(each, "feed_forward"))
+    layer.feed_forward.up_proj = torch.nn.Sequential(layer.feed_forward.up_proj)
+    with pytest.raises(CheckpointRefused, match=r"up_proj\.weight missing; merge"):
+        stree.from_transformers(adapted)
+    packed = torch.ao.quantization.quantize_dynamic(reference("bamba"), {torch.nn.Linear})
+    with pytest.raises(CheckpointRefused, match="wanted a plain tensor: load it unquantised"):
+        stree.from_transformers(packed)
+    with pytest.raises(UsageError, match="the model lies on meta: load it"):
+        stree.from_transformers(reference("bamba").to("meta"))
+    with pytest.raises(UsageError, match="needs a drafter to fill it"):
+        stree.from_transformers(granite, tree="paper")
+    with pytest.raises(UsageError, match="a streamer shows one answer at a time"):
+        stree.from_transformers(granite).generate(prompts()[0], streamer=Streamer())
+
+
+# What drafts
+
+
+@pytest.mark.parametrize("kind", ["theirs", "folder", "ngram", "none"])
+def test_drafters(granite, kind, tmp_path):
+    drafter = None
+    if kind == "theirs":
+        drafter = reference("lfm2")
+    elif kind == "ngram":
+        drafter = "ngram:2"
+    elif kind == "folder":
+        from stree.checkpoints.load_save import save_model
+
+        save_model(slice_drafter(shared_model(granite), [0]), tmp_path / "drafter")
+        drafter = str(tmp_path / "drafter")
+    decoder, (ids, _) = stree.from_transformers(granite, drafter), prompts((6,))
+    assert_same(granite, decoder, ids, max_new_tokens=8, do_sample=False)
+    assert ("drafter NGram, tree" in repr(decoder)) == (kind == "ngram")
+    assert ("TransformersDecoder(" in repr(decoder)) and decoder.outputs[0].stats.num_new_tokens
+    assert isinstance(decoder.target, HybridModel)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chain-2 or paper", pytest.param("bandit chain-2 or paper", marks=pytest.mark.long)],
+)
+def test_a_tree_may_be_chosen_step_by_step(granite, name):
+    drafter = slice_drafter(shared_model(granite), [0, 2])
+    decoder = stree.from_transformers(granite, drafter, name)
+    assert f"tree {name}" in repr(decoder)
+    for lengths in ((6,), (9, 4)):  # of more rows, costs are measured again
+        ids, mask = prompts(lengths)
+        assert_same(granite, decoder, ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        for each in decoder.outputs:
+            assert each.stats.calls_by_tree.keys() <= {"plain", "chain-2", "paper"}
+            assert each.stats.calls_by_tree.total() == each.stats.num_calls
+    got = generate(granite, drafter=drafter, tree=name, inputs=ids, max_new_tokens=4)
+    assert got.shape == (2, ids.shape[1] + 4)
+    assert str(granite._stree_decoder[1].tree) == name
+
+
+def test_a_choice_with_costs_of_such_steps_measures_none(granite, monkeypatch):
+    """Of one row and greedy, that is: for two, or sampled in larger buffers, it measures."""
+    timed, measure = [], BatchDecoder.measure_costs
+    monkeypatch.setattr(
+        BatchDecoder, "measure_costs", lambda self, **options: (
+            timed.append(options["generation"].temperature) or measure(self, **options)
+        ),
+    )  # fmt: skip
+    place = dict(device=device_name(granite.device), dtype=dtype_name(granite.dtype))
+    modes = stree.Modes(["chain-2", "paper"])
+    modes.costs = stree.Costs({(1, tree): 1.0 for tree in modes.trees}, **place)
+    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), modes)
+    ids, mask = prompts((9, 4))
+    decoder.generate(ids[:1], max_new_tokens=4, do_sample=False)
+    assert timed == []
+    decoder.generate(ids[:1], max_new_tokens=244, do_sample=True)
+    assert timed == [1.0]
+    decoder.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=True)
+    assert timed == [1.0, 1.0]
+
+
+def test_it_says_how_many_sequences_fit(granite):
+    decoder = stree.from_transformers(granite, slice_drafter(shared_model(granite), [0]), "chain-2")
+    assert decoder.room is None
+    for lengths in ((6,), (9, 4)):
+        ids, mask = prompts(lengths)
+        decoder.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+        assert decoder.room.num_rows == len(lengths) and decoder.room.parts["drafter"] > 0
+    assert "2 sequences at once, of up to 256 tokens: " in str(decoder.room)
+
+
+def test_a_choice_of_a_deep_tree_has_room_to_be_timed(granite):
+    """Its answers would fit buffers in which three of its steps do not."""
+    decoder = stree.from_transformers(
+        granite, slice_drafter(shared_model(granite), [0]), "chain-80"
+    )
+    ids, _ = prompts((6,))
+    decoder.generate(ids, max_new_tokens=1, do_sample=False)
+    without_choice = decoder._batch.max_length
+    decoder = stree.from_transformers(granite, decoder.drafter, "chain-1 or chain-80")
+    assert room_to_time(deepest_of(decoder.tree), without_choice, context_of(without_choice)) < 1
+    assert_same(granite, decoder, ids, max_new_tokens=2, do_sample=False)
+    assert not decoder._batch.modes.costs.misfit(decoder.target, decoder.tree.trees, 0.0)
+
+
+def test_generate_by_a_folder_of_custom_code(granite, tmp_path, monkeypatch):
+    """transformers copies the folder's code to its cache and runs it, offline."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.path", [str(tmp_path), *__import__("sys").path])
+    ids, mask = prompts()
+    drafter = slice_drafter(shared_model(granite), [0, 2])
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    wanted = granite.generate(ids, **options)
+    door = dict(custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=True)
+    for _ in range(2):
+        got = granite.generate(ids, **options, **door, drafter=drafter, tree=TREE)
+        assert torch.equal(got, wanted)
+    decoder = granite._stree_decoder[1]
+    assert decoder.drafter is drafter and decoder.tree is TREE
+    assert torch.equal(granite.generate(ids, **options, **door), wanted)
+    assert granite._stree_decoder[1] is not decoder
+    with pytest.raises(UsageError, match="num_beams = 2"):
+        granite.generate(ids, num_beams=2, **door)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        granite.generate(ids, custom_generate=stree.CUSTOM_GENERATE, trust_remote_code=False)
+
+
+def test_the_other_settings_of_load(granite):
+    """What `stree.load` is told of a decoder and transformers' generate is not."""
+    taken = inspect.signature(stree.load).parameters.keys()
+    of_the_model_or_call = {
+        "target", "device", "dtype", "max_length", "temperature", "num_rows", "unknown",
+    }  # fmt: skip
+    for door in (stree.from_transformers, generate):
+        offered = inspect.signature(door).parameters.keys()
+        assert taken - of_the_model_or_call <= offered
+    ids, mask = prompts()
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    decoder = decoder_of(granite, verifier="multi_step", backtracking="joint", num_prefixes=2)
+    assert_same(granite, decoder, ids, **options)
+    batch = decoder._batch
+    assert isinstance(batch.verifier, MultiStep) and batch.cache.last_tree is not None
+    assert sum(sum(each.stats.accepted_per_call) for each in decoder.outputs) > 0
+    told = dict(verifier="multi_step", backtracking="joint", num_prefixes=1)
+    got = generate(granite, drafter=decoder.drafter, tree=TREE, **told, inputs=ids, **options)
+    assert torch.equal(got, granite.generate(ids, **options))
+    kept = granite._stree_decoder[1]
+    generate(granite, drafter=decoder.drafter, tree=TREE, inputs=ids, **options)
+    assert granite._stree_decoder[1] is not kept and kept._batch.cache.last_tree is not None
+    for wrong in (dict(backtracking="undo"), dict(num_prefixes=-1), dict(verifier="none")):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            stree.from_transformers(granite, **wrong)
+
+
+def test_a_conversation_reads_only_what_is_new(granite):
+    decoder, (ids, _) = decoder_of(granite, num_prefixes=2), prompts((6,))
+    options = dict(max_new_tokens=8, do_sample=False)
+    first = assert_same(granite, decoder, ids, **options)
+    second = torch.cat([first, ids], dim=1)
+    assert_same(granite, decoder, second, **options)
+    assert decoder.outputs[0].stats.num_reused_tokens >= ids.shape[1]
+    plain = decoder_of(granite)
+    plain.generate(ids, **options)
+    plain.generate(second, **options)
+    assert plain.outputs[0].stats.num_reused_tokens == 0
+
+
+def test_buffers_serve_calls_that_fit_them(granite):
+    decoder, (ids, mask) = decoder_of(granite), prompts()
+    decoder.generate(ids, attention_mask=mask, max_new_tokens=4)
+    kept = decoder._batch
+    decoder.generate(ids[:1], max_new_tokens=8)
+    assert decoder._batch is kept
+    decoder.generate(
+        torch.cat([ids, ids]), attention_mask=torch.cat([mask, mask]), max_new_tokens=4
+    )
+    assert decoder._batch is not kept and decoder._batch.num_rows == 6
+
+
+def test_a_prompt_that_is_refused_leaves_no_row_taken(granite):
+    decoder, (ids, _) = decoder_of(granite), prompts((6, 6))
+    foreign = ids.clone()
+    foreign[1, 2] = VOCAB
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"the prompt has the token {VOCAB}"):
+            decoder.generate(foreign, max_new_tokens=4)
+    assert_same(granite, decoder, ids, max_new_tokens=4, do_sample=False)

@@ -1,0 +1,386 @@
+"""Trees that grow in the step: the best by the drafter, and what comes out is the target's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from eager import without_graphs
+from enumerated import CONTEXT, RELATIONS, TREES, distance, random_case, related_case
+from growing import Growing, GrowingInTurn
+from toys import (
+    TableTarget,
+    exact_distribution,
+    right_now_and_then,
+    tiny_model,
+)
+
+from stree import BatchDecoder, Decoder, GenerationConfig, Modes, Request, TokenTree
+from stree.batching.runners import new_report
+from stree.batching.state import Rows
+from stree.batching.step import Step
+from stree.common.errors import UsageError
+from stree.drafters import Proposal
+from stree.drafters.model import ModelDrafter
+from stree.drafters.ngram import NGram
+from stree.speculation_profile import Tree
+from stree.tree_policy.adaptive import PLAIN
+from stree.tree_policy.step_times import Costs
+from stree.trees.build import tree_batch
+from stree.trees.dynamic import GrownForest
+from stree.trees.token_tree import BeamTree
+from stree.verifiers.multi_step import MultiStep
+from stree.verifiers.naive import Naive
+from stree_kernels import naive, ops
+
+NAMES = ["beam-1-3-4", "beam-3-1-4", "beam-2-4-7", "beam-3-4-13", "beam-4-2-12"]
+CPU = torch.device("cpu")
+
+
+def best_first(model, context, tree: BeamTree, generation: GenerationConfig):
+    """Tokens and parents by the model's whole-sequence logits, on the host, the best node first."""
+
+    def children(path: list[int]) -> list[tuple[float, int]]:
+        logits = model(torch.tensor([context + path]))[0, -1].double()
+        scores, scale = logits, generation.temperature or 1.0
+        if generation.temperature:
+            place = torch.tensor([[len(context) + len(path)]])
+            noise = naive.token_noise(torch.tensor([generation.seed]), place, len(logits))[0, 0]
+            scores = logits / scale + noise
+        best = scores.topk(tree.width).indices
+        shares = (scores * scale).log_softmax(-1)
+        return [(float(shares[token]), int(token)) for token in best]
+
+    nodes = [(0.0, [], -1)]  # value, path, parent
+    level = [0]
+    for _ in range(tree.depth):
+        start = len(nodes)
+        for parent in level:
+            value, path, _ = nodes[parent]
+            nodes += [(value + share, [*path, token], parent) for share, token in children(path)]
+        ranked = sorted(range(start, len(nodes)), key=lambda node: (-nodes[node][0], node))
+        level = sorted(ranked[: tree.width])
+    ranked = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))
+    kept = ranked[: tree.num_nodes]
+    parents = [-1] + [kept.index(nodes[node][2]) for node in kept[1:]]
+    return [nodes[node][1][-1] for node in kept[1:]], parents
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), list(zip(NAMES, [(1,), (), (), (1,), (1,)], strict=True)), ids=NAMES
+)
+def test_the_tree_is_the_best_by_the_drafter(name, layers):
+    """Two rows of other prompts and settings; the drafter's states along the beams included."""
+    tree = BeamTree.named(name)
+    model = tiny_model(3, num_layers=2, attn_layers=layers)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.1)  # unsure, or all trees were chains
+    settings = [GenerationConfig(temperature=0.0), GenerationConfig(temperature=1.3, seed=5)]
+    texts = [[4, 9, 2, 7], [8, 1, 3]]
+    everyone = Rows.new(2, tree.num_nodes)
+    drafter = ModelDrafter(model, 2, 64, max(tree.num_nodes, tree.num_inner))
+    forest, shapes = tree_batch([tree, TokenTree.chain(0)], CPU), []
+    for turn in range(2):  # in the second, what the first has left must not matter
+        for row, text in enumerate(texts):
+            everyone.set(row, settings[row])
+            drafter.clear(row)
+            drafter.read(row, torch.tensor(text[: -1 - turn]))
+            everyone.begin(row, len(text) - 1, text[-1])
+            everyone.block[row, : 2 + turn] = torch.tensor([1 + turn, *text[-1 - turn :]])
+        with torch.no_grad():
+            rows = everyone.narrow(0, 2, settings)
+            proposal = drafter.draft(rows, forest, 1 + turn, 32, False)
+            for row, text in enumerate(texts):
+                tokens, parents = best_first(model, text, tree, settings[row])
+                assert proposal.tokens[row].tolist() == [text[-1], *tokens]
+                assert forest.parents[row].tolist() == parents
+                shapes.append(tuple(parents))
+                grown = forest.trees[row]
+                assert forest.depths[row].tolist() == list(grown.depths)
+                children = [[n for n in row if n >= 0] for row in forest.children[row].tolist()]
+                assert children == [list(nodes) for nodes in grown.children]
+    assert proposal.finite.all()
+    assert tree.width == 1 or tree.depth == 1 or len(set(shapes)) > 1
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "naive"])
+def test_what_comes_out_is_plain_decodings(verifier, monkeypatch, captured_on_cpu):
+    """In batches of other lengths and settings, as graphs and without."""
+    target = tiny_model(1)
+    drafter, rng = right_now_and_then(target), random.Random(2)
+    served = [
+        Request(
+            [rng.randrange(61) for _ in range(rng.randint(1, 9))],
+            GenerationConfig(
+                rng.randint(5, 14), rng.choice([0.0, 0.7, 1.3]), seed=seed, top_k=rng.choice([0, 9])
+            ),
+        )
+        for seed in range(5)
+    ]
+    plain = BatchDecoder(target, num_rows=5, max_length=64).generate(served)
+    accepted = 0
+    for name in ("beam-2-4-7", "beam-3-3-13"):
+        tree = BeamTree.named(name)
+
+        def decode():
+            return BatchDecoder(
+                target, drafter, tree, num_rows=3, max_length=64, verifier=verifier
+            ).generate(served)
+
+        outputs = decode(), without_graphs(monkeypatch, decode)
+        for captured, eager, wanted in zip(*outputs, plain, strict=True):
+            assert captured.tokens == eager.tokens
+            assert captured.stats.accepted_per_call == eager.stats.accepted_per_call
+            if verifier == "coupled" or not wanted.stats:
+                assert eager.tokens == wanted.tokens
+            assert eager.stats.num_nodes == tree.num_nodes * eager.stats.num_calls
+            depths = [tree.depths[end] for end in eager.stats.end_node_per_call]
+            assert depths == eager.stats.accepted_per_call
+            accepted += sum(eager.stats.accepted_per_call)
+    assert accepted > 20 or verifier == "naive"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_of_fused_kernels_give_the_same_tokens(temperature, monkeypatch, captured_on_cpu):
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's; on a GPU the test above runs the kernels")
+    target = tiny_model(1, torch.float32, num_layers=2)
+    drafter = right_now_and_then(target)
+    served = [
+        Request([5, 6, 7], GenerationConfig(5, temperature=temperature, seed=3)),
+        Request([9] * 4, GenerationConfig(4, temperature=temperature, seed=4)),
+    ]
+
+    def serve():
+        decoder = BatchDecoder(target, drafter, BeamTree.of(3, 3, 9), num_rows=2, max_length=32)
+        return [(out.tokens, out.stats.accepted_per_call) for out in decoder.generate(served)]
+
+    wanted = serve()
+    assert len({each for _, accepted in wanted for each in accepted}) > 1
+    monkeypatch.setattr(ops, "fused", lambda *_: True)
+    assert serve() == wanted
+
+
+def tables(seed: int):
+    torch.manual_seed(seed)
+    size = 4 + seed % 5
+    table = 2 * torch.randn(size, size, size, dtype=torch.float64)
+    return TableTarget(table), Growing(table + torch.randn_like(table))
+
+
+def test_drafts_change_nothing_of_what_is_sampled():
+    """Whatever tables, temperatures, top-k and top-p."""
+    rng, accepted, calls = random.Random(7), 0, 0
+    for seed in range(30):
+        target, drafter = tables(seed)
+        setting = GenerationConfig(
+            20, rng.choice([0.2, 0.6, 1.0, 1.7]), rng.choice([0, 2, 3]), rng.choice([1.0, 0.8]),
+            seed=rng.randrange(2**50),
+        )  # fmt: skip
+        wanted = Decoder(target).generate([seed % 3, 1], setting).tokens
+        decoder = Decoder(target, drafter, BeamTree.named(NAMES[seed % len(NAMES)]))
+        got = decoder.generate([seed % 3, 1], setting)
+        assert got.tokens == wanted, seed
+        accepted += sum(got.stats.accepted_per_call)
+        calls += got.stats.num_calls
+    assert accepted > 0.6 * calls
+
+
+class InTurn(GrowingInTurn):
+    """Its drafts are as good as they were probable."""
+
+    def choose(self, forest, rows, level, logits, finite) -> None:
+        super().choose(forest, rows, level, logits, finite)
+        shares = rows.distribution(logits).log().gather(2, forest.pool.gather(
+            1, level.places.flatten(1)).view_as(level.places))  # fmt: skip
+        paths = forest.values.gather(1, level.nodes)[..., None] + shares.float()
+        forest.values.scatter_(1, level.places.flatten(1), paths.flatten(1))
+
+
+def block_distribution(
+    table, drafter_of, tree: BeamTree, setting: GenerationConfig, verifier
+) -> dict:
+    """Of what one step gives one row, over all draws and coins, by the verifier as it judges trees
+    of one shape: the drafts are given to it in a static forest of the shape that has grown."""
+
+    target = TableTarget(table)
+
+    def run(choose):
+        everyone, cache = Rows.new(1, 8), target.new_cache(16, 8, 1)
+        everyone.set(0, setting)
+        everyone.begin(0, 1, CONTEXT[-1])
+        cache.rows[0].committed = list(CONTEXT[:-1])
+        drafter = drafter_of(choose)
+        drafter.read(0, torch.tensor(CONTEXT[:-1]))
+        rows, forest = everyone.narrow(0, 1, [setting]), GrownForest(tree, 1, CPU)
+        step = Step(target, cache, drafter, verifier(lambda probs, places: choose(probs)))
+        proposal = step.draft(rows, forest, 1, 8)
+        static = tree_batch(forest.trees, CPU)
+        logits = torch.zeros(1, static.num_drawn_from, len(table), dtype=torch.float64)
+        for node, children in enumerate(static.trees[0].children):
+            if children:
+                path = [int(proposal.tokens[0, n]) for n in static.trees[0].path_to(node)]
+                after = drafter.table[tuple([CONTEXT[-2], *path][-2:])]
+                logits[0, static.drawn_by[0, node]] = rows.kept(after[None, None])[0, 0]
+        report = new_report(rows, static)
+        judged = Proposal(proposal.tokens.clone(), proposal.finite, logits)
+        step.verify(rows, static, judged, 8, report)
+        _, count, *tokens = report[0].tolist()
+        return tuple(tokens[:count])
+
+    return exact_distribution(run)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_naive_keeps_the_targets_distribution_whatever_grew(relation):
+    """Drafts of real noise: given any of them, what comes out has the target's distribution."""
+    for seed, name in enumerate(["beam-2-2-4", "beam-2-1-2", "beam-3-1-3", "beam-2-2-5"]):
+        target, drafter, _, setting = related_case(seed, relation, TREES[:1])
+        tree = BeamTree.named(name)
+        distribution = block_distribution(
+            target, lambda choose, q=drafter: Growing(q), tree, setting, Naive
+        )
+        assert distance(distribution, target, setting, tree.max_depth + 1) <= 1e-10
+
+
+def test_coins_would_be_biased_by_trees_that_look_at_what_they_keep():
+    """Why the contract refuses them: the less probable of two drafts is drawn and then left out."""
+    setting, tree = GenerationConfig(temperature=1.0), BeamTree.of(2, 1, 2)
+    for seed in range(3):
+        target, drafter, _, _ = random_case(seed, TREES[:1])
+        distribution = block_distribution(
+            target, lambda choose, q=drafter: InTurn(q, choose), tree, setting, MultiStep
+        )
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(distribution, target, setting, 2) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", ["multi_step", "traversal", "block"])
+def test_verifiers_that_toss_coins_refuse_it(verifier):
+    model = tiny_model(1)
+    with pytest.raises(UsageError, match="cannot judge beam-2-2-4: it tosses coins"):
+        Decoder(model, model, BeamTree.of(2, 2, 4), verifier=verifier)
+
+
+def test_drafters_of_one_shape_refuse_it():
+    model = tiny_model(1)
+    for drafter in (NGram(2), NGram(2, (), model)):
+        with pytest.raises(UsageError, match="needs a model"):
+            Decoder(model, drafter, BeamTree.of(2, 2, 4))
+
+
+def test_a_step_grows_all_trees_alike_or_none():
+    model, tree = tiny_model(1), BeamTree.of(2, 2, 4)
+    for made, asked in (
+        (tree, TokenTree.chain(2)), (TokenTree.chain(3), tree), (Modes([tree]), TokenTree.chain(2))
+    ):  # fmt: skip
+        decoder = BatchDecoder(model, model, made, num_rows=1, max_length=32)
+        with pytest.raises(UsageError, match="trees that grow are the decoder's"):
+            decoder.admit(Request([1], tree=asked))
+    decoder = BatchDecoder(model, model, tree, num_rows=1, max_length=32)
+    decoder.release(decoder.admit(Request([1], GenerationConfig(4), tree)))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("beam-0-3-4", "at least one level"), ("beam-3-0-1", "at least one level"),
+        ("beam-3-4-4", "wanted 5"), ("beam-2-2-8", "to 7"), ("beam-16-16-2049", "to 2048"),
+        ("beam-99-9-20", "at most 4096 nodes"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_tree_has_are_refused(name, reason):
+    with pytest.raises(UsageError, match=reason):
+        TokenTree.load(name)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "beam-8-6-60", "beam-16-2-256", "beam-1-1-2"])
+def test_names_say_all_of_it(name):
+    """The recorded shape is one that such a tree may have, and leads back to it."""
+    tree = TokenTree.load(name)
+    assert isinstance(tree, BeamTree) and tree.name == name
+    assert f"beam-{tree.width}-{tree.depth}-{tree.num_nodes}" == name
+    assert tree.max_depth == tree.depth and max(map(len, tree.children)) <= tree.width
+    inner = [sum(bool(tree.children[node]) for node in level) for level in tree.levels]
+    assert max(inner) <= tree.width
+    assert Tree(name=tree.name, parents=tree.parents).to_token_tree() == tree
+    assert [tree.depths[tree.end_of(range(n + 1))] for n in range(tree.depth + 1)] == [
+        *range(tree.depth + 1)
+    ]
+
+
+def test_modes_choose_among_trees_that_grow(monkeypatch):
+    """In a decoder: whatever is chosen, the tokens are plain decoding's."""
+    monkeypatch.setattr("stree.batching.step_timing.NUM_TIMINGS", 1)  # the costs are replaced
+    small, large = BeamTree.of(3, 4, 5), BeamTree.of(3, 4, 13)
+    target = tiny_model(1)
+    modes = Modes([small, TokenTree.chain(2), large])
+    decoder = BatchDecoder(target, right_now_and_then(target), modes, num_rows=2, max_length=64)
+    costs = decoder.measure_costs(num_steps=2)
+    assert {tree for _, tree in costs.seconds} == {PLAIN, *modes.trees}
+    request = Request([1, 2], GenerationConfig(30))
+    plain = BatchDecoder(target, max_length=64).generate([request])[0].tokens
+    for best in modes.trees:
+        for count, tree in costs.seconds:
+            costs.seconds[count, tree] = 1.0 if tree == best else 9.0
+        assert decoder.generate([request])[0].tokens == plain
+
+
+SIZES = [BeamTree.of(4, 6, size) for size in (8, 16, 32, 64)]
+# Of 1 / rank, which modes assume of ranks that they know little of, neither is
+STEEP, FLAT = (
+    [best * rank**power for rank in range(1, 64)] for best, power in ((0.7, -1.5), (0.6, -0.6))
+)
+
+
+def simulated(rates_of_step, num_steps: int, cost) -> tuple[list[TokenTree], float]:
+    """What modes choose where the node of a rank is accepted at a rate, whatever else is; and the
+    expected tokens a second of all that."""
+    rng = random.Random(4)
+    modes = Modes(SIZES, Costs({(1, tree): cost(tree) for tree in (PLAIN, *SIZES)}))
+    chosen, tokens, seconds = [], 0.0, 0.0
+    for step in range(num_steps):
+        tree = modes.choose(1)
+        rates = rates_of_step(step)[: tree.num_nodes - 1]
+        accepted = [rank for rank, rate in enumerate(rates, 1) if rng.random() < rate]
+        modes.learn_path(tree, [0, *accepted][: tree.max_depth + 1])
+        chosen.append(tree)
+        tokens, seconds = tokens + 1 + sum(rates), seconds + cost(tree)
+    return chosen, tokens / seconds
+
+
+def speed_of(tree: TokenTree, rates: list[float], cost) -> float:
+    return (1 + sum(rates[: tree.num_nodes - 1])) / cost(tree)
+
+
+@pytest.mark.parametrize("rates", [STEEP, FLAT], ids=["steep", "flat"])
+@pytest.mark.parametrize("slope", [0.004, 0.012, 0.05])
+def test_the_size_is_the_one_that_pays(slope, rates):
+    """Nearly as fast as the best fixed size, whatever a node costs: a hundredth goes to probes, and
+    what promises less than 1 % more is not changed to."""
+
+    def cost(tree):
+        return 1.0 + slope * (tree.num_nodes - 1)
+
+    chosen, speed = simulated(lambda step: rates, 800, cost)
+    best = max(speed_of(tree, rates, cost) for tree in (PLAIN, *SIZES))
+    assert speed > 0.95 * best
+    assert chosen.count(SIZES[-1]) >= 2  # which is tried, at least
+
+
+def test_what_pays_is_found_out_again_when_the_text_changes():
+    """A small tree shows nothing of what a larger one would accept: that is tried now and then."""
+
+    def cost(tree):
+        return 1.0 + 0.012 * (tree.num_nodes - 1)
+
+    chosen, _ = simulated(lambda step: STEEP if step < 600 else FLAT, 1200, cost)
+    mostly = []
+    for rates, steps in ((STEEP, chosen[300:600]), (FLAT, chosen[900:])):
+        best = max(speed_of(tree, rates, cost) for tree in SIZES)
+        near = [tree for tree in steps if speed_of(tree, rates, cost) > 0.95 * best]
+        assert len(near) > 0.95 * len(steps)
+        mostly.append(max(SIZES, key=steps.count))  # any one step may be a try of another
+    assert mostly[0].num_nodes < mostly[1].num_nodes
