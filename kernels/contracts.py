@@ -336,7 +336,8 @@ class Router:
 
     softmax: the `top` best logits; their shares by softmax over those, or over all if not
     normalised. Else, by sigmoid (DeepSeek-V3): the best scores, corrected for the choice alone,
-    within the top_groups best of `groups` of experts; normalised if asked. Both times scale.
+    within the top_groups best of `groups` of experts; normalised if asked, by their sum + floor.
+    Both times scale.
     """
 
     top: int
@@ -345,3 +346,4 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    floor: float = 1e-20

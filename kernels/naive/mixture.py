@@ -37,7 +37,7 @@ def choose_experts(
     chosen = corrected.topk(router.top, dim=-1).indices
     weights = scores.gather(1, chosen)
     if router.normalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + router.floor)
     return weights * router.scale, chosen
 
 

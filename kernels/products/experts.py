@@ -42,7 +42,7 @@ def choose_experts(
     weights = logits.new_empty(count, router.top)
     chosen = torch.empty(count, router.top, dtype=torch.long, device=logits.device)
     route_kernel[(count,)](
-        logits, correction, weights, chosen, num_experts, router.scale,
+        logits, correction, weights, chosen, num_experts, router.scale, router.floor,
         TOP=router.top, SOFTMAX=router.softmax, NORMALISED=router.normalised,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(router.top),
         num_warps=1 if num_experts <= 128 else 4, **overlapping(logits),
@@ -88,7 +88,7 @@ def _sizes(up: Tensor, down: Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def route_kernel(
-    logits, correction, weights, chosen, num_experts, scale,
+    logits, correction, weights, chosen, num_experts, scale, floor,
     TOP: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def route_kernel(
     else:
         weight = best
         if NORMALISED:
-            weight /= tl.sum(tl.where(rank < TOP, best, 0.0), axis=0) + 1e-20
+            weight /= tl.sum(tl.where(rank < TOP, best, 0.0), axis=0) + floor
     at = row * TOP + rank
     tl.store(weights + at, weight * scale, mask=rank < TOP)
     tl.store(chosen + at, place.to(tl.int64), mask=rank < TOP)

@@ -95,6 +95,7 @@ class HybridConfig:
     router_top_groups: int = 1
     router_normalised: bool = True  # the chosen experts' weights sum to router_scale
     router_scale: float = 1.0
+    router_floor: float = 1e-20  # added to the sum of a sigmoid router's chosen scores
 
     num_shared_blocks: int = 0  # transformer blocks that layers share ("shared0>…")
     adapter_rank: int = 0  # of each use's own low-rank terms
@@ -155,7 +156,7 @@ class HybridConfig:
             raise UsageError(
                 f"chunk_size is {self.chunk_size}, it must be at most {MAX_CHUNK_SIZE}"
             )
-        for name in ("rms_norm_eps", "gated_norm_eps", "rope_theta"):
+        for name in ("rms_norm_eps", "gated_norm_eps", "rope_theta", "router_floor"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}, it must be a finite number")
         if not 0 <= self.dt_limit[0] <= self.dt_limit[-1]:

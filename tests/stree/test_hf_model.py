@@ -147,7 +147,7 @@ def test_layouts_of_transformers_beside_the_families(kind):
 
 OWN_TENSORS = {
     "bamba": ("q_proj", "k_proj"), "granite": ("embed_tokens", "model.norm"), "nemotron": (),
-    "lfm2": (), "zamba": (),
+    "lfm2": (), "lfm2_moe": ("correction_bias",), "zamba": (),
     "qwen3_next": ("norm", "q_proj", "k_proj", "gate_proj", "in_proj_"),
     "qwen3_5": ("norm", "q_proj", "k_proj", "self_attn.gate_proj"),
 }  # fmt: skip

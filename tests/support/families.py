@@ -20,6 +20,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
@@ -143,6 +145,18 @@ def _lfm2(draw: random.Random, vocab: int) -> PreTrainedModel:
     ))  # fmt: skip
 
 
+def _lfm2_moe(draw: random.Random, vocab: int) -> PreTrainedModel:
+    mixers = draw.choice([["conv", "full_attention", "conv"], ["full_attention", "conv"]])
+    return Lfm2MoeForCausalLM(Lfm2MoeConfig(
+        **_common(draw, vocab), **_rope(draw), num_hidden_layers=len(mixers), layer_types=mixers,
+        conv_bias=_coin(draw), conv_L_cache=draw.choice([2, 3, 4]), norm_eps=1e-4,
+        num_dense_layers=draw.choice([0, 1, 1]), num_experts=draw.choice([4, 5]),
+        num_experts_per_tok=draw.choice([1, 2, 3]), moe_intermediate_size=draw.choice([12, 20]),
+        use_expert_bias=_coin(draw), norm_topk_prob=_coin(draw),
+        routed_scaling_factor=_multiplier(draw), tie_word_embeddings=_coin(draw),
+    ))  # fmt: skip
+
+
 def _zamba(draw: random.Random, vocab: int) -> PreTrainedModel:
     common = _common(draw, vocab)
     common["num_key_value_heads"] = common["num_attention_heads"]
@@ -207,7 +221,8 @@ def _qwen3_5(draw: random.Random, vocab: int) -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[[random.Random, int], PreTrainedModel]] = {
     "bamba": _bamba, "granite": _granite, "nemotron": _nemotron, "falcon": _falcon,
-    "lfm2": _lfm2, "zamba": _zamba, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5,
+    "lfm2": _lfm2, "lfm2_moe": _lfm2_moe, "zamba": _zamba,
+    "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5,
 }  # fmt: skip
 
 
@@ -222,7 +237,7 @@ def random_reference(family: str, seed: int, vocab: int = VOCAB) -> PreTrainedMo
     model = FAMILIES[family](draw, vocab)
     torch.manual_seed(seed)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.normal_(std=0.3)
         elif not isinstance(tensor, torch.nn.Parameter):
             continue

@@ -81,6 +81,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_multiple_of=256,
         num_attention_heads=32, num_key_value_heads=8, conv_L_cache=3, tie_embedding=True,
     ),
+    # LiquidAI/LFM2-8B-A1B
+    "lfm2-8b-a1b": dict(
+        model_type="lfm2_moe", vocab_size=65536, hidden_size=2048, num_hidden_layers=24,
+        layer_types=_mixers(24, [2, 6, 10, 14, 18, 21], "conv", "full_attention"),
+        num_attention_heads=32, num_key_value_heads=8, conv_L_cache=3, intermediate_size=7168,
+        num_dense_layers=2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+    ),
 }  # fmt: skip
 
 

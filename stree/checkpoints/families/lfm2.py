@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from stree.checkpoints import config_parts
 from stree.checkpoints.checked_json import CheckedJson
@@ -27,26 +28,34 @@ WORDS = {
 
 def spec(values: CheckedJson) -> HybridConfig:
     values.require("block_use_swiglu", True, default=True)
-    d_model, num_layers = values.integer("hidden_size"), config_parts.num_layers(values)
+    mixers = _mixers(values, config_parts.num_layers(values))
+    return HybridConfig(
+        layer_types=tuple(f"{mixer} mlp" for mixer in mixers),
+        intermediate_size=_width(values),
+        **common(values),
+    )
+
+
+def common(values: CheckedJson) -> dict[str, Any]:
+    """Return all but the layers and their MLPs, which LFM2-MoE's config has likewise."""
+    d_model = values.integer("hidden_size")
     theta, scaling, _ = config_parts.rope(values, usual_theta=1e6)
     tied = values.boolean("tie_word_embeddings", True)
-    return HybridConfig(
-        vocab_size=values.integer("vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        layer_types=tuple(f"{mixer} mlp" for mixer in _mixers(values, num_layers)),
-        intermediate_size=_width(values),
-        rms_norm_eps=values.number("norm_eps", 1e-5),
-        tie_embeddings=values.boolean("tie_embedding", tied),  # the older name counts
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=values.integer("max_position_embeddings", 128000),
-        qk_norm=True,
-        d_conv=values.integer("conv_L_cache", 3),
-        short_conv_bias=values.boolean("conv_bias", False),
+    return {
+        "vocab_size": values.integer("vocab_size"),
+        "d_model": d_model,
+        "num_layers": config_parts.num_layers(values),
+        "rms_norm_eps": values.number("norm_eps", 1e-5),
+        "tie_embeddings": values.boolean("tie_embedding", tied),  # the older name counts
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": values.integer("max_position_embeddings", 128000),
+        "qk_norm": True,
+        "d_conv": values.integer("conv_L_cache", 3),
+        "short_conv_bias": values.boolean("conv_bias", False),
         **config_parts.heads(values, d_model, usual_kv_heads=8),
         **config_parts.special_tokens(values),
-    )
+    }
 
 
 def _mixers(values: CheckedJson, num_layers: int) -> list[str]:

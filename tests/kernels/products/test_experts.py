@@ -73,6 +73,7 @@ def test_what_the_kernels_have_no_words_for_goes_to_the_twin():
     [
         Router(2), Router(3, normalised=False, scale=2.5), Router(1),
         Router(3, softmax=False, scale=1.7), Router(5, softmax=False, normalised=False),
+        Router(2, softmax=False, floor=0.5),
         Router(2, softmax=False, groups=4, top_groups=2),  # left to the twin
     ],
     ids=str,

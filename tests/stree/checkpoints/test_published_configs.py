@@ -20,6 +20,7 @@ CONFIGS = Path(__file__).with_name("published_configs")
 READ = {
     "Bamba-9B": ((128001,), ["mamba_dt_rank"]),
     "Falcon-H1-Tiny-R-90M-cut": ((11,), ["add_bos_token", "expansion_factor"]),
+    "LFM2-8B-A1B-finetune": ((7,), ["model_name", "unsloth_version"]),
     "Zamba2-2.7B-Instruct-v2-cut": ((2,), []),
     "Qwen3.6-27B-NVFP4-without-quantization_config": ((248044,), ["language_model_only"]),
     "derived-Qwen3.5-27B-with-ComActor-top-keys": (
