@@ -15,23 +15,27 @@ from pathlib import Path
 import stree.common.threads  # noqa: F401  (before torch is loaded)
 
 from stree.common.errors import exit_with_reason
-from stree.common.files import write_atomically
 from stree.tree_policy.names import GROWTHS
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.evaluation.benchmarks import DEFAULT_BENCHMARKS, PROMPT_FORMAT
 from stree_pipelines.evaluation.plan import METHODS
 from stree_pipelines.evaluation.records import append_row, read_rows, write_rows
+from stree_pipelines.lab.bench_report import table_of
 from stree_pipelines.lab.benches.options import require_results_file
 from stree_pipelines.lab.queue.bench import QueueBench
 from stree_pipelines.lab.queue.queueing import POLICIES, QueueRow
-from stree_pipelines.lab.queue.results import LEGEND, latency_vs_rate, queue_table
-from stree_pipelines.reports.plots import to_svg
+
+NAMES = ("policy", "method", "rate")
+FIGURES = (
+    "latency_s_mean", "latency_s_p50", "latency_s_p95", "time_to_first_token_s_p50", "throughput",
+    "requests_per_second", "occupancy",
+)  # fmt: skip
 
 
 def build_parser() -> CommandParser:
     parser = CommandParser("bench_queue.py", description=__doc__)
     add = parser.add_argument
-    add("out", type=str, help="file to write, JSON lines; the figure goes beside it, as SVG")
+    add("out", type=str, help="file to write, JSON lines")
     add("--config", action="config", help="YAML file with any of these options")
     add("--target", type=str, required=True, help="target folder")
     add("--drafter", type=str | None, help="drafter folder, for methods that draft")
@@ -88,10 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         append_row(out, bench.measure(setting))
     found = {row.setting_hash: row for row in read_rows(out, QueueRow)}
     rows = [found[each] for each in wanted]
-    figure = out.with_suffix(".svg")
-    write_atomically(figure, to_svg(latency_vs_rate(rows), "Latency against traffic"))
-    print(f"{queue_table(rows).to_markdown()}\n{LEGEND}\n")
-    print(f"{out}\n{figure}")
+    title = f"{rows[0].benchmark}: latency from a request's arrival to its last token"
+    table = table_of([row.model_dump() for row in rows], title, NAMES, FIGURES)
+    print(f"{table.to_markdown()}\n{out}")
 
 
 if __name__ == "__main__":

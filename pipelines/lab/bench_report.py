@@ -1,45 +1,33 @@
-"""Turn rows of the benchmarks into a page: bars and what was measured, fits, plots.
+"""Turn rows of the benchmarks into a page: bars and measured values, a table and a plot a kind.
 
 python pipelines/lab/bench_report.py docs/results/h200-step   # reads *.jsonl there
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import stree.common.threads  # noqa: F401  (before other libraries are loaded)
 
-import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from stree.common.errors import BadData, UsageError, exit_with_reason, first_line
 from stree.common.files import write_atomically
 from stree.common.plain_data import parse_json
-from stree.common.words import size
 from stree_pipelines.console.command_line import CommandParser
 from stree_pipelines.lab.benches.intervals import logged_steps
-from stree_pipelines.lab.benches.models import ATTENTION, OWN
-from stree_pipelines.reports.plots import (
-    COLOURS,
-    MORE_COLOURS,
-    SIZE_INCHES,
-    STYLE,
-    add_legend,
-    new_figure,
-    to_svg,
-)
+from stree_pipelines.reports.plots import add_legend, new_figure, to_svg
 from stree_pipelines.reports.rendering import markdown_page
-from stree_pipelines.reports.run_data import METHOD_LABELS
 from stree_pipelines.reports.tables.tables import MISSING, Table
 
 Row = dict[str, Any]
-PALETTE = (*COLOURS.values(), *MORE_COLOURS)
-CHAIN_NODES = 5  # what a tree has to beat: a chain of four drafts
+CHAIN_NODES = 5  # a tree has to beat a chain of four drafts
 
-# What, the bar, how to find its rows, and the value of a row in the bar's unit
+# Name, bar, fields of the rows it is for, and the field with the value in the bar's unit
 BARS: list[tuple[str, float, dict[str, Any], str]] = [
     ("replay + conv + scan, µs a layer, N = 16", 7,
      dict(op="mamba_tree", shape="8b", num_nodes=16), "us_fused"),
@@ -66,12 +54,64 @@ BARS: list[tuple[str, float, dict[str, Any], str]] = [
 ]  # fmt: skip
 SPEEDUP = ("speedup per τ, 13-node tree", 0.80, dict(what="step", shape="8b"), "speedup_per_tau")
 
+# Of each kind of rows (`what`, or op): a title, the fields that tell rows apart, and the measured
+# ones. A time is the median, in µs; `us_parts data` is in a row's field `us_parts`.
+TABLES: dict[str, tuple[str, str, str]] = {
+    "op": ("Kernels, µs a layer", "op shape num_nodes context",
+           "us_naive us_fused us_multi_step us_mamba_ssm_updates"),
+    "target call": ("Target calls", "shape num_nodes context",
+                    "us_floor us_tree over_floor over_step step_over_floor"),
+    "fit": ("Fits of a target call's µs over N", "shape", "us_call"),
+    "orders": ("Tree attention by the order of nodes", "shape num_nodes order",
+               "blocks_read blocks_below us_sparse us_dense"),
+    "draft": ("Drafts", "shape drafter tree num_nodes", "us_draft us_draft_sampled"),
+    "draft_lengths": ("Drafts by the length of the context",
+                      "shape drafter tree level_nodes context", "us_draft us_level cache_bytes"),
+    "prompt": ("Reading a prompt", "shape num_tokens", "us_graphs us_operations speedup"),
+    "unrolled": ("A full binary tree, and its paths unrolled", "shape num_nodes",
+                 "us_tree us_unrolled us_unrolled_chunk_scan us_unrolled_multi_step"),
+    "kernel": ("Kernels of a call, beyond what already ran", "call shape num_nodes context kernel",
+               "us count"),
+    "step": ("Decoding at a given τ", "shape drafter tau",
+             "us_plain us_tree host_share speedup speedup_per_tau"),
+    "graphs": ("A step's graphs", "shape method temperature context verifier num_rows",
+               "us_draft us_target us_both"),
+    "rows": ("Steps of many rows", "shape num_rows tree context",
+             "us_draft us_target us_floor us_memory over_bound"),
+    "joint": ("Ways to backtrack: target and acceptance", "shape num_rows tree context",
+              "us_replay us_floor_replay us_joint us_floor_joint joint_over_replay "
+              "kept_bytes_replay kept_bytes_joint"),
+    "serve": ("Serving, tokens/s of all rows", "shape num_rows tau context",
+              "tokens_per_second_plain tokens_per_second_tree tokens_per_second_modes "
+              "speedup_tree speedup_modes host_share_plain host_share_tree"),
+    "distill": ("Distillation on several processes", "strategy num_processes",
+                "tokens_per_second efficiency loss_distance"),
+    "distillation step": (
+        "A distillation step and its parts",
+        "shape batch_size sequence_length teacher target_dtype features recipe options",
+        "tokens_per_second tflops of_peak peak_bytes us_step us_parts_data us_parts_target "
+        "us_parts_drafter us_rest us_parts_update"),
+}  # fmt: skip
+
+# A figure's name, kind of rows, x, y, and the fields of which each combination is a line
+FIGURES = [
+    ("runtime_vs_nodes", "target call", "num_nodes", ["us_tree"], ["shape"]),
+    ("required_tau", "required τ", "num_nodes", ["tau_over_chain"], ["shape"]),
+    ("tree_vs_unrolled", "unrolled", "num_nodes", TABLES["unrolled"][2].split(), ["shape"]),
+    ("speedup_vs_tau", "step", "tau", ["speedup"], ["shape", "drafter"]),
+    ("speedup_vs_rows", "serve", "num_rows", ["speedup_tree", "speedup_modes"], ["shape", "tau"]),
+    ("drafts_vs_length", "draft_lengths", "context", ["us_draft"], ["shape", "drafter", "tree"]),
+    ("cache_vs_length", "draft_lengths", "context", ["cache_bytes"], ["shape", "drafter", "tree"]),
+    ("losses", "loss", "step", ["loss"], ["num_processes", "strategy"]),
+]
+DOUBLING = ("num_rows", "context")  # on a logarithmic axis
+
 
 def bars_table(rows: list[Row]) -> Table:
-    """Each bar whose subject there are rows about, the worst row, and whether it is met."""
+    """Return a line for each bar that rows are about: the worst row, and whether it meets it."""
     lines: list[tuple[str, ...]] = [("", "bar", "measured", "")]
     for name, bar, wanted, key in [*BARS, SPEEDUP]:
-        values = [_value(row[key]) for row in rows if _is(row, wanted) and key in row]
+        values = [_flat(row)[key] for row in rows if _is(row, wanted) and key in row]
         upper = key != SPEEDUP[3]
         sign = "≤" if upper else "≥"
         if not values:
@@ -85,389 +125,132 @@ def bars_table(rows: list[Row]) -> Table:
     return Table("Bars", tuple(lines))
 
 
-def kernels_table(rows: list[Row]) -> Table:
-    """Medians of each way to do an op, a layer."""
-    ways = list(dict.fromkeys(key for row in rows for key in row if key.startswith("us_")))
-    heads = tuple(way.removeprefix("us_").replace("_", " ") for way in ways)
-    lines = [
-        (
-            f"{row['op']}, N = {row['num_nodes']}, {row['context']:,} committed",
-            *(f"{_value(row[way]):.1f}" if way in row else MISSING for way in ways),
-        )
-        for row in sorted(rows, key=lambda row: (row["op"], row["num_nodes"]))
-    ]
-    return Table("Kernels, µs a layer", (("", *heads), *lines))
+def table_of(
+    rows: Iterable[Mapping[str, Any]], title: str, names: Sequence[str], fields: Sequence[str]
+) -> Table:
+    """Return a table with a line a row: the columns `names` to the left, then `fields`.
+
+    Columns that no row has are left out.
+    """
+    frame = pd.DataFrame([_flat(row) for row in rows], dtype=object)
+    names, fields = ([each for each in some if each in frame] for some in (names, fields))
+    columns = {
+        each.replace("_", " "): frame[each].map(lambda value, of=each: _cell(of, value))
+        for each in [*names, *fields]
+    }
+    lines = zip(*columns.values(), strict=True)
+    return Table(title, (tuple(columns), *lines), num_left=len(names))
 
 
-def calls_table(rows: list[Row]) -> Table:
-    """Target calls beside a step and the floor of the same run."""
-    heads = ("", "floor", "call", "call ÷ floor", "call ÷ step", "step ÷ floor")
-    lines = [
-        (
-            f"{row['shape']}, N = {row['num_nodes']}, {row['context']:,} committed",
-            f"{_value(row['us_floor']):,.0f}", f"{_value(row['us_tree']):,.0f}",
-            *(f"{row[key]:.3f}" for key in ("over_floor", "over_step", "step_over_floor")),
-        )
-        for row in rows
-    ]  # fmt: skip
-    return Table("Target calls, µs", (heads, *lines))
+def figure_of(
+    rows: Iterable[Mapping[str, Any]], x: str, ys: Sequence[str], names: Sequence[str]
+) -> Figure:
+    """Return a figure of the fields `ys` over the field `x`, a line for each value of `names`."""
+    frame = pd.DataFrame([_flat(row) for row in rows])
+    names, ys = ([each for each in some if each in frame] for some in (names, ys))
+    figure, axes = new_figure()
+    for name, group in frame.sort_values(x).groupby(names, dropna=False, sort=False):
+        said = ", ".join(_cell(key, each) for key, each in zip(names, name, strict=True))
+        for y in ys:
+            label = f"{said}, {y.replace('_', ' ')}" if len(ys) > 1 else said
+            axes.plot(group[x], group[y], "o-", label=label)
+    if x in DOUBLING:
+        ticks = sorted(frame[x].unique())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    words = ys[0].replace("_", " ") if len(ys) == 1 else ""
+    axes.set(xlabel=x.replace("_", " "), ylabel=words, ylim=(0, None))
+    add_legend(figure, axes, ncols=2, handlelength=2)
+    return figure
 
 
-def profiles_table(rows: list[Row]) -> Table:
-    """What kernels take of a call beyond what already ran, medians; the largest first."""
-    rows = sorted(rows, key=lambda row: (row["shape"], row["context"], row["num_nodes"]))
-    last = rows[-1]["kernels"]
-    kinds = sorted(
-        dict.fromkeys(kind for row in rows for kind in row["kernels"]),
-        key=lambda kind: -last.get(kind, {"us": 0.0})["us"],
+def _flat(row: Mapping[str, Any]) -> Row:
+    """Return a row with a median for each spread; a part of another field is FIELD_PART."""
+    flat: Row = {}
+    for name, value in row.items():
+        if not isinstance(value, Mapping):
+            flat[name] = value
+        elif "median" in value:
+            flat[name] = value["median"]
+        else:
+            flat |= {f"{name}_{part}": each for part, each in _flat(value).items()}
+    return flat
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return the value of the field `name` as text: MiB, a share, or four digits."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or MISSING
+    if value is None or pd.isna(value):
+        return MISSING
+    if isinstance(value, (str, bool)):
+        return str(value)
+    if "bytes" in name:
+        return f"{value / 2**20:,.2f} MiB"
+    if "share" in name or name == "of_peak":
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 1000 or float(value).is_integer() else f"{value:.4g}"
+
+
+def kinds_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return rows by their kind, those of `TABLES` and `FIGURES` that are computed from rows
+    included."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        what = "op" if "op" in row else row["what"]
+        kinds.setdefault(what, []).append(row)
+        if what == "graphs":
+            flat = _flat(row)
+            row["us_both"] = flat.get("us_draft", 0.0) + flat["us_target"]
+        elif what == "prompt":
+            row["speedup"] = row["us_operations"]["median"] / row["us_graphs"]["median"]
+        elif what.startswith("profile"):
+            kernels = sorted(row["kernels"].items(), key=lambda each: -each[1]["us"])
+            every = [("all", {"us": row["us"]}), *kernels]
+            kinds.setdefault("kernel", []).extend(
+                {**row, "call": what, "kernel": name, **took} for name, took in every
+            )
+        elif what == "distill":
+            points = zip(logged_steps(row["num_steps"]), row["losses"], strict=False)
+            kinds.setdefault("loss", []).extend(
+                {**row, "step": step, "loss": loss} for step, loss in points
+            )
+    calls: dict[str, list[Row]] = {}
+    for row in kinds.get("target call", []):
+        if row["context"] == 1024:
+            calls.setdefault(row["shape"], []).append(row)
+    for shape, some in calls.items():
+        fits = fit(some)
+        if fits is not None:
+            kinds.setdefault("fit", []).append(dict(shape=shape, us_call=in_words(fits)))
+            kinds.setdefault("required τ", []).extend(
+                dict(shape=shape, num_nodes=nodes, tau_over_chain=fits(nodes) / fits(CHAIN_NODES))
+                for nodes in range(CHAIN_NODES, max(row["num_nodes"] for row in some) + 1)
+            )
+    return kinds
+
+
+def fit(rows: list[Row]) -> np.poly1d | None:
+    """Return a call's time in µs over N (STree, section 4.3): attention's part grows with N², a
+    pure Mamba-2's with N. None with too few rows."""
+    degree = 1 if rows[0]["shape"].startswith("mamba2") else 2
+    if len(rows) <= degree:
+        return None
+    nodes, times = zip(*((row["num_nodes"], row["us_tree"]["median"]) for row in rows), strict=True)
+    return np.poly1d(np.polyfit(nodes, times, degree))
+
+
+def in_words(polynomial: np.poly1d) -> str:
+    """Return a polynomial of N as text."""
+    powers = ("", "·N", "·N²")[polynomial.order :: -1]
+    return " + ".join(
+        f"{factor:.3g}{power}"
+        for factor, power in zip(polynomial.coefficients, powers, strict=True)
     )
-    heads = [
-        f"{row['shape']}, N = {row['num_nodes']}, {row['context']:,} committed" for row in rows
-    ]
-    lines = [("the whole", *(f"{row['us']:,.0f}" for row in rows))]
-    for kind in kinds:
-        cells = [row["kernels"].get(kind) for row in rows]
-        lines.append((kind, *(
-            f"{each['us']:,.1f} ({each['count']:.0f})" if each else MISSING for each in cells
-        )))  # fmt: skip
-    return Table("Where a call's time goes, µs (launches)", (("", *heads), *lines))
-
-
-def steps_table(rows: list[Row]) -> Table:
-    """Whole steps at given acceptance lengths."""
-    heads = ("", "plain, µs", "tree, µs", "not hidden by the host", "speed-up", "speed-up ÷ τ")
-    lines = [
-        (
-            f"{_drafter_of(row)}, τ = {row['tau']:.2f}", f"{_value(row['us_plain']):,.0f}",
-            f"{_value(row['us_tree']):,.0f}", f"{row['host_share']:.1%}",
-            f"{row['speedup']:.2f}", f"{row['speedup_per_tau']:.3f}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    return Table("Decoding at a given τ", (heads, *lines))
-
-
-def graphs_table(rows: list[Row]) -> Table:
-    """What a step's graphs take, greedy and sampled."""
-    lines = []
-    for row in rows:
-        draft, target = _value(row.get("us_draft", 0.0)), _value(row["us_target"])
-        verifier, count = row.get("verifier", "coupled"), row.get("num_rows", 1)
-        lines.append((
-            f"{row['shape']}, {METHOD_LABELS[row['method']]}, T = {row['temperature']:g}, "
-            f"{row['context']:,} committed" + (f", {verifier}" if verifier != "coupled" else "")
-            + (f", {count} rows" if count > 1 else ""),
-            f"{draft:,.0f}" if draft else MISSING, f"{target:,.0f}", f"{draft + target:,.0f}",
-        ))  # fmt: skip
-    return Table("A step's graphs, µs", (("", "draft", "target", "both"), *lines))
-
-
-def training_table(rows: list[Row]) -> Table:
-    """Distillation on several processes against one, with as many rows a step."""
-    heads = ("", "tokens/s", "efficiency", "largest distance of a loss")
-    lines = [
-        (
-            f"{row['num_processes']}, {row['strategy']}" if row["num_processes"] > 1 else "1",
-            f"{_value(row['tokens_per_second']):,.0f}", f"{row['efficiency']:.2f}",
-            f"{row['loss_distance']:.1e}" if row["num_processes"] > 1 else MISSING,
-        )
-        for row in sorted(rows, key=lambda row: (row["strategy"], row["num_processes"]))
-    ]  # fmt: skip
-    return Table("Processes, by strategy", (heads, *lines))
-
-
-def training_steps_table(rows: list[Row]) -> Table:
-    """A distillation step and its parts."""
-    parts = ("data", "target", "drafter", "rest", "update")
-    heads = ("", "tokens/s", "TFLOP/s", "of the peak", "memory", "step, ms",
-             "data", "target", "drafter", "heads and loss", "update")  # fmt: skip
-    lines = []
-    for row in rows:
-        used = {name: _value(each) for name, each in row["us_parts"].items()}
-        used["rest"] = row["us_rest"]
-        step = _value(row["us_step"])
-        lines.append((
-            f"{row['shape']}, {row['batch_size']} × {row['sequence_length']:,}, {row['teacher']}"
-            + (" in 8 bits" if row.get("target_dtype") == "float8" else "")
-            + (", features" if row["features"] else "")
-            + (f", {row['recipe']}" if row.get("recipe") else "")
-            + "".join(f", {each.removeprefix('--model.')}" for each in row.get("options", [])),
-            f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}",
-            f"{row['of_peak']:.0%}" if "of_peak" in row else MISSING,
-            size(row["peak_bytes"]) if row["peak_bytes"] else MISSING, f"{step / 1e3:,.1f}",
-            *(f"{used[part] / 1e3:,.1f} ({used[part] / step:.0%})" if part in used else MISSING
-              for part in parts),
-        ))  # fmt: skip
-    return Table("A distillation step by its teacher; parts in ms", (heads, *lines))
-
-
-def orders_table(rows: list[Row]) -> Table:
-    """Attention of large trees by the order of their nodes."""
-    heads = (
-        "",
-        "blocks read",
-        "of all below",
-        "leaving out, µs a layer",
-        "every block, µs a layer",
-    )
-    lines = [
-        (
-            f"{row['num_nodes']:,} nodes, {row['order']}",
-            f"{row['blocks_read']:,}", f"{row['blocks_below']:,}",
-            f"{_value(row['us_sparse']):.1f}", f"{_value(row['us_dense']):.1f}",
-        )
-        for row in rows if "us_sparse" in row
-    ]  # fmt: skip
-    return Table("Tree attention by the order of nodes", (heads, *lines))
-
-
-def drafts_table(rows: list[Row]) -> Table:
-    """Drafting a tree, by what the drafter is."""
-    heads = ("", "tree", "nodes", "T = 0, µs", "T = 1, µs")
-    lines = [
-        (
-            _drafter_of(row), row.get("tree", "paper"), str(row["num_nodes"]),
-            *(f"{_value(row[key]):,.0f}" if key in row else MISSING
-              for key in ("us_draft", "us_draft_sampled")),
-        )
-        for row in rows
-    ]  # fmt: skip
-    return Table("Drafts", (heads, *lines))
-
-
-def draft_lengths_table(rows: list[Row]) -> Table:
-    """Drafting after contexts of several lengths: time, and the drafter's cache for a sequence."""
-    heads = ("", "drafter", "nodes a level", "committed", "draft, µs", "a level, µs", "cache, MiB")
-    lines = [
-        (
-            row["shape"], called(row["drafter"]), str(row["level_nodes"]),
-            f"{row['context']:,}", f"{_value(row['us_draft']):,.0f}", f"{row['us_level']:,.0f}",
-            f"{row['cache_bytes'] / 2**20:,.2f}",
-        )
-        for group in by_length(rows).values() for row in group
-    ]  # fmt: skip
-    return Table("Drafting by the length of the context", (heads, *lines), 2)
-
-
-def prompts_table(rows: list[Row]) -> Table:
-    """Reading a prompt by graphs, and one operation after the other."""
-    heads = ("", "tokens", "by graphs, ms", "by operations, ms", "times as fast")
-    lines = []
-    for row in rows:
-        graphs, operations = (_value(row[key]) for key in ("us_graphs", "us_operations"))
-        lines.append((
-            row["shape"], f"{row['num_tokens']:,}", f"{graphs / 1e3:,.2f}",
-            f"{operations / 1e3:,.2f}", f"{operations / graphs:.1f}",
-        ))  # fmt: skip
-    return Table("Reading a prompt", (heads, *lines))
-
-
-def draft_lengths_figure(rows: list[Row]) -> Figure:
-    """Time of a draft, and bytes of the drafter's cache, against the context's length."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE_INCHES[0], 1.7 * SIZE_INCHES[1]))
-        time, memory = figure.subplots(2, sharex=True)
-    drafters = list(dict.fromkeys((row["shape"], row["drafter"]) for row in rows))
-    for (shape, drafter, nodes, _), group in by_length(rows).items():
-        look: dict[str, Any] = {
-            "color": PALETTE[1:][drafters.index((shape, drafter)) % (len(PALETTE) - 1)],
-            "marker": "o", "linestyle": "-" if nodes > 1 else "--",
-            "label": f"{shape}, {called(drafter)}, {nodes} a level",
-        }  # fmt: skip
-        contexts = [row["context"] for row in group]
-        time.plot(contexts, [_value(row["us_draft"]) / 1e3 for row in group], **look)
-        memory.plot(contexts, [row["cache_bytes"] / 2**20 for row in group], **look)
-    ticks = sorted({row["context"] for row in rows})
-    memory.set_xscale("log", base=2)
-    memory.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    memory.set_yscale("log")
-    time.set(ylabel="draft, ms", ylim=(0, None))
-    memory.set(xlabel="committed tokens", ylabel="cache of a sequence, MiB")
-    add_legend(figure, time, ncols=2, handlelength=3.2)
-    return figure
-
-
-def called(drafter: str) -> str:
-    """A drafter of bench_decode.py's, as a table calls it."""
-    return {OWN: "Mamba-2", ATTENTION: "Transformer"}.get(drafter, drafter)
-
-
-def by_length(rows: list[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
-    """Rows of drafts by shape, drafter, nodes a level and tree, each from the shortest context
-    on."""
-    groups: dict[tuple[str, str, int, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["context"]):
-        key = row["shape"], row["drafter"], row["level_nodes"], row["tree"]
-        groups.setdefault(key, []).append(row)
-    return groups
-
-
-def _drafter_of(row: Row) -> str:
-    """The target's shape, and the drafter where it is not the shape's own."""
-    return row["shape"] + (f", {row['drafter']}" if row.get("drafter") else "")
-
-
-def losses_figure(rows: list[Row]) -> Figure:
-    """Loss against step, a curve for each number of processes and strategy."""
-    figure, axes = new_figure()
-    for i, (row, colour) in enumerate(zip(rows, PALETTE, strict=False)):
-        steps = logged_steps(row["num_steps"])
-        label = f"{row['num_processes']} ({row['strategy']})" if row["num_processes"] > 1 else "1"
-        # The first ones wide: curves that are the same can all be seen
-        width = 1 + 1.2 * (len(rows) - 1 - i)
-        axes.plot(steps, row["losses"], "-", color=colour, linewidth=width, label=label)
-    axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
-    axes.legend(title="processes")
-    return figure
-
-
-def fit(rows: list[Row], degree: int) -> np.ndarray:
-    """Coefficients of the call's time in µs over N, highest power first (STree, section 4.3)."""
-    nodes, times = _call_points(rows)
-    return np.polyfit(nodes, times, degree)
-
-
-def runtime_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
-    """Time of a call against N with its fit (the paper's Figure 2, left and middle)."""
-    figure, axes = new_figure()
-    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE, strict=False):
-        nodes, times = _call_points(rows)
-        axes.plot(nodes, times / 1e3, "o", color=colour, label=shape)
-        dense = np.linspace(1, nodes.max(), 100)
-        axes.plot(dense, np.polyval(fit(rows, _degree(rows)), dense) / 1e3, "-", color=colour)
-    axes.set(xlabel="nodes N", ylabel="target call, ms", ylim=(0, None))
-    add_legend(figure, axes, ncols=2, handlelength=2)
-    return figure
-
-
-def required_tau_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
-    """By how much τ has to rise over a chain's of 5 for a tree of N to pay (STree, Eq. 7-8)."""
-    figure, axes = new_figure()
-    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE, strict=False):
-        nodes, _ = _call_points(rows)
-        coefficients = fit(rows, _degree(rows))
-        dense = np.linspace(CHAIN_NODES, nodes.max(), 100)
-        ratio = np.polyval(coefficients, dense) / np.polyval(coefficients, CHAIN_NODES)
-        axes.plot(dense, ratio, "-", color=colour, label=shape)
-    axes.set(xlabel="nodes N", ylabel=f"τ ratio to a chain of {CHAIN_NODES}")
-    add_legend(figure, axes, ncols=2, handlelength=2)
-    return figure
-
-
-def unrolled_figure(rows: list[Row]) -> Figure:
-    """A full binary tree in one call, and its paths unrolled (the paper's Figure 3)."""
-    figure, axes = new_figure()
-    keys = sorted({key for row in rows for key in row if key.startswith("us_")})
-    for key, colour in zip(keys, PALETTE, strict=False):
-        points = [(row["num_nodes"], _value(row[key]) / 1e3) for row in rows if key in row]
-        label = key.removeprefix("us_").replace("_", " ")
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
-    axes.set(xlabel="nodes of the full binary tree", ylabel="target call, ms", ylim=(0, None))
-    add_legend(figure, axes, ncols=2, handlelength=2)
-    return figure
-
-
-def speedup_figure(rows_by_shape: dict[str, list[Row]]) -> Figure:
-    """Speed-up over autoregressive decoding against a given τ."""
-    figure, axes = new_figure()
-    taus = sorted({row["tau"] for rows in rows_by_shape.values() for row in rows})
-    axes.plot(taus, taus, ":", color=PALETTE[0], label="free drafts and trees")
-    for (shape, rows), colour in zip(rows_by_shape.items(), PALETTE[2:], strict=False):
-        points = sorted((row["tau"], row["speedup"]) for row in rows)
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"{shape}, 13-node tree")
-    axes.set(xlabel="τ, given", ylabel="speed-up", ylim=(0, None))
-    axes.legend()
-    return figure
-
-
-def batches_table(rows: list[Row]) -> Table:
-    """Steps of many rows beside the bound of the same run: products, states and keys."""
-    heads = ("", "draft", "target and acceptance", "products", "states and keys", "over the bound")
-    lines = [
-        (
-            f"{row['shape']}, {row['num_rows']} rows, {row['tree']}, {row['context']:,} committed",
-            f"{_value(row['us_draft']):,.0f}" if "us_draft" in row else MISSING,
-            *(f"{_value(row[key]):,.0f}" for key in ("us_target", "us_floor", "us_memory")),
-            f"{row['over_bound']:.3f}",
-        )
-        for row in rows
-    ]
-    return Table("Steps of many rows, µs", (heads, *lines))
-
-
-def backtracking_table(rows: list[Row]) -> Table:
-    """Target calls that replay the accepted path, and those that are fed it again."""
-    heads = (
-        "", "replay", "its products", "joint", "its products", "joint ÷ replay",
-        "kept, MiB", "kept with joint, MiB",
-    )  # fmt: skip
-    lines = [
-        (
-            f"{row['shape']}, {row['num_rows']} rows, {row['tree']}, {row['context']:,} committed",
-            *(
-                f"{_value(row[f'us_{key}']):,.0f}"
-                for key in ("replay", "floor_replay", "joint", "floor_joint")
-            ),
-            f"{row['joint_over_replay']:.3f}",
-            *(f"{row[f'kept_bytes_{key}'] / 2**20:,.1f}" for key in ("replay", "joint")),
-        )
-        for row in rows
-    ]
-    return Table("Ways to backtrack: target and acceptance, µs", (heads, *lines))
-
-
-def serving_table(rows: list[Row]) -> Table:
-    """Total tokens/s of all rows, plain, with the tree, and as measured costs choose."""
-    heads = (
-        "", "plain", "tree", "chosen", "tree ÷ plain", "chosen ÷ plain",
-        "not hidden by the host, plain / tree",
-    )  # fmt: skip
-    ways = ("plain", "tree", "modes")
-    lines = [
-        (
-            f"{row['shape']}, {row['num_rows']} rows, τ = {row['tau']:g}, "
-            f"{row['context']:,} committed",
-            *(f"{row[f'tokens_per_second_{way}']:,.0f}" for way in ways),
-            f"{row['speedup_tree']:.2f}", f"{row['speedup_modes']:.2f}",
-            f"{row['host_share_plain']:.1%} / {row['host_share_tree']:.1%}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    return Table("Serving, tokens/s of all rows", (heads, *lines))
-
-
-def serving_figure(rows: list[Row]) -> Figure:
-    """Speed-up over plain decoding at the same number of rows."""
-    figure, axes = new_figure()
-    kinds = dict.fromkeys((row["shape"], row["tau"]) for row in rows)
-    for colour, (shape, tau) in zip(PALETTE, kinds, strict=False):
-        points = sorted(
-            (row["num_rows"], row["speedup_tree"], row["speedup_modes"])
-            for row in rows
-            if (row["shape"], row["tau"]) == (shape, tau)
-        )
-        counts, trees, chosen = zip(*points, strict=True)
-        axes.plot(counts, chosen, "o-", color=colour, label=f"{shape}, τ = {tau:g}, chosen")
-        axes.plot(counts, trees, "--", color=colour, label=f"{shape}, τ = {tau:g}, tree")
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    ticks = sorted({row["num_rows"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(count) for count in ticks])
-    axes.set(xlabel="sequences at once", ylabel="speed-up over plain decoding")
-    add_legend(figure, axes, ncols=2, handlelength=2)
-    return figure
-
-
-def fits_text(rows_by_shape: dict[str, list[Row]]) -> str:
-    lines = ["Fits of a target call's time in µs over N:", ""]
-    for shape, rows in rows_by_shape.items():
-        terms = [f"{value:.3g}" for value in fit(rows, _degree(rows))]
-        form = "{}·N + {}" if len(terms) == 2 else "{}·N² + {}·N + {}"
-        lines.append(f"- {shape}: t = {form.format(*terms)}")
-    return "\n".join(lines) + "\n"
 
 
 def read_rows(directory: Path) -> list[Row]:
+    """Return the rows of all *.jsonl of a folder. Raises UsageError and BadData."""
     rows = [row for path in sorted(directory.glob("*.jsonl")) for row in rows_of_file(path)]
     if not rows:
         raise UsageError(
@@ -494,21 +277,6 @@ def _is(row: Row, wanted: dict[str, Any]) -> bool:
     return all(row.get(key) == value for key, value in wanted.items())
 
 
-def _value(value: Any) -> float:
-    return float(value["median"] if isinstance(value, dict) else value)
-
-
-def _call_points(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-    points = sorted((row["num_nodes"], _value(row["us_tree"])) for row in rows)
-    nodes, times = zip(*points, strict=True)
-    return np.array(nodes, dtype=float), np.array(times)
-
-
-def _degree(rows: list[Row]) -> int:
-    """Attention's part grows with N², a pure Mamba-2's with N."""
-    return 1 if rows[0]["shape"].startswith("mamba2") else 2
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = CommandParser("bench_report.py", description=__doc__)
     parser.add_argument("directory", type=str, help="folder with the rows; gets the page's parts")
@@ -517,56 +285,16 @@ def main(arguments: list[str] | None = None) -> None:
     made_by = sorted(
         {(row["environment"]["git_sha"], row["environment"]["device"]) for row in rows}
     )
-    calls: dict[str, list[Row]] = {}
-    for row in rows:
-        if _is(row, dict(what="target call", context=1024)):
-            calls.setdefault(row["shape"], []).append(row)
-    calls = {shape: each for shape, each in calls.items() if len(each) > _degree(each)}
-    bars = bars_table(rows)
+    bars, kinds = bars_table(rows), kinds_of(rows)
     parts = [bars.to_markdown()] if len(bars.rows) > 1 else []
-    for wanted, table in (
-        ("op", kernels_table),
-        ("target call", calls_table),
-        ("orders", orders_table),
-        ("draft", drafts_table),
-        ("draft_lengths", draft_lengths_table),
-        ("prompt", prompts_table),
-        ("profile", profiles_table),
-        ("step", steps_table),
-        ("graphs", graphs_table),
-        ("rows", batches_table),
-        ("joint", backtracking_table),
-        ("serve", serving_table),
-        ("distill", training_table),
-        ("distillation step", training_steps_table),
-    ):
-        about = [row for row in rows if wanted in row or row.get("what") == wanted]
-        if about:
-            parts.append(table(about).to_markdown())
-    figures: dict[str, Figure] = {}
-    if calls:
-        parts.append(fits_text(calls))
-        figures = {
-            "runtime_vs_nodes": runtime_figure(calls),
-            "required_tau": required_tau_figure(calls),
-        }
-    steps: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.get("what") == "step":
-            steps.setdefault(_drafter_of(row), []).append(row)
-    if steps := {pair: each for pair, each in steps.items() if len(each) > 1}:
-        figures["speedup_vs_tau"] = speedup_figure(steps)
-    for what, name, draw in (
-        ("unrolled", "tree_vs_unrolled", unrolled_figure),
-        ("serve", "speedup_vs_rows", serving_figure),
-        ("draft_lengths", "drafts_vs_length", draft_lengths_figure),
-        ("distill", "losses", losses_figure),
-    ):
-        chosen = [row for row in rows if row.get("what") == what]
-        if chosen:
-            figures[name] = draw(chosen)
-    for name, figure in figures.items():
-        write_atomically(directory / f"{name}.svg", to_svg(figure, name.replace("_", " ")))
+    for kind, (title, names, fields) in TABLES.items():
+        if kind in kinds:
+            table = table_of(kinds[kind], title, names.split(), fields.split())
+            parts.append(table.to_markdown())
+    for name, kind, x, ys, lines in FIGURES:
+        if len({row[x] for row in kinds.get(kind, [])}) > 1:
+            drawn = figure_of(kinds[kind], x, ys, lines)
+            write_atomically(directory / f"{name}.svg", to_svg(drawn, name.replace("_", " ")))
     parts.append("Rows made by: " + "; ".join(f"{sha} on {device}" for sha, device in made_by))
     text = markdown_page("\n".join(parts) + "\n")
     write_atomically(directory / "bars.md", text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from stree.trees.token_tree import balanced
 from stree_pipelines.evaluation.plan import AUTOREGRESSIVE
-from stree_pipelines.lab.bench_report import by_length, called
+from stree_pipelines.lab.benches.models import ATTENTION, OWN
 from stree_pipelines.lab.papers import numbers as theirs
 from stree_pipelines.lab.papers.numbers import Cells
 from stree_pipelines.lab.papers.tables import (
@@ -277,9 +277,13 @@ def drafters_figure_1(folder: Path) -> Made:
     require_rows(rows, "draft_lengths", folder)
     contexts = sorted({row["context"] for row in rows})
     lines: list[Cells] = [("", "", *(f"{context / 1024:g}k" for context in contexts))]
-    for (_, drafter, nodes, _), group in by_length(rows).items():
-        found = {row["context"]: row for row in group}
-        name = f"{called(drafter)}, {nodes} a level, {OURS}"
+    lengths: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        drafted = row["shape"], row["drafter"], row["level_nodes"], row["tree"]
+        lengths.setdefault(drafted, {})[row["context"]] = row
+    for (_, drafter, nodes, _), found in lengths.items():
+        called = {OWN: "Mamba-2", ATTENTION: "Transformer"}.get(drafter, drafter)
+        name = f"{called}, {nodes} a level, {OURS}"
         for what, key, unit, form in (
             ("µs a level", "us_level", 1, ".0f"), ("cache, MiB", "cache_bytes", 2**20, ".2f"),
         ):  # fmt: skip

@@ -50,6 +50,7 @@ CPU = torch.device("cpu")
 TINY = models.OWN_SHAPES["tiny"].mixer_shape
 # All that joint keeps beside what replay does where one layer has a conv: its tail, in bytes
 TAIL = TINY.tail * TINY.num_channels * 2
+MADE_BY = {"git_sha": "abc", "device": "a GPU"}
 ROW = b'{"what": "draft", "environment": {"git_sha": "a", "device": "G"}}\n'
 
 
@@ -130,9 +131,10 @@ def test_drafts_by_the_length_of_the_context(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     bench_report.main([str(tmp_path)])
     said = capsys.readouterr().out
-    (line,) = re.findall(r"\| tiny \| Transformer +\| 2 +\| 40 .*", said)
+    (line,) = re.findall(r"\| tiny +\| attention +\| beam-2-3-6 +\| 2 +\| 40 .*", said)
     assert f"{bytes_of['attention', 2, 40] / 1024:.2f}" in line
-    assert [path.stem for path in tmp_path.glob("*.svg")] == ["drafts_vs_length"]
+    figures = {path.stem for path in tmp_path.glob("*.svg")}
+    assert figures == {"drafts_vs_length", "cache_vs_length"}
     paper_tables.main(["drafters-figure-1", "--rows", str(tmp_path)])
     (line,) = re.findall(r"\| Mamba-2, 1 a level, ours +\| cache, MiB .*", capsys.readouterr().out)
     assert line.count(f"{bytes_of['own', 1, 8] / 1024:.2f}") == 2
@@ -258,10 +260,6 @@ def test_steps_with_several_drafters(captured_on_cpu, monkeypatch):
     )  # fmt: skip
     rows = list(bench_decode.measure("tiny", options, CPU))
     assert [row.get("drafter") for row in rows] == [None, "head=16", "layers=1"]
-    table = bench_report.steps_table([{"shape": "tiny", **row} for row in rows])
-    assert [line[0] for line in table.rows[1:]] == [
-        "tiny, τ = 2.00", "tiny, head=16, τ = 2.00", "tiny, layers=1, τ = 2.00",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -384,24 +382,29 @@ def test_a_profile_counts_what_kernels_take_beyond_others():
     }  # fmt: skip
 
 
+def report(folder, rows, capsys) -> tuple[list[list[str]], set[str]]:
+    """Return cells of all lines of tables that the rows give, and the names of the figures."""
+    text = "".join(json.dumps({"environment": MADE_BY, **row}) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text)
+    capsys.readouterr()
+    bench_report.main([str(folder)])
+    said = capsys.readouterr().out
+    assert (folder / "bars.md").read_text() in said
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()]
+    return [line for line in lines if line], {path.stem for path in folder.glob("*.svg")}
+
+
 def test_profiles_are_a_table_with_the_largest_first(tmp_path, capsys):
-    row = dict(what="profile", shape="8b", context=1024, environment=dict(git_sha="a", device="G"))
-    kernels = dict(norm_kernel=dict(us=2.0, count=80), fill=dict(us=1.5, count=2))
-    one = {**row, "num_nodes": 1, "us": 3.5, "kernels": kernels}
-    products = {"matrix products": dict(us=30.0, count=193)}
-    many = {**row, "num_nodes": 64, "us": 30.0, "kernels": products}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (many, one)))
-    bench_report.main([str(tmp_path)])
-    said = capsys.readouterr().out.partition("Where a call's time goes")[2].splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said if "|" in line]
-    assert cells[0][1:] == ["8b, N = 1, 1,024 committed", "8b, N = 64, 1,024 committed"]
-    assert cells[2:] == [
-        ["the whole", "4", "30"], ["matrix products", "–", "30.0 (193)"],
-        ["norm_kernel", "2.0 (80)", "–"], ["fill", "1.5 (2)", "–"],
+    kernels = dict(fill=dict(us=1.5, count=2), norm_kernel=dict(us=2.0, count=80))
+    row = dict(what="profile", shape="8b", context=1024, num_nodes=1, us=3.5, kernels=kernels)
+    cells, _ = report(tmp_path, [row], capsys)
+    assert [line[-3:] for line in cells[2:]] == [
+        ["all", "3.5", "–"], ["norm_kernel", "2", "80"], ["fill", "1.5", "2"]
     ]  # fmt: skip
 
 
-def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsys):
+def test_graphs_of_every_method_temperature_verifier_and_rows(captured_on_cpu, tmp_path, capsys):
+    """At T = 0 all verifiers are alike; block judges no tree that branches."""
     target = models.random_target("tiny", CPU)
     drafter = models.random_drafter("tiny", CPU)
     rows = steps.graphs(target, drafter, 8, 3)
@@ -409,17 +412,10 @@ def test_graphs_of_every_method_and_temperature(captured_on_cpu, tmp_path, capsy
         (temperature, num_nodes, num_nodes > 1)
         for temperature in (0.0, 1.0) for num_nodes in (1, 5, 13)
     ]  # fmt: skip
-    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
-    bench_report.main([str(tmp_path)])
-    said = capsys.readouterr().out
+    cells, _ = report(tmp_path, ({"shape": "tiny", **row} for row in rows), capsys)
     tree = rows[-1]["us_draft"]["median"] + rows[-1]["us_target"]["median"]
-    assert "| tiny, Autoregressive, T = 0, 8 committed | –" in said
-    assert f"{tree:,.0f}" in next(line for line in said.splitlines() if "STree, T = 1" in line)
-
-
-def test_graphs_of_verifiers_and_rows(captured_on_cpu, tmp_path, capsys):
-    """At T = 0 all are alike; block judges no tree that branches."""
-    target, drafter = models.random_target("tiny", CPU), models.random_drafter("tiny", CPU)
+    assert cells[2][1] == "autoregressive" and cells[2][-3] == "–"
+    assert float(cells[-1][-1].replace(",", "")) == pytest.approx(tree, rel=1e-3)
     rows = steps.graphs(target, drafter, 8, 1, ["coupled", "multi_step", "block"], [2])
     assert {row["num_rows"] for row in rows} == {2} and len(rows) == 3 + 6
     chain, tree = (
@@ -427,9 +423,6 @@ def test_graphs_of_verifiers_and_rows(captured_on_cpu, tmp_path, capsys):
         for nodes in (5, 13)
     )
     assert chain == ["coupled", "multi_step", "block"] and tree == chain[:2]
-    timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
-    bench_report.main([str(tmp_path)])
-    assert "| tiny, STree, T = 1, 8 committed, multi_step, 2 rows " in capsys.readouterr().out
 
 
 def test_accepted_numbers_have_the_mean_asked_for():
@@ -440,61 +433,36 @@ def test_accepted_numbers_have_the_mean_asked_for():
 
 
 def test_report_of_bars_and_fits(tmp_path, capsys):
-    def spread(value):
-        return dict(median=value, p20=value, p80=value)
-
-    made_by = {"git_sha": "abc", "device": "a GPU"}
+    step = dict(what="step", shape="8b", us_plain=dict(median=100.0, p20=99.0))
     rows = [
-        dict(op="mamba_tree", shape="8b", num_nodes=16, context=1024, us_fused=spread(6.5)),
-        dict(
-            what="step",
-            shape="8b",
-            tau=2.0,
-            speedup=1.7,
-            speedup_per_tau=0.85,
-            host_share=0.01,
-            us_plain=spread(100.0),
-            us_tree=spread(118.0),
-        ),
-        dict(
-            what="step",
-            shape="8b",
-            tau=3.0,
-            speedup=2.1,
-            speedup_per_tau=0.70,
-            host_share=0.03,
-            us_plain=spread(100.0),
-            us_tree=spread(143.0),
-        ),
-        dict(
-            what="unrolled", shape="8b", num_nodes=3, us_tree=spread(1.0), us_unrolled=spread(2.0)
-        ),
-    ]
+        dict(op="mamba_tree", shape="8b", num_nodes=16, context=1024, us_fused=dict(median=6.5)),
+        dict(step, tau=2.0, speedup=1.7, speedup_per_tau=0.85, host_share=0.01),
+        dict(step, tau=3.0, speedup=2.1, speedup_per_tau=0.70, host_share=0.03),
+        *(dict(what="unrolled", shape="8b", num_nodes=nodes, us_tree=dict(median=1.0))
+          for nodes in (3, 7)),
+        *(dict(what="serve", shape="8b", num_rows=count, tau=2, speedup_tree=1.2, speedup_modes=1.3)
+          for count in (2, 4)),
+    ]  # fmt: skip
     for nodes in (1, 5, 16, 64):
         for shape, quadratic in (("8b", 0.5), ("mamba2-2.7b", 0.0)):
-            time = quadratic * nodes**2 + 3 * nodes + 100
+            time = dict(median=quadratic * nodes**2 + 3 * nodes + 100)
             rows.append(dict(
-                what="target call", shape=shape, num_nodes=nodes, context=1024,
-                us_tree=spread(time), us_floor=spread(90.0), over_step=1.07, over_floor=1.2,
-                step_over_floor=1.1,
+                what="target call", shape=shape, num_nodes=nodes, context=1024, us_tree=time,
+                over_step=1.07, over_floor=1.2, step_over_floor=1.1,
             ))  # fmt: skip
-    text = "".join(json.dumps({**row, "environment": made_by}) + "\n" for row in rows)
-    (tmp_path / "rows.jsonl").write_text(text)
-    bench_report.main([str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "t = 0.5·N² + 3·N + 100" in said and "t = 3·N + 100" in said
-    lines = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
-    assert "met" in lines["replay + conv + scan, µs a layer, N = 16"]
-    assert "6.5" in lines["mamba_tree, N = 16, 1,024 committed"]
-    assert "143" in lines["8b, τ = 3.00"] and "3.0%" in lines["8b, τ = 3.00"]
-    assert "not measured" in lines["replay + conv + scan, µs a layer, N = 64"]
-    assert "missed" in lines["tree call over a step, N = 16"]  # 1.07 above 1.06
-    assert "missed" in lines["speedup per τ, 13-node tree"]  # the worst row counts
-    assert "0.03" in lines["host time not hidden, share of a step"]
-    names = {path.name for path in tmp_path.glob("*.svg")}
-    assert names == {f"{name}.svg" for name in (
-        "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau"
-    )}  # fmt: skip
+    cells, figures = report(tmp_path, rows, capsys)
+    assert ["8b", "0.5·N² + 3·N + 100"] in cells and ["mamba2-2.7b", "3·N + 100"] in cells
+    bars = {line[0]: line for line in cells}
+    assert bars["replay + conv + scan, µs a layer, N = 16"][2:] == ["6.5", "met"]
+    assert bars["replay + conv + scan, µs a layer, N = 64"][3] == "not measured"
+    assert bars["tree call over a step, N = 16"][2:] == ["1.07", "missed"]
+    assert bars["speedup per τ, 13-node tree"][2:] == ["0.7", "missed"]  # the worst row counts
+    assert bars["host time not hidden, share of a step"][2:] == ["0.03", "missed"]
+    assert ["shape", "tau", "us plain", "host share", "speedup", "speedup per tau"] in cells
+    assert ["8b", "3", "100", "3.0%", "2.1", "0.7"] in cells
+    assert figures == {
+        "runtime_vs_nodes", "required_tau", "tree_vs_unrolled", "speedup_vs_tau", "speedup_vs_rows"
+    }  # fmt: skip
 
 
 @pytest.mark.long
@@ -517,16 +485,10 @@ def test_processes_are_measured_against_one(forks, tmp_path, monkeypatch):
 def test_processes_are_a_table_and_curves_over_their_steps(tmp_path, capsys):
     row = dict(what="distill", strategy="auto", num_processes=1, num_steps=40, efficiency=1.0)
     row |= dict(losses=[1.0] * 11, loss_distance=0.0, tokens_per_second=dict(median=1e5))
-    row |= dict(environment=dict(git_sha="abc", device="GPU"))
     four = {**row, "num_processes": 4, "strategy": "ddp", "efficiency": 0.912}
     assert intervals.logged_steps(40) == [1, *range(4, 41, 4)]
-    (tmp_path / "training.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in (row, four))
-    )
-    bench_report.main([str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "4, ddp" in said and "0.91" in said and "missed" not in said and "bar " not in said
-    assert (tmp_path / "losses.svg").exists()
+    cells, figures = report(tmp_path, (row, four), capsys)
+    assert cells[-1] == ["ddp", "4", "100,000", "0.912", "0"] and figures == {"losses"}
 
 
 @pytest.fixture
@@ -568,19 +530,17 @@ def test_a_step_of_training_in_its_parts(short_conversations, tmp_path, capsys):
     assert set(cached["us_parts"]) == {"data", "drafter", "update"}
     assert set(live["operations"]) == {"target", "drafter"}
     assert set(cached["operations"]) == {"drafter"}
-    bench_report.main([str(tmp_path)])
-    table = (tmp_path / "bars.md").read_text()
-    assert "tiny, 2 × 40, live, features, tiny-recipe  " in table
-    assert "tiny, 2 × 40, live in 8 bits, features, tiny-recipe, target_dtype=float8" in table
-    assert re.search("tiny, 2 × 40, cached, tiny-recipe +\\|", table)
+    cells, _ = report(tmp_path, (live, rounded, cached), capsys)
+    assert [line[:8] for line in cells[2:]] == [
+        ["tiny", "2", "40", "live", live["target_dtype"], "1", "tiny-recipe", "–"],
+        ["tiny", "2", "40", "live", "float8", "1", "tiny-recipe", "--model.target_dtype=float8"],
+        ["tiny", "2", "40", "cached", "–", "–", "tiny-recipe", "–"],
+    ]
     smaller = measured(
         "--model.drafter_layers=first", "--model.head.vocab_size=64", teacher=["cached"]
     )
     [smaller] = timing.write_rows(tmp_path / "rows.jsonl", smaller, CPU)
     assert smaller["drafter_parameters"] < cached["drafter_parameters"]
-    bench_report.main([str(tmp_path)])
-    table = (tmp_path / "bars.md").read_text()
-    assert "cached, tiny-recipe, drafter_layers=first, head.vocab_size=64" in table
 
 
 @pytest.mark.parametrize("teacher", training_step.TEACHERS)
@@ -751,7 +711,7 @@ def test_prompts_by_graphs_and_by_operations(captured_on_cpu, tmp_path, capsys):
     assert [row["num_tokens"] for row in rows] == [3, 20]
     timing.save_rows(tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in rows], CPU)
     bench_report.main([str(tmp_path)])
-    assert "by operations, ms" in capsys.readouterr().out
+    assert "us operations | speedup" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -780,13 +740,11 @@ def test_steps_of_rows_and_serving(captured_on_cpu, tmp_path, capsys):
     ways = [line.rpartition(": ")[2].split()[0] for line in told]
     assert len(served) == 1 and ways == ["costs", "plain", "tree", "modes"]  # as each is there
     assert served[0]["speedup_tree"] > 0 and served[0]["speedup_modes"] > 0
-    timing.save_rows(
-        tmp_path / "rows.jsonl", [{"shape": "tiny", **row} for row in (*rows, *joint, *served)], CPU
-    )
-    bench_report.main([str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "joint ÷ replay" in said and said.count("tiny, 2 rows, paper") == 1
-    assert "tiny, 3 rows, paper" in said and "tiny, 2 rows, τ = 1.5" in said
+    made = ({"shape": "tiny", **row} for row in (*rows, *joint, *served))
+    cells, _ = report(tmp_path, made, capsys)
+    heads = [line for line in cells if line[0] == "shape"]
+    assert [heads[0][-1], heads[1][-3]] == ["over bound", "joint over replay"]
+    assert "host share tree" in heads[2] and len(cells) == 2 * 3 + 8 + 2 + 1
 
 
 def test_rows_of_a_step_begin_at_tokens_of_their_own():
