@@ -34,7 +34,7 @@ help:  ## this list
 install: $(VENV)/ready  ## set up the environment in .venv; then `. .venv/bin/activate`
 
 quickstart: $(VENV)/ready  ## set up, distil a drafter on the CPU, evaluate every checkpoint, report
-	$(BIN)/python pipelines/lab/corpus.py data/python-docs
+	$(BIN)/python pipelines/corpus.py data/python-docs
 	$(BIN)/python pipelines/distill.py fit --config configs/distill/quickstart.yaml --run_dir $(RUN)
 	$(BIN)/python pipelines/eval_spec.py --run $(RUN) --config configs/eval/quickstart.yaml
 	$(BIN)/python pipelines/profile_drafter.py $(RUN)

@@ -15,7 +15,7 @@ from stree_pipelines.evaluation.records import config_hash
 DEFAULT_DIRECTORY = Path("data/benchmarks")  # where fetch_benchmarks.py writes
 SHIPPED = Path(__file__).with_name("prompts")
 DEFAULT_BENCHMARKS = ("starter",)  # which ships
-# pipelines/lab/corpus.py's file, the prefix of its rows' ids, and the benchmark's name
+# pipelines/corpus.py's file, the prefix of its rows' ids, and the benchmark's name
 CORPUS_PROMPTS = "prompts.jsonl"
 CORPUS_PREFIX = "python-docs-"
 CORPUS_BENCHMARK = "python_docs"

@@ -54,7 +54,7 @@ RUN = {
     "pipelines/fetch_benchmarks.py": ["--dry_run"],
 }
 ELSEWHERE = (  # their own tests run them
-    "pipelines/lab/corpus.py", "pipelines/doctor.py", "pipelines/ask_conversations.py",
+    "pipelines/corpus.py", "pipelines/doctor.py", "pipelines/ask_conversations.py",
 )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def test_the_line_about_a_wrong_python_says_how_to_set_up(tmp_path):
     (tmp_path / "pipelines").mkdir()
     for name in ("stree.py", "corpus.py"):
         shutil.copy(REPOSITORY / "pipelines" / name, tmp_path / "pipelines")
-    script = tmp_path / "pipelines/lab/corpus.py"
+    script = tmp_path / "pipelines/corpus.py"
     told = without_libraries(script).stderr
     assert f"type make install in {tmp_path}, then . .venv/bin/activate" in told
     python = tmp_path / ".venv/bin/python"

@@ -205,9 +205,9 @@ def test_what_is_left_out_by_a_hair_ties():
     ("changes", "message"),
     [
         ({"top_p": 1.5}, "top_p is 1.5, wanted above 0 and at most 1"),
-        ({"top_k": -1}, r"top_k is -1, wanted 0 \(off\) or more"),
+        ({"top_k": -1}, r"top_k is -1, wanted 0 \(off\) to 2⁶³ − 1"),
         ({"min_p": 2.0}, r"min_p is 2.0, wanted 0 \(off\) to 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, wanted above 0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0, wanted 0.00001 to 100000"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
         ({"top_k": "many"}, "top_k is 'many', wanted a number"),
     ],

@@ -26,8 +26,8 @@ from pathlib import Path
 from stree.common.errors import BadData, exit_with_reason
 from stree.common.files import make_directory, write_atomically
 from stree_pipelines.console.command_line import PlainParser, input_path
-from stree_pipelines.lab.corpus_html import passages
-from stree_pipelines.lab.corpus_packages import (
+from stree_pipelines.data.html_docs import passages
+from stree_pipelines.data.package_docs import (
     LISTS,
     VENDORED,
     HeldOut,

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from stree.common.errors import BadData
+from stree_pipelines import corpus
 from stree_pipelines.data.conversations import read_conversations
-from stree_pipelines.lab import corpus
-from stree_pipelines.lab.corpus_packages import HeldOut, Paragraphs, plain, prose, readable
+from stree_pipelines.data.package_docs import HeldOut, Paragraphs, plain, prose, readable
 
 STYLES = {
     "numpydoc": """Mix the two inputs of

@@ -9,15 +9,15 @@ import sys
 import pytest
 
 from stree.common.errors import BadData, CannotWrite
-from stree_pipelines.data.conversations import read_conversations
-from stree_pipelines.lab import corpus
-from stree_pipelines.lab.corpus import (
+from stree_pipelines import corpus
+from stree_pipelines.corpus import (
     Entry,
     build_corpus,
     conversations_of,
     split_text,
     topic_sections,
 )
+from stree_pipelines.data.conversations import read_conversations
 
 NAMES = ("train.jsonl", "valid.jsonl", "prompts.jsonl")
 
@@ -94,7 +94,7 @@ def test_the_split_of_a_module_is_pinned():
 @pytest.mark.long
 def test_another_process_builds_the_same_bytes(built, tmp_path):
     out, _ = built
-    code = f"from stree_pipelines.lab.corpus import build_corpus; build_corpus({str(tmp_path)!r})"
+    code = f"from stree_pipelines.corpus import build_corpus; build_corpus({str(tmp_path)!r})"
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "12345"}
     )
