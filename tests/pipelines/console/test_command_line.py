@@ -140,7 +140,7 @@ def test_an_evaluation_s_defaults_stand_in_one_place():
 def test_only_what_trains_waits_for_the_trainer():
     """Lightning takes longer to import than all the rest."""
     waits = {name for name, module in imported_by_command() if module.startswith("lightning")}
-    assert waits == {"distill", "train_target", "cache_teacher", "bench_training"}
+    assert waits == {"distill", "train_target", "cache_teacher", "bench_training", "study"}
 
 
 def imported_by_command() -> Iterator[tuple[str, str]]:

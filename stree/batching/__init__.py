@@ -1,0 +1,1 @@
+"""Batch decoding: steps, runners, prefill, prefix cache."""

@@ -1,0 +1,1 @@
+"""Checkpoints of every layout as models, and back."""

@@ -1,0 +1,1 @@
+"""Errors, files, threads and device memory: shared by all folders."""

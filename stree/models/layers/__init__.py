@@ -1,0 +1,1 @@
+"""Layers of the hybrid model, a file for each kind."""

@@ -1,0 +1,1 @@
+"""Choice of the tree of each step: acceptance, step times, bandit."""

@@ -1,0 +1,1 @@
+"""Token trees: one tree, and the trees of a batch as tensors."""
