@@ -411,8 +411,9 @@ def test_what_a_decoder_and_its_output_say_of_themselves(decoder, shipped):
 
 def test_statistics_are_a_table():
     stats = DecodingStats(
-        10, 4, 12, [0, 2, 2, 2], [0, 2, 2, 2], 2, 0.25, 0.5, {"draft": 100.0, "verify": 400.0}
-    )
+        10, 4, 12, [0, 2, 2, 2], [0, 2, 2, 2], [2, 2, 2, 2], 2, 0.25, 0.5,
+        {"draft": 100.0, "verify": 400.0},
+    )  # fmt: skip
     assert repr(stats) == "DecodingStats(10 new tokens in 4 calls, τ 2.50, 20.00 tokens/s)"
     rows = [line.rsplit("  ", 1) for line in str(stats).splitlines()]
     assert {name.strip(): value.strip() for name, value in rows} == {
