@@ -449,11 +449,14 @@ def _json_rows(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(stored: BinaryIO) -> tuple[io.BufferedReader, bool]:
-    """Return the file's content and if it is packed, by its first bytes."""
+    """Return the file's content and if it is packed, by its first bytes.
+
+    A gzip file buffers by itself, and gives what it can before it says that the rest is missing.
+    """
     start = stored.read(4)
     stored.seek(0)
     if start[:2] == GZIP:
-        return io.BufferedReader(gzip.GzipFile(fileobj=stored)), True  # type: ignore[arg-type]
+        return cast(io.BufferedReader, gzip.GzipFile(fileobj=stored)), True
     if start == ZSTD:
         import pyarrow
 

@@ -214,10 +214,8 @@ def _shard_rows(
         manifest = verify_manifest(path)
         if manifest.get("generation") != spec.sha256:
             raise BadData(f"{path} belongs to other data: delete it, and {AGAIN}")
-        if manifest.get("shard") != shard:
-            raise BadData(
-                f"{path} holds shard {manifest.get('shard')}, not {shard}: delete it, and {AGAIN}"
-            )
+        if (number := manifest.get("shard", shard)) != shard:  # absent in data of older versions
+            raise BadData(f"{path} holds shard {number}, not {shard}: delete it, and {AGAIN}")
         with parquet.ParquetFile(path / TABLE_NAME) as file:
             found, wanted = file.schema_arrow, _schema()
             if not found.equals(wanted):

@@ -145,6 +145,11 @@ def _(folder: Path) -> Path:
 
 @case("rows nested 100,000 deep", "conversations", DATA, r"no usable conversation.*not JSON")
 def _(folder: Path) -> Path:
+    return written(folder, "data.jsonl", ('{"conversations": ' + "[" * 100_000 + "\n") * 3)
+
+
+@case("list nested 100,000 deep", "conversations", DATA, r"a JSON list, whose row 1 is not JSON")
+def _(folder: Path) -> Path:
     return written(folder, "data.jsonl", ("[" * 100_000 + "\n") * 3)
 
 
