@@ -311,7 +311,7 @@ class Decoder:
         generation_config: Any,
         options: dict[str, Any],
     ) -> Asked:
-        """As `asked_for`, for what the tokenizer encodes first."""
+        """Return what is asked for texts or chats, which the tokenizer encodes first."""
         return asked_of_texts(encode, given, several, generation_config, options, self.tokenizer)
 
     def _serve(
@@ -378,19 +378,19 @@ class Decoder:
         num_steps: int = 8,
         generation: GenerationConfig = GenerationConfig(),
     ) -> Costs:
-        """As `BatchDecoder.measure_costs`."""
+        """Time steps with each tree that may be chosen (`BatchDecoder.measure_costs`)."""
         return self.batch.measure_costs(context, num_steps, generation=generation)
 
     def forget(self) -> None:
-        """As `BatchDecoder.forget`."""
+        """Let the choice of trees begin anew (`BatchDecoder.forget`)."""
         self.batch.forget()
 
     def forgetting(self) -> AbstractContextManager[None]:
-        """As `BatchDecoder.forgetting`."""
+        """Let the choice of trees learn nothing inside (`BatchDecoder.forgetting`)."""
         return self.batch.forgetting()
 
     def num_reusable(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt would not be read again now."""
+        """Return the number of a prompt's tokens that would not be read again now."""
         return self.batch.num_reusable(prompt)
 
 

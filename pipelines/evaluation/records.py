@@ -21,6 +21,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -352,21 +353,24 @@ def write_archive(path: Path, samples: Mapping[str, Sequence[SampleRow]]) -> Non
     write_atomically(path, sink.getvalue().to_pybytes())
 
 
-def read_archive(path: Path, name: str) -> list[SampleRow]:
-    """Return the samples of the row whose file name is `name`, in their order; none if it has none.
+def read_archive(path: Path) -> dict[str, list[SampleRow]]:
+    """Return all samples of an archive, in their order: {file name of the row: samples}.
 
     Raises BadData when the file is damaged or a sample is not valid.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    found: dict[str, list[SampleRow]] = {}
     try:
-        table = pq.read_table(path, columns=["sample"], filters=[("file", "=", name)])
-        return [SampleRow.model_validate_json(line) for line in table["sample"].to_pylist()]
+        table = pq.read_table(path, columns=["file", "sample"])
+        for each in table.to_pylist():
+            found.setdefault(each["file"], []).append(SampleRow.model_validate_json(each["sample"]))
     except (pa.ArrowException, OSError, ValidationError) as error:
         raise BadData(
             f"{path} cannot be read: {str(error).splitlines()[0]}; restore it, or evaluate again"
         ) from error
+    return found
 
 
 class ResultStore:
@@ -400,10 +404,16 @@ class ResultStore:
 
     def samples(self, row: ResultRow) -> list[SampleRow]:
         """Return the prompts behind a row; none when their file is gone."""
-        own, archive = self.directory / row.samples, self.directory / ARCHIVE_NAME
-        if os.path.exists(own) or not archive.exists():
+        own = self.directory / row.samples
+        if os.path.exists(own):
             return read_rows(own, SampleRow)
-        return read_archive(archive, row.samples)
+        return list(self._archived.get(row.samples, ()))
+
+    @cached_property
+    def _archived(self) -> dict[str, list[SampleRow]]:
+        """The folder's archive, read once: every row's samples would read the file again."""
+        archive = self.directory / ARCHIVE_NAME
+        return read_archive(archive) if archive.exists() else {}
 
     def readings(self) -> list[Reading]:
         return read_rows(self.directory / READINGS_NAME, Reading)

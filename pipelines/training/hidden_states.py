@@ -1,4 +1,4 @@
-"""How a drafter learns to read its target's features (`stree.models.hidden_states`).
+"""Training of a drafter that reads its target's hidden states (`stree.models.hidden_states`).
 
 At certain tokens a drafter has the target's features, further down a draft only what is its own.
 Training has both: either in one pass, where the features of random runs of tokens are left out, or

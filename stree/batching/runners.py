@@ -179,8 +179,10 @@ class Graphs:
         return min(1 << (taken - 1).bit_length(), most)
 
     def follow_weights(self) -> bool:
-        """As `Eager.follow_weights`; drop graphs of weights that have moved, since graphs hold
-        their addresses."""
+        """Follow weights as `Eager` does, and drop the graphs of weights that have moved.
+
+        Graphs hold the addresses of weights.
+        """
         change = self.weights.follow()
         if change == "moved":
             self.envelopes.clear()

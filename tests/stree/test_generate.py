@@ -151,7 +151,7 @@ OF_PARTS = (
 
 @pytest.fixture
 def templated(tokenizer):
-    """What `chat_ids` makes of messages with a template, as text."""
+    """Return, as text, what `chat_ids` makes of messages with a template."""
 
     def render(template, messages, **options):
         given = copy.deepcopy(tokenizer)

@@ -1,4 +1,4 @@
-"""What a type checker knows of the doors, from a file outside of the repository."""
+"""Types of the doors, as a type checker finds them from outside of the repository."""
 
 from __future__ import annotations
 

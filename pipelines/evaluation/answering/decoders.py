@@ -10,7 +10,7 @@ from typing import Any
 from stree.batching.batch_decoder import BatchDecoder
 from stree.batching.memory_report import Room
 from stree.batching.sequences import Request
-from stree.batching.step_timing import length_to_time, row_counts
+from stree.batching.step_timing import length_to_time
 from stree.checkpoints.load_save import load_config, load_model
 from stree.common.errors import UsageError
 from stree.common.words import dtype_name
@@ -162,11 +162,11 @@ class Decoders:
                 seed=0,
                 ignore_eos=True,
             )
-            with _batch_of(decoder).forgetting():
-                if self.settings.batch_size == 1:
+            if self.settings.batch_size == 1:
+                with decoder.forgetting():
                     decoder.generate(prompt_ids, generation)
-                else:
-                    _warm_batch(decoder, Request(prompt_ids, generation), self.settings.batch_size)
+            else:
+                decoder.warm_up(Request(prompt_ids, generation))
             self._warm |= once
         return decoder
 
@@ -251,19 +251,6 @@ class Decoders:
 def _batch_of(decoder: Any) -> Any:
     """A `Decoder`'s, or the `BatchDecoder` itself."""
     return getattr(decoder, "batch", decoder)
-
-
-def _warm_batch(decoder: BatchDecoder, request: Request, num_rows: int) -> None:
-    """As many such requests at once, and then the graphs of each number of rows that steps may have
-    when fewer are left."""
-    decoder.generate([request] * num_rows)
-    for count in row_counts(num_rows):
-        rows = [decoder.admit(request) for _ in range(count)]
-        try:
-            decoder.prepare()
-        finally:  # graphs may not fit in memory, and others decode with it then
-            for row in rows:
-                decoder.release(row)
 
 
 def num_warmup_tokens(settings: EvaluationSettings) -> int:

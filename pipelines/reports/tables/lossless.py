@@ -33,7 +33,7 @@ def lossless_markdown(run: Path) -> str:
 
 
 def lossless_sentence(run: Path) -> str:
-    """How many answers of a run were plain decoding's. Empty when nothing was compared."""
+    """Count the answers of a run that were plain decoding's. Empty when nothing was compared."""
     identical, checked = _counts(_compared(run))
     rest = "; lossless.md has the others" if identical < checked else ""
     told = f"{identical} of {checked} answers are token for token plain decoding's{rest}."

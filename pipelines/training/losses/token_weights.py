@@ -1,4 +1,4 @@
-"""How much each token counts for a loss: by what a better drafter could do there.
+"""Weights of tokens in a loss: by how much a better drafter could gain there.
 
 Shapes: B rows of a batch, T tokens.
 """
