@@ -163,7 +163,7 @@ class Decoders:
                 ignore_eos=True,
             )
             if self.settings.batch_size == 1:
-                with decoder.forgetting():
+                with _batch_of(decoder).forgetting():
                     decoder.generate(prompt_ids, generation)
             else:
                 decoder.warm_up(Request(prompt_ids, generation))
